@@ -1,0 +1,145 @@
+"""The two records that travel: Rollout, what people and judges read, and Batch, what the trainer computes on.
+
+Shape suffixes used in this project:
+    T  tokens of one packed micro-batch        S  sequences in it (S1 = S + 1)      L  tokens of one sequence
+    P  vision patches    C  numbers in a patch (3 channels x 2 frames x 14 x 14)    I  images
+    V  vision tokens (a 2 x 2 square of patches is one)    R  rows that need logits    H  hidden size    G  rollouts of a group
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from PIL.Image import Image as Picture
+
+
+class Status(StrEnum):
+    """How an episode ended, as far as credit is concerned."""
+
+    COMPLETED = "completed"
+    """The environment or the policy ended it; scored and trained on."""
+    TRUNCATED = "truncated"
+    """The policy's budget (turns, tokens) ran out; scored and trained on."""
+    FAILED = "failed"
+    """Our fault: the engine, a tool or a judge was down. Never scored, never trained on, counted."""
+
+
+@dataclass(slots=True, frozen=True)
+class Image:
+    """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
+
+    picture: Picture
+    patch_PC: torch.Tensor
+    """float32 [P, C], the output of the one processor call."""
+    grid: tuple[int, int, int]
+    """Frames, rows and columns in patches; rows and columns are even."""
+    key: str
+
+    @property
+    def num_tokens(self) -> int:
+        frames, rows, columns = self.grid
+        return frames * rows * columns // 4
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Token ids as the engine saw and sampled them, with everything that is aligned to them.
+
+    Example: prompt ids [5, 6], sampled [7, 8] gives
+        token_ids [5, 6, 7, 8], loss_mask [0, 0, 1, 1], engine_logprobs [0.0, 0.0, -0.3, -1.2].
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    engine_logprobs: list[float] = field(default_factory=list)
+    """Logprob of each sampled token under the policy that sampled it; 0.0 where the mask is 0."""
+    images: list[Image] = field(default_factory=list)
+
+    def extend(self, token_ids: list[int], *, logprobs: list[float] | None = None, images: tuple[Image, ...] = ()) -> None:
+        """The only door through which tokens enter. With logprobs they were sampled; without, they were observed.
+
+        Image placeholders in token_ids are already expanded: one id per vision token.
+        """
+        sampled = logprobs is not None
+        assert not (sampled and images), "the policy does not sample images"
+        self.token_ids.extend(token_ids)
+        self.loss_mask.extend([int(sampled)] * len(token_ids))
+        self.engine_logprobs.extend(logprobs if sampled else [0.0] * len(token_ids))
+        self.images.extend(images)
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.engine_logprobs))
+        assert len(set(lengths)) == 1, f"token_ids, loss_mask, engine_logprobs have lengths {lengths}"
+
+
+@dataclass(slots=True)
+class Turn:
+    """One reply of the policy and what came of it."""
+
+    sequence: int
+    """Index into Rollout.sequences."""
+    span: tuple[int, int]
+    """First and one-past-last sampled token in that sequence."""
+    text: str
+    reward: float | None = None
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One episode: printable, on CPU, complete enough to be replayed into training."""
+
+    task: str
+    example_id: str
+    group: int
+    """Rollouts of one group start from the same example and share a baseline."""
+    sample: int
+    weight_version: int
+    sequences: list[Sequence] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    status: Status = Status.COMPLETED
+    reason: str = ""
+    """Why it ended: 'goal', 'turn limit', or the message of the error that failed it."""
+    reward: float | None = None
+    """None until scored; stays None when failed."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The reward by named part, unweighted."""
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(sum(sequence.loss_mask) for sequence in self.sequences)
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One packed micro-batch: flat tensors, no padding between sequences; knows no prompts, tasks or groups.
+
+    Entry t predicts token t + 1: target_T, mask_T, weight_T and every *_T quantity of the loss are already shifted by `pack`.
+    Sequences [5 6 7 8] (8 and 7 sampled) and [9 4] (4 sampled) give
+        token_T [5 6 7 8 9 4], target_T [6 7 8 0 4 0], mask_T [0 1 1 0 1 0], cu_seqlens_S1 [0 4 6].
+    """
+
+    token_T: torch.Tensor
+    target_T: torch.Tensor
+    mask_T: torch.Tensor
+    """bool: the target was sampled by the policy (or, in the warm start, written by the demonstrator)."""
+    weight_T: torch.Tensor
+    """float32: what the loss of entry t counts, before the division by the global denominator; 0 where mask_T is False."""
+    position_3T: torch.Tensor
+    """Rotary positions: frame, row, column."""
+    cu_seqlens_S1: torch.Tensor
+    """int32 offsets; the last equals T."""
+    patch_PC: torch.Tensor
+    grid_I3: torch.Tensor
+    """The distinct images of the micro-batch: each is encoded once however many sequences show it."""
+    vision_position_V: torch.Tensor
+    """Positions in token_T that a vision embedding replaces, in order..."""
+    vision_row_V: torch.Tensor
+    """...and the row of the encoder's output that goes there."""
+    denominator: int
+    """This micro-batch's share of the global denominator: shares are summed over micro-batches and data-parallel ranks."""
+    advantage_T: torch.Tensor
+    engine_logprob_T: torch.Tensor
+    old_logprob_T: torch.Tensor | None = None
+    reference_logprob_T: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_T.numel()
