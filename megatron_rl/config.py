@@ -1,0 +1,216 @@
+"""The settings of a run. These dataclasses are the schema: yaml and the command line only pick values.
+
+`Settings` is built once at the door (launch/) and passed inward as plain dataclasses; rooms receive the part they need.
+Each check names the dotted key, the value and the remedy, because the user reads exactly that line.
+"""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+def require(condition: bool, key: str, value: object, remedy: str) -> None:
+    """Raise the ValueError that the user reads. Example: `parallel.tp=3: must divide the 4 attention heads; use 1, 2 or 4`."""
+    if not condition:
+        raise ValueError(f"{key}={value}: {remedy}")
+
+
+def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    require(value in choices, key, value, f"choose one of {', '.join(choices)}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSettings:
+    path: str = MISSING
+    """A Hugging Face Qwen2.5-VL folder: the policy's start, the reference of the KL term, the tokenizer and the processor."""
+    dtype: str = "float32"
+    min_pixels: int = 3136
+    max_pixels: int = 1003520
+    """Every image, first prompt or later observation, is resized once to lie between these."""
+
+    def __post_init__(self) -> None:
+        require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
+        require(0 < self.min_pixels <= self.max_pixels, "model.max_pixels", self.max_pixels, f"must be at least model.min_pixels={self.min_pixels}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelSettings:
+    """The trainer's layout; the data-parallel size is what remains: world / (tp * pp)."""
+
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    timeout_s: float = 600.0
+    """A collective that waits longer ends the run instead of hanging it."""
+
+    def __post_init__(self) -> None:
+        require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")
+        require(self.pp >= 1, "parallel.pp", self.pp, "must be at least 1")
+        require(not self.sequence_parallel or self.tp > 1, "parallel.sequence_parallel", True, "needs parallel.tp of at least 2")
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineSettings:
+    tp: int = 1
+    """Ranks an engine spans; world / tp engines roll out side by side."""
+    dtype: str = "float32"
+    device: str = "auto"
+    """auto takes CUDA where there is one; cuda refuses to start without it; cpu never uses it."""
+    kv_cache_mib: int = 64
+    """Memory for keys and values on a CPU."""
+    gpu_memory_utilization: float = 0.45
+    """Share of a GPU's memory for the engine's weights and cache."""
+    max_model_len: int = 1024
+    max_num_seqs: int = 256
+    max_images: int = 8
+    """Images in one context at most."""
+    bucket_mib: int = 256
+    """Weights travel to the engine in buckets of this size."""
+
+    def __post_init__(self) -> None:
+        require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
+        require_choice("engine.dtype", self.dtype, ("float32", "bfloat16"))
+        require_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
+        require(0 < self.gpu_memory_utilization < 1, "engine.gpu_memory_utilization", self.gpu_memory_utilization, "must lie between 0 and 1")
+        for key in ("kv_cache_mib", "max_model_len", "max_num_seqs", "max_images", "bucket_mib"):
+            require(getattr(self, key) >= 1, f"engine.{key}", getattr(self, key), "must be at least 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerSettings:
+    lr: float = 1e-6
+    schedule: str = "constant"
+    """constant, linear or cosine, after the warm-up; the last two fall to min_lr at the last step."""
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        require_choice("algo.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require(self.lr >= 0, "algo.lr", self.lr, "must not be negative")
+        require(self.warmup_steps >= 0, "algo.warmup_steps", self.warmup_steps, "must not be negative")
+        require(0 <= self.min_lr <= self.lr or self.lr == 0, "algo.min_lr", self.min_lr, f"must lie between 0 and algo.lr={self.lr}")
+        require(self.clip_grad > 0, "algo.clip_grad", self.clip_grad, "must be positive; a large number switches clipping off")
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgoSettings(OptimizerSettings):
+    """GRPO (arXiv 2402.03300) with the corrections of DAPO (2503.14476) and Dr. GRPO (2503.20783) as switches."""
+
+    group_size: int = 8
+    prompts_per_step: int = 32
+    minibatches: int = 1
+    epochs: int = 1
+    micro_batch_tokens: int = 8192
+    """Tokens of one packed micro-batch at most (a longer single sequence is a micro-batch of its own)."""
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation (GRPO); Dr. GRPO does not."""
+    std_eps: float = 1e-6
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """DAPO's clip-higher: a value above clip_low."""
+    dual_clip: float = 0.0
+    """Bound on ratio * |advantage| for negative advantages (arXiv 1912.09729), e.g. 3; 0 is off."""
+    aggregation: str = "token_mean"
+    """token_mean (DAPO), sequence_mean (GRPO) or fixed_length (Dr. GRPO: divide by episodes * fixed_length)."""
+    fixed_length: int = 0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+    """Of the policy as a distribution: sampling and training use the same one."""
+
+    def __post_init__(self) -> None:
+        OptimizerSettings.__post_init__(self)
+        for key in ("prompts_per_step", "minibatches", "epochs", "micro_batch_tokens"):
+            require(getattr(self, key) >= 1, f"algo.{key}", getattr(self, key), "must be at least 1")
+        require(self.group_size >= 2, "algo.group_size", self.group_size, "must be at least 2: a group of one has no baseline")
+        require(self.minibatches <= self.prompts_per_step, "algo.minibatches", self.minibatches, f"cannot exceed algo.prompts_per_step={self.prompts_per_step}: minibatches are cut by groups")
+        require_choice("algo.aggregation", self.aggregation, ("token_mean", "sequence_mean", "fixed_length"))
+        require((self.aggregation == "fixed_length") == (self.fixed_length > 0), "algo.fixed_length", self.fixed_length, "goes with algo.aggregation=fixed_length, and only with it")
+        require_choice("algo.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
+        require(self.temperature > 0, "algo.temperature", self.temperature, "must be positive: greedy sampling has no gradient")
+        require(self.dual_clip == 0 or self.dual_clip > 1, "algo.dual_clip", self.dual_clip, "must be above 1, or 0 to switch it off")
+        require(0 <= self.clip_low < 1, "algo.clip_low", self.clip_low, "must lie in [0, 1)")
+        require(self.clip_high >= 0, "algo.clip_high", self.clip_high, "must not be negative")
+
+
+@dataclass(kw_only=True, slots=True)
+class SftSettings(OptimizerSettings):
+    """The supervised warm start: stages one after the other, each with its own demonstrations."""
+
+    batch_size: int = 64
+    micro_batch_tokens: int = 8192
+    splits: list[str] = field(default_factory=lambda: ["correct", "biased"])
+    """The task's demonstration splits, in order..."""
+    steps: list[int] = field(default_factory=lambda: [250, 60])
+    """...and the optimizer steps of each."""
+
+    def __post_init__(self) -> None:
+        OptimizerSettings.__post_init__(self)
+        require(self.batch_size >= 1, "sft.batch_size", self.batch_size, "must be at least 1")
+        require(len(self.splits) == len(self.steps), "sft.steps", self.steps, f"needs one number for each of sft.splits={self.splits}")
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskSettings:
+    name: str = MISSING
+    max_turns: int = 10
+    max_tokens_per_turn: int = 64
+    eval_samples: int = 8
+    """Temperature-1 samples of each evaluation example, beside the greedy one."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_turns", "max_tokens_per_turn", "eval_samples"):
+            require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSettings:
+    dir: str = MISSING
+    """The run folder: resolved config, metrics, recorded rollouts, final checkpoint."""
+    seed: int = 0
+    steps: int = 40
+    eval_every: int = 0
+    """Evaluate every so many steps; 0 evaluates once, at the end."""
+    max_failed: float = 0.1
+    """The run stops when a larger fraction of a step's rollouts failed through our own fault."""
+    require_improvement: bool = False
+    """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
+    record_best: int = 1
+    record_worst: int = 1
+    """Rollouts a step to keep as jsonl and png."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
+        require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, "run.require_improvement compares the first with the last 10 steps: use at least 20")
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbSettings:
+    mode: str = "disabled"
+    project: str = "megatron-rl"
+
+    def __post_init__(self) -> None:
+        require_choice("wandb.mode", self.mode, ("disabled", "offline", "online"))
+
+
+@dataclass(kw_only=True, slots=True)
+class Settings:
+    stage: str = "grpo"
+    """grpo, or sft for the supervised warm start."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    algo: AlgoSettings = field(default_factory=AlgoSettings)
+    sft: SftSettings = field(default_factory=SftSettings)
+    task: TaskSettings = field(default_factory=TaskSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+
+    def __post_init__(self) -> None:
+        require_choice("stage", self.stage, ("grpo", "sft"))
