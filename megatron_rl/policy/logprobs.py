@@ -1,0 +1,41 @@
+"""Log-probabilities and entropy of the policy's distribution, from logits whose vocabulary is cut over tensor-parallel ranks.
+
+The distribution is softmax(logits / temperature) over the ids that may be sampled: the engine bans the same ids.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+_REMOVED = -1e30
+
+
+def vocab_parallel_logprobs(
+    logits_RV: torch.Tensor, target_R: torch.Tensor, *, banned_V: torch.Tensor, temperature: float, first_id: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob of each target and entropy of each row, both fp32 [R], equal on every tensor-parallel rank.
+
+    logits_RV: this rank's part of the vocabulary, ids first_id and up. banned_V: bool, this rank's part. target_R: global ids.
+    Differentiable: the reduction's gradient is the identity (megatron-core 0.16.1, tensor_parallel/mappings.py), so each rank
+    receives the gradient of its own part.
+    """
+    logits_RV = (logits_RV.float() / temperature).masked_fill(banned_V, _REMOVED)
+    peak_R = logits_RV.detach().amax(-1)
+    if group.size() > 1:
+        dist.all_reduce(peak_R, dist.ReduceOp.MAX, group=group)
+    shifted_RV = logits_RV - peak_R[:, None]
+    weight_RV = shifted_RV.exp()
+    local_R = target_R - first_id
+    is_mine_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
+    picked_R = shifted_RV.gather(1, local_R.clamp(0, logits_RV.shape[1] - 1)[:, None])[:, 0] * is_mine_R
+    sums_3R = torch.stack([weight_RV.sum(-1), (weight_RV * shifted_RV).sum(-1), picked_R])
+    total_R, weighted_R, picked_R = reduce_from_tensor_model_parallel_region(sums_3R)
+    log_total_R = total_R.log()
+    return picked_R - log_total_R, log_total_R - weighted_R / total_R
+
+
+def banned_mask(banned_ids: list[int], *, first_id: int, size: int, device: torch.device) -> torch.Tensor:
+    """bool [size]: which of the ids first_id .. first_id + size - 1 are never sampled."""
+    mask_V = torch.zeros(size, dtype=torch.bool)
+    mask_V[[token - first_id for token in banned_ids if first_id <= token < first_id + size]] = True
+    return mask_V.to(device)

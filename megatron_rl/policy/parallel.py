@@ -1,0 +1,72 @@
+"""The trainer's layout over processes: checked against the model before anything starts, then read once from Megatron."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.config import ParallelSettings, require
+from megatron_rl.cpu import on_cpu_too
+
+
+@dataclass(slots=True, frozen=True)
+class Layout:
+    """Sizes, this process's coordinates, and the groups along each axis."""
+
+    tp: int
+    pp: int
+    dp: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of this pipeline's last stage."""
+        return dist.get_process_group_ranks(self.pp_group)[-1]
+
+
+def check_layout(parallel: ParallelSettings, model: Qwen2_5_VLConfig, world_size: int) -> None:
+    """Raise a ValueError naming key, value and the sizes that work; needs no process group, so every rank says the same."""
+    text = model.text_config
+    for key, size in (("attention heads", text.num_attention_heads), ("key/value heads", text.num_key_value_heads), ("vocabulary entries", text.vocab_size)):
+        fitting = [str(tp) for tp in (1, 2, 4, 8, 16) if text.num_key_value_heads % tp == 0 and text.num_attention_heads % tp == 0]
+        require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide the model's {size} {key}; use one of {', '.join(fitting)}")
+    require(text.num_hidden_layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the model's {text.num_hidden_layers} layers")
+    block = parallel.tp * parallel.pp
+    require(
+        world_size % block == 0, "parallel.tp*parallel.pp", block,
+        f"must divide the {world_size} processes; start torchrun with --nproc_per_node a multiple of {block}",
+    )  # fmt: skip
+
+
+@on_cpu_too
+def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
+    """Create Megatron's process groups (all ranks together, once a process) and seed its generators."""
+    if not parallel_state.model_parallel_is_initialized():
+        minutes = max(1, round(parallel.timeout_s / 60))
+        parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, distributed_timeout_minutes=minutes)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Layout(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        sequence_parallel=parallel.sequence_parallel,
+    )

@@ -1,0 +1,129 @@
+"""The one table between Hugging Face's names and Megatron's, read both ways by import, export, sync and the converters.
+
+Names on the HF side are those of the released checkpoints (`model.layers.0...`, `visual...`, `lm_head.weight`); `canonical` maps the
+newer spelling (`model.language_model...`, `model.visual...`) onto them. Layer numbers are global on both sides.
+
+Layouts: HF keeps q, k, v apart and gate, up apart. Megatron's linear_qkv holds one block a key/value group, [q heads of the group, k, v]
+(megatron-core 0.16.1, transformer/attention.py, get_query_key_value_tensors); linear_fc1 holds [gate, up] of the rank's own rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Heads:
+    """What splitting a fused projection needs to know."""
+
+    num_query: int
+    num_kv: int
+    dim: int
+
+
+def _shard(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    assert tensor.shape[dim] % size == 0, f"dimension {dim} of {tuple(tensor.shape)} does not divide by tensor parallel size {size}"
+    return tensor.chunk(size, dim)[rank]
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """One Megatron parameter and the HF tensors it is made of."""
+
+    mcore: str
+    hf: tuple[str, ...]
+    stage: str
+    """Where it lives: 'first', 'last', or 'layer:N' with the global layer number."""
+    fuse: Callable[[Tensors], torch.Tensor] | None = None
+    """HF tensors -> one tensor whose equal chunks along shard_dim are the ranks' shards; None for a single HF tensor."""
+    split: Callable[[torch.Tensor], Tensors] | None = None
+    """The inverse of fuse."""
+    shard_dim: int | None = None
+    """Dimension that tensor parallelism cuts; None for a replicated parameter."""
+    fuse_shards: bool = False
+    """Fuse after cutting (gate and up interleave by rank) instead of before."""
+    exported: bool = True
+    """False for the last stage's copy of tied embeddings: it is read, never written."""
+
+    def to_mcore(self, tensors: Tensors, rank: int, size: int) -> torch.Tensor:
+        """Full HF tensors -> this rank's Megatron shard."""
+        if self.shard_dim is not None and self.fuse_shards:
+            tensors = tuple(_shard(tensor, self.shard_dim, rank, size) for tensor in tensors)
+            return self.fuse(tensors)
+        whole = self.fuse(tensors) if self.fuse else tensors[0]
+        return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size)
+
+    def to_hf(self, shards: Sequence[torch.Tensor]) -> Tensors:
+        """All ranks' Megatron shards, in rank order -> full HF tensors, in the order of `hf`."""
+        if self.shard_dim is None:
+            return (shards[0],)
+        if self.fuse_shards:
+            parts = zip(*(self.split(shard) for shard in shards), strict=True)
+            return tuple(torch.cat(part, self.shard_dim) if len(part) > 1 else part[0] for part in parts)
+        whole = torch.cat(tuple(shards), self.shard_dim) if len(shards) > 1 else shards[0]
+        return self.split(whole) if self.split else (whole,)
+
+
+def fuse_qkv(tensors: Tensors, heads: Heads) -> torch.Tensor:
+    """q [num_query * dim, ...], k and v [num_kv * dim, ...] -> [num_kv * (num_query / num_kv + 2) * dim, ...]."""
+    grouped = [tensor.reshape(heads.num_kv, -1, *tensor.shape[1:]) for tensor in tensors]
+    return torch.cat(grouped, 1).flatten(0, 1)
+
+
+def split_qkv(fused: torch.Tensor, heads: Heads) -> Tensors:
+    grouped = fused.reshape(heads.num_kv, -1, *fused.shape[1:])
+    q_rows = heads.num_query // heads.num_kv * heads.dim
+    return tuple(part.flatten(0, 1) for part in grouped.split([q_rows, heads.dim, heads.dim], 1))
+
+
+def fuse_halves(tensors: Tensors) -> torch.Tensor:
+    return torch.cat(tensors, 0)
+
+
+def split_halves(fused: torch.Tensor) -> Tensors:
+    return fused.chunk(2, 0)
+
+
+def table(*, num_layers: int, heads: Heads, tied: bool, vision_names: Sequence[str]) -> list[Row]:
+    """Every parameter of the model, once. `vision_names` are the HF vision tower's own (without the `visual.` prefix)."""
+    rows = [Row(f"vision.{name}", (f"visual.{name}",), "first") for name in vision_names]
+    rows.append(Row("language.embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "first", shard_dim=0))
+    for layer in range(num_layers):
+        rows.extend(_layer_rows(layer, heads))
+    rows.append(Row("language.decoder.final_layernorm.weight", ("model.norm.weight",), "last"))
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    rows.append(Row("language.output_layer.weight", (head,), "last", shard_dim=0, exported=not tied))
+    return rows
+
+
+def _layer_rows(layer: int, heads: Heads) -> list[Row]:
+    mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
+
+    def qkv(kind: str) -> Row:
+        names = tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv")
+        return Row(
+            f"{mcore}self_attention.linear_qkv.{kind}", names, stage,
+            fuse=lambda tensors: fuse_qkv(tensors, heads), split=lambda fused: split_qkv(fused, heads), shard_dim=0,
+        )  # fmt: skip
+
+    gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
+    return [
+        Row(f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage),
+        qkv("weight"),
+        qkv("bias"),
+        Row(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
+        Row(f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage),
+        Row(f"{mcore}mlp.linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
+        Row(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), stage, shard_dim=1),
+    ]
+
+
+def canonical(name: str) -> str:
+    """The released checkpoints' spelling of an HF tensor name, from either spelling."""
+    for newer, released in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+        if name.startswith(newer):
+            return released + name.removeprefix(newer)
+    return name

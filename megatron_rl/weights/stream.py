@@ -1,0 +1,140 @@
+"""Weights in and out of a live Megatron model through the table: Hugging Face tensors in, (hf_name, tensor) stream out in bounded memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_rl.weights.mapping import Row
+from megatron_rl.weights.tensors import HfTensors
+
+
+@dataclass(slots=True, frozen=True)
+class Shards:
+    """Where this process stands among those that hold the model."""
+
+    tp_rank: int
+    tp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_group: dist.ProcessGroup
+    layers_per_stage: int
+
+    @property
+    def tp(self) -> int:
+        return self.tp_group.size()
+
+    @property
+    def pp(self) -> int:
+        return self.pp_group.size()
+
+    def owner(self, row: Row) -> int:
+        """The pipeline stage that holds a row of the table."""
+        return {"first": 0, "last": self.pp - 1}[row.stage] if ":" not in row.stage else _layer(row) // self.layers_per_stage
+
+    def local_name(self, row: Row) -> str:
+        """The parameter's name in its stage's module: layers count from the stage's first."""
+        if ":" not in row.stage:
+            return row.mcore
+        layer = _layer(row)
+        return row.mcore.replace(f".layers.{layer}.", f".layers.{layer % self.layers_per_stage}.", 1)
+
+
+def _layer(row: Row) -> int:
+    return int(row.stage.removeprefix("layer:"))
+
+
+def load_hf(model: nn.Module, rows: list[Row], shards: Shards, source: HfTensors) -> None:
+    """Fill this rank's parameters from a Hugging Face folder.
+
+    Raises ValueError naming the tensors of either side that have no partner, or whose shapes differ.
+    """
+    wanted = {name for row in rows for name in row.hf}
+    missing, unknown = sorted(wanted - source.names()), sorted(source.names() - wanted)
+    if missing or unknown:
+        raise ValueError(
+            f"model.path={source.folder}: the checkpoint and the model differ. Missing in the checkpoint: {missing[:4]} ({len(missing)}); "
+            f"unknown to the model: {unknown[:4]} ({len(unknown)}). Its config.json must describe these tensors"
+        )
+    parameters = dict(model.named_parameters())
+    for row in _mine(rows, shards, parameters):
+        parameter = parameters.pop(shards.local_name(row))
+        value = row.to_mcore(tuple(source.read(name) for name in row.hf), shards.tp_rank, shards.tp)
+        if value.shape != parameter.shape:
+            raise ValueError(f"{', '.join(row.hf)}: shape {tuple(value.shape)} after conversion, but {row.mcore} has {tuple(parameter.shape)}")
+        with torch.no_grad():
+            parameter.copy_(value)
+        # Megatron's own initialization, which is skipped, would say so; the gradient norm counts unmarked parameters as copies.
+        parameter.tensor_model_parallel = row.shard_dim is not None
+    assert not parameters, f"parameters in no row of the table: {sorted(parameters)}"
+
+
+def _mine(rows: list[Row], shards: Shards, parameters: dict[str, nn.Parameter]) -> Iterator[Row]:
+    """The rows whose parameter lies on this stage (tied embeddings on one stage have no second copy)."""
+    for row in rows:
+        if shards.owner(row) == shards.pp_rank and (row.exported or shards.local_name(row) in parameters):
+            yield row
+
+
+class Export:
+    """A fixed plan for streaming a live model out; every rank iterates together and every rank receives the full tensors.
+
+    Rows are gathered in buckets: one all-gather over tensor-parallel ranks and one broadcast from the owning stage a bucket.
+    """
+
+    def __init__(self, model: nn.Module, rows: list[Row], shards: Shards, *, bucket_bytes: int) -> None:
+        self.shards = shards
+        parameters = dict(model.named_parameters())
+        rows = [row for row in rows if row.exported]
+        mine = {row.mcore: parameters[shards.local_name(row)] for row in rows if shards.owner(row) == shards.pp_rank}
+        plans: list[dict[str, torch.Size]] = [{}] * shards.pp
+        dist.all_gather_object(plans, {name: parameter.shape for name, parameter in mine.items()}, group=shards.pp_group)
+        shapes = {name: shape for plan in plans for name, shape in plan.items()}
+        any_parameter = next(iter(parameters.values()))
+        self.dtype, self.device = any_parameter.dtype, any_parameter.device
+        self.parameters = mine
+        self.buckets = _buckets(rows, shapes, shards, bucket_bytes // self.dtype.itemsize)
+        self.shapes = shapes
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(hf_name, full tensor) in a fixed order. A tensor may share memory with the model: use it before the next update."""
+        for bucket in self.buckets:
+            shards_by_row = self._gather(bucket)
+            for row in bucket:
+                yield from zip(row.hf, row.to_hf([shard.detach() for shard in shards_by_row[row.mcore]]), strict=True)
+
+    def _gather(self, bucket: list[Row]) -> dict[str, list[torch.Tensor]]:
+        """Every tensor-parallel shard of each row of the bucket, in rank order (replicated rows: one)."""
+        owner = self.shards.owner(bucket[0])
+        is_cut = bucket[0].shard_dim is not None
+        copies = self.shards.tp if is_cut else 1
+        if self.shards.pp == 1 and copies == 1:
+            return {row.mcore: [self.parameters[row.mcore]] for row in bucket}
+        sizes = [self.shapes[row.mcore].numel() for row in bucket]
+        flat = torch.empty(copies, sum(sizes), dtype=self.dtype, device=self.device)
+        if owner == self.shards.pp_rank:
+            local = torch.cat([self.parameters[row.mcore].detach().flatten() for row in bucket])
+            if copies > 1:
+                dist.all_gather(list(flat.unbind(0)), local, group=self.shards.tp_group)
+            else:
+                flat[0] = local
+        if self.shards.pp > 1:
+            dist.broadcast(flat, src=dist.get_process_group_ranks(self.shards.pp_group)[owner], group=self.shards.pp_group)
+        pieces = zip(bucket, flat.split(sizes, 1), strict=True)
+        return {row.mcore: [piece.view(self.shapes[row.mcore]) for piece in part.unbind(0)] for row, part in pieces}
+
+
+def _buckets(rows: list[Row], shapes: dict[str, torch.Size], shards: Shards, max_numel: int) -> list[list[Row]]:
+    """Cut the rows into runs of one owner and one kind (cut or replicated) that hold at most max_numel numbers of this rank."""
+    buckets: list[list[Row]] = []
+    kinds: dict[tuple[int, bool], tuple[list[Row], int]] = {}
+    for row in rows:
+        kind = (shards.owner(row), row.shard_dim is not None)
+        bucket, numel = kinds.get(kind, ([], 0))
+        if bucket and numel + shapes[row.mcore].numel() > max_numel:
+            buckets.append(bucket)
+            bucket, numel = [], 0
+        bucket.append(row)
+        kinds[kind] = (bucket, numel + shapes[row.mcore].numel())
+    return buckets + [bucket for bucket, _ in kinds.values()]

@@ -1,0 +1,40 @@
+"""This process's place among its peers, and the group they talk through. Knows nothing of Megatron."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(slots=True, frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def place() -> World:
+    """Read torchrun's variables; without torchrun this process is a world of one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return World(rank=int(os.environ.get("RANK", 0)), size=int(os.environ.get("WORLD_SIZE", 1)), local_rank=local_rank, device=device)
+
+
+def connect(world: World, *, timeout_s: float) -> None:
+    """Join the default process group: gloo on CPUs, NCCL beside it on GPUs. A collective that waits longer than timeout_s raises."""
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.size == 1 and "MASTER_ADDR" not in os.environ:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
