@@ -15,8 +15,9 @@ from megatron_rl.types import Rollout, Status
 def group_advantages(rewards_G: Sequence[float], *, normalize_std: bool, std_eps: float) -> list[float]:
     """Outcome supervision, GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + std_eps).
 
-    Without normalize_std A_i = r_i - mean(r), Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor G - 1): the paper
-    leaves it open, and the common implementations take torch.std's default. Rewards that are all equal, one alone included, give exact zeros.
+    Without normalize_std A_i = r_i - mean(r), Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor
+    G - 1): the paper leaves it open, and the common implementations take torch.std's default. Rewards that are all equal, one alone
+    included, give exact zeros.
     """
     if len(set(rewards_G)) <= 1:
         return [0.0 for _ in rewards_G]
@@ -80,5 +81,5 @@ def credit_report(rollouts: Sequence[Rollout], advantages: Sequence[float | None
 def _reward(rollout: Rollout) -> float:
     assert rollout.reward is not None, f"rollout {rollout.example_id}#{rollout.sample} is {rollout.status} but was never scored"
     if not math.isfinite(rollout.reward):
-        raise ValueError(f"task={rollout.task}: the reward of {rollout.example_id} is {rollout.reward}; its rubric must return finite numbers")
+        raise ValueError(f"task={rollout.task}: {rollout.example_id} was rewarded {rollout.reward}; a rubric must return finite numbers")
     return rollout.reward

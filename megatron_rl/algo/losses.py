@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are capped here before exp. e^20 is far outside any clip range; float32 overflows at 88, and 0 * inf is NaN in the gradient."""
+"""Log-ratios are capped here before exp: e^20 is far outside any clip range, float32 overflows at 88, and 0 * inf is a NaN gradient."""
 
 
 @dataclass(slots=True, frozen=True)

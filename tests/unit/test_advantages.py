@@ -50,9 +50,8 @@ def test_agrees_with_numpy_and_sums_to_zero(rewards: list[float], normalize_std:
 
 
 def test_credit_keeps_groups_apart_and_leaves_out_what_was_not_scored():
-    rollouts = [
-        rollout(4, 1.0), rollout(9, 2.0), rollout(4, None), rollout(7, 5.0), rollout(4, 3.0), rollout(7, None), rollout(9, 2.0), rollout(8, None),
-    ]  # fmt: skip
+    pairs = [(4, 1.0), (9, 2.0), (4, None), (7, 5.0), (4, 3.0), (7, None), (9, 2.0), (8, None)]
+    rollouts = [rollout(group, reward) for group, reward in pairs]
     # group 4: scored 1 and 3, mean 2, the failed member counts nowhere. Group 9: 2 and 2. Group 7: one scored. Group 8: none.
     advantages = credit(rollouts, normalize_std=False, std_eps=0.0)
     assert advantages == [-1.0, 0.0, None, None, 1.0, None, 0.0, None]
@@ -74,9 +73,13 @@ def test_credit_of_nothing():
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.one_of(st.none(), st.floats(-10, 10))), max_size=30), st.booleans(), st.randoms(use_true_random=False)
+    st.lists(st.tuples(st.integers(0, 4), st.one_of(st.none(), st.floats(-10, 10))), max_size=30),
+    st.booleans(),
+    st.randoms(use_true_random=False),
 )
-def test_credit_is_the_textbook_loop_and_depends_on_no_order(pairs: list[tuple[int, float | None]], normalize_std: bool, shuffler: random.Random):
+def test_credit_is_the_textbook_loop_and_depends_on_no_order(
+    pairs: list[tuple[int, float | None]], normalize_std: bool, shuffler: random.Random
+):
     rollouts = [rollout(group, reward) for group, reward in pairs]
     advantages = credit(rollouts, normalize_std=normalize_std, std_eps=1e-4)
     for (group, reward), advantage in zip(pairs, advantages, strict=True):
