@@ -1,0 +1,134 @@
+"""NumberLine of GymCards: the rules as pure functions, their picture, and the gymnasium environment over both.
+
+A state is (current, target), each in 0..5. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
+The rules are those of RL4VLM (arXiv 2405.10292) with two differences: randomness is the environment's own, so reset(seed) repeats,
+and the font (DejaVu Sans Bold, licence beside it) is a file of this package.
+"""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from megatron_rl.config import require
+
+State = tuple[int, int]
+ACTIONS = ("-", "+")
+MAX_NUMBER = 5
+MAX_STEPS = 2 * MAX_NUMBER
+IMAGE_SIZE = 300
+FONT_FILE = Path(__file__).parent / "fonts" / "DejaVuSans-Bold.ttf"
+PAIRS: tuple[State, ...] = tuple(product(range(MAX_NUMBER + 1), repeat=2))
+STATES: tuple[State, ...] = tuple((current, target) for current, target in PAIRS if current != target)
+"""The 30 states from which there is something to do."""
+
+
+def deal(current: int, target: int) -> State:
+    """The start made of two uniform draws; equal ones are told apart by (target + 1) mod 5: (2, 2) gives (2, 3), (5, 5) gives (5, 1)."""
+    return current, (target + 1) % MAX_NUMBER if target == current else target
+
+
+@cache
+def start_probabilities() -> dict[State, Fraction]:
+    """How often each of the 30 states is a start, exactly: 1/36, and 2/36 for the six that also receive an equal draw."""
+    dealt = [deal(*pair) for pair in PAIRS]
+    return {state: Fraction(dealt.count(state), len(dealt)) for state in STATES}
+
+
+def move(state: State, action: int) -> tuple[State, int]:
+    """The next state and the reward: 1 at the target, -1 if the distance did not shrink (a wall included), else 0."""
+    current, target = state
+    moved = min(max(current + (1 if action == 1 else -1), 0), MAX_NUMBER)
+    if moved == target:
+        return (moved, target), 1
+    return (moved, target), -1 if abs(moved - target) >= abs(current - target) else 0
+
+
+def right_action(state: State) -> int:
+    """The one action that shrinks the distance."""
+    current, target = state
+    assert current != target, f"nothing to do at {state}"
+    return int(current < target)
+
+
+def policy_success(table: Mapping[State, Sequence[float]], *, max_turns: int = MAX_STEPS) -> float:
+    """Exact probability of a return above 0 under a policy that sees only the state, over starts as dealt.
+
+    table[state] holds the probabilities of ACTIONS; what they lack to 1 is the probability of an invalid reply, which loses as a wrong
+    move does: the goal pays 1, so a single -1 leaves a return of 0 at most. Solved backwards over the turns that are left.
+    """
+    success = {state: 0.0 for state in STATES}
+    for _ in range(max_turns):
+        longer = {}
+        for state in STATES:
+            outcomes = [move(state, action) for action in range(len(ACTIONS))]
+            worth = [1.0 if reward == 1 else success[after] if reward == 0 else 0.0 for after, reward in outcomes]
+            longer[state] = sum(p * value for p, value in zip(table[state], worth, strict=True))
+        success = longer
+    return sum(float(probability) * success[state] for state, probability in start_probabilities().items())
+
+
+@cache
+def picture(state: State) -> Image.Image:
+    """The RGB picture of a state, 300 x 300, black on white. Drawn once and shared by every turn that shows it: not to be changed."""
+    # The basic layout: Raqm, where Pillow finds it, is another text shaper, and a state should look the same on every machine.
+    font = ImageFont.truetype(FONT_FILE, 36, layout_engine=ImageFont.Layout.BASIC)
+    drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), "white")
+    pen = ImageDraw.Draw(drawn)
+    current, target = state
+    pen.text((30, 60), f"Target: {target}", fill="black", font=font)
+    pen.text((30, 180), f"Current: {current}", fill="black", font=font)
+    return drawn
+
+
+class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
+    """`gym_cards/NumberLine-v0`: walk from the current number to the target by one a step, within 10 steps.
+
+    Observations are uint8 [300, 300, 3]. reset(options={"current": c, "target": t}) fixes the start instead of dealing it.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 1}
+
+    def __init__(self, *, render_mode: str | None = None) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(len(ACTIONS))
+        self.render_mode = render_mode
+        self.state: State | None = None
+        self.num_steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[NDArray[np.uint8], dict[str, int]]:
+        super().reset(seed=seed)
+        self.num_steps = 0
+        self.state = _fixed_start(options) if options else deal(*self.np_random.integers(MAX_NUMBER + 1, size=2).tolist())
+        return self.render(), self._info()
+
+    def step(self, action: int) -> tuple[NDArray[np.uint8], int, bool, bool, dict[str, int]]:
+        assert self.state is not None, "step before reset"
+        require(self.action_space.contains(action), "action", action, "use 0 for '-' or 1 for '+'")
+        self.state, reward = move(self.state, action)
+        self.num_steps += 1
+        terminated = reward == 1
+        return self.render(), reward, terminated, not terminated and self.num_steps >= MAX_STEPS, self._info()
+
+    def render(self) -> NDArray[np.uint8]:
+        """The observation, as an array of the caller's own."""
+        assert self.state is not None, "render before reset"
+        return np.array(picture(self.state))
+
+    def _info(self) -> dict[str, int]:
+        assert self.state is not None
+        current, target = self.state
+        return {"Current": current, "Target": target}
+
+
+def _fixed_start(options: Mapping[str, object]) -> State:
+    require(options.keys() == {"current", "target"}, "options", dict(options), "give both current and target, and nothing else")
+    chosen = [state for state in STATES if state == (options["current"], options["target"])]
+    require(len(chosen) == 1, "options", dict(options), f"current and target are different numbers in 0..{MAX_NUMBER}")
+    return chosen[0]

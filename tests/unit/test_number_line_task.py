@@ -1,0 +1,214 @@
+"""NumberLine as a task: replies read strictly, nothing gained by cheating, demonstrations wrong exactly where they say."""
+
+import asyncio
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import TaskSettings
+from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.tasks.base import Task
+from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, picture, policy_success
+from megatron_rl.tasks.gym_cards.task import PROMPT, Invalid, NumberLineTask, parse_reply, write_reply
+
+TASK: Task = NumberLineTask(TaskSettings(name="number_line"))
+UP = '{"action": "+"}'
+NESTED = '{"action": "+", "thoughts": ' + "[" * 100_000 + "]" * 100_000 + "}"
+EXPLOITS = {
+    "two objects": (UP + UP, Invalid.NOT_JSON),
+    "two lines": (UP + "\n" + UP, Invalid.NOT_JSON),
+    "trailing text": (UP + " +", Invalid.NOT_JSON),
+    "leading text": ("action: " + UP, Invalid.NOT_JSON),
+    "code fence": (f"```json\n{UP}\n```", Invalid.NOT_JSON),
+    "bare sign": ("+", Invalid.NOT_JSON),
+    "empty": ("", Invalid.NOT_JSON),
+    "cut off": ('{"action": "+"', Invalid.NOT_JSON),
+    "single quotes": ("{'action': '+'}", Invalid.NOT_JSON),
+    "not a number": ('{"current number": NaN, "action": "+"}', Invalid.NOT_JSON),
+    "infinity": ('{"current number": -Infinity, "action": "+"}', Invalid.NOT_JSON),
+    "nested 3000 deep": ('{"x": ' + "[" * 2000 + "]" * 2000 + ', "action": "+"}', Invalid.NOT_JSON),
+    "brackets only": ("[" * 4000, Invalid.NOT_JSON),
+    "nested 100000 deep": (NESTED, Invalid.TOO_LONG),
+    "1 MB of signs": ("+" * 1_000_000, Invalid.TOO_LONG),
+    "1 MB of space": (UP + " " * 1_000_000, Invalid.TOO_LONG),
+    "list of objects": (f"[{UP}]", Invalid.NOT_AN_OBJECT),
+    "quoted object": (json.dumps(UP), Invalid.NOT_AN_OBJECT),
+    "null": ("null", Invalid.NOT_AN_OBJECT),
+    "both signs": ('{"action": "-", "action": "+"}', Invalid.REPEATED_KEY),
+    "same sign twice": ('{"action": "+", "action": "+"}', Invalid.REPEATED_KEY),
+    "repeated inside": ('{"action": "+", "x": {"y": 1, "y": 2}}', Invalid.REPEATED_KEY),
+    "escaped repetition": ('{"action": "-", "\\u0061ction": "+"}', Invalid.REPEATED_KEY),
+    "list of signs": ('{"action": ["+", "-"]}', Invalid.NO_ACTION),
+    "object": ('{"action": {"+": 1}}', Invalid.NO_ACTION),
+    "number": ('{"action": 1}', Invalid.NO_ACTION),
+    "true": ('{"action": true}', Invalid.NO_ACTION),
+    "spaced sign": ('{"action": " +"}', Invalid.NO_ACTION),
+    "two signs": ('{"action": "+-"}', Invalid.NO_ACTION),
+    "no sign": ('{"action": ""}', Invalid.NO_ACTION),
+    "in the thoughts only": ('{"thoughts": "+"}', Invalid.NO_ACTION),
+    "other case": ('{"Action": "+"}', Invalid.NO_ACTION),
+    "action inside": ('{"answer": {"action": "+"}}', Invalid.NO_ACTION),
+}
+
+
+def play(task: Task, start: int, replies: list[str]) -> tuple[list[float], str, bool]:
+    """Turn rewards, reason and truncation of an episode from the start-th example; the replies must be used up exactly when it is done."""
+    env = task.env(task.examples("test")[start])
+    assert len(env.reset(seed=0)) == 1
+    rewards = []
+    for number, text in enumerate(replies):
+        step = env.step(text)
+        rewards.append(step.reward)
+        assert step.done == (number == len(replies) - 1)
+        assert step.new_context != step.done and len(step.messages) == (0 if step.done else 1)
+    return rewards, step.reason, step.truncated
+
+
+def test_examples_are_the_30_starts_weighted_as_dealt_in_every_split() -> None:
+    train, test = TASK.examples("train"), TASK.examples("test")
+    assert train == test and len({example.id for example in train}) == 30
+    weights = {(example.payload["current"], example.payload["target"]): example.probability for example in train}
+    assert weights.keys() == set(STATES)
+    assert weights[0, 1] == pytest.approx(2 / 36) and weights[1, 0] == pytest.approx(1 / 36)
+    assert sum(weights.values()) == pytest.approx(1, abs=1e-12)
+
+
+def test_prompt_is_short_and_names_the_keys_in_order() -> None:
+    assert len(PROMPT.split()) <= 40
+    keys = re.findall(r'"([a-z ]+)":', PROMPT)
+    assert keys == ["current number", "target number", "thoughts", "action"] == list(json.loads(write_reply((0, 1), 1)))
+
+
+@pytest.mark.parametrize("start", range(30))
+def test_gold_earns_full_marks(start: int) -> None:
+    example = TASK.examples("test")[start]
+    replies = TASK.gold(example)
+    assert len(replies) == abs(example.payload["current"] - example.payload["target"])
+    rewards, reason, truncated = play(TASK, start, replies)
+    total, parts = asyncio.run(TASK.rubric.score(Outcome(example.payload, replies, rewards)))
+    assert (total, parts, reason, truncated) == (1.0, {"return": 1.0}, "goal", False)
+    assert TASK.success(total) and not TASK.success(0.0) and not TASK.success(-1.0)
+
+
+def test_every_observation_is_a_new_context_that_shows_the_state() -> None:
+    env = TASK.env(TASK.examples("test")[STATES.index((1, 4))])
+    seen = [env.reset(seed=5)]
+    seen += [env.step(text).messages for text in (write_reply((1, 4), 1), "nonsense", write_reply((2, 4), 0))]
+    for (message,), state in zip(seen, [(1, 4), (2, 4), (2, 4), (1, 4)], strict=True):
+        image, text = message["content"]
+        assert message["role"] == "user" and text == {"type": "text", "text": PROMPT}
+        assert image["type"] == "image" and np.array_equal(np.array(image["image"]), np.array(picture(state)))
+
+
+@pytest.mark.parametrize("name", EXPLOITS)
+def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
+    text, kind = EXPLOITS[name]
+    assert parse_reply(text) is kind
+    start = STATES.index((4, 5))  # where a "+" that was believed would win at once
+    assert play(TASK, start, [text] * 10) == ([-1.0] * 10, f"turn limit; invalid replies: 10 {kind}", True)
+    rewards, reason, _ = play(TASK, start, [text, write_reply((4, 5), 1)])
+    assert rewards == [-1.0, 1.0] and reason == f"goal; invalid replies: 1 {kind}"
+    assert not TASK.success(sum(rewards)), "an episode with an invalid reply is no success"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [UP, f" \n\t{UP}\r\n", '{"action": "+", "mood": [1, {"a": null}]}', '{"x": "?", "action": "\\u002b"}', write_reply((0, 5), 1)],
+)
+def test_valid_replies(text: str) -> None:
+    assert parse_reply(text) == 1
+    assert parse_reply(text.replace("+", "-").replace("002b", "002d")) == 0
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.just("action"), inner),
+)
+PIECES = ["{", "}", "[", "]", '"', ":", ",", "action", "+", "NaN", "\\", "\\ud800", "1e999", "9" * 4500, " ", "\n", "\x00", "\ufeff", UP]
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text() | JSON_VALUES.map(json.dumps) | st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
+def test_no_text_breaks_the_reader(text: str) -> None:
+    read = parse_reply(text)
+    if isinstance(read, Invalid):
+        return
+    assert text.count("action") >= 1 or "\\u" in text
+    value = json.loads(text)
+    assert isinstance(value, dict) and value["action"] == "-+"[read]
+
+
+@given(st.sampled_from(STATES), st.sampled_from([0, 1]), st.data())
+def test_a_cut_reply_is_no_action(state: tuple[int, int], action: int, data: st.DataObject) -> None:
+    reply = write_reply(state, action)
+    assert parse_reply(reply) == action
+    assert isinstance(parse_reply(reply[: data.draw(st.integers(0, len(reply) - 1))]), Invalid)
+
+
+def test_max_turns_ends_the_episode() -> None:
+    short = NumberLineTask(TaskSettings(name="number_line", max_turns=1))
+    assert play(short, STATES.index((0, 2)), [UP]) == ([0.0], "turn limit", True)
+    assert play(short, STATES.index((0, 1)), [UP]) == ([1.0], "goal", False)
+    back_and_forth = [UP, '{"action": "-"}'] * 5
+    assert play(TASK, STATES.index((0, 5)), back_and_forth) == ([0.0, -1.0] * 5, "turn limit", True)
+    with pytest.raises(ValueError, match="^task.max_turns=11: "):
+        NumberLineTask(TaskSettings(name="number_line", max_turns=MAX_STEPS + 1))
+
+
+def read_demonstrations(split: str, num: int) -> list[tuple[tuple[int, int], bool, str]]:
+    """State (recovered from the picture), whether the shown action goes the wrong way, and the thoughts."""
+    state_of_bytes = {np.array(picture(state)).tobytes(): state for state in STATES}
+    image_bytes: dict[int, bytes] = {}
+    read = []
+    for demonstration in TASK.demonstrations(split, num=num, seed=11):
+        user, assistant = demonstration.messages
+        shown, prompt = user["content"]
+        key = id(shown["image"])
+        if key not in image_bytes:
+            image_bytes[key] = np.array(shown["image"]).tobytes()
+        current, target = state_of_bytes[image_bytes[key]]
+        (written,) = assistant["content"]
+        reply = json.loads(written["text"])
+        assert (user["role"], assistant["role"], prompt["text"], written["type"]) == ("user", "assistant", PROMPT, "text")
+        assert (reply["current number"], reply["target number"]) == (current, target), "the reading is always right"
+        assert parse_reply(written["text"]) == "-+".index(reply["action"])
+        read.append(((current, target), (reply["action"] == "+") != (target > current), reply["thoughts"]))
+        assert reply["thoughts"] == {"+": "Raise it.", "-": "Lower it."}[reply["action"]], "the thought carries the decision"
+    assert len(image_bytes) == 30, "demonstrations share the 30 pictures instead of drawing their own"
+    return read
+
+
+def test_demonstrations_are_wrong_where_they_say_and_nowhere_else() -> None:
+    assert not any(wrong for _, wrong, _ in read_demonstrations("correct", 6000))
+    biased = read_demonstrations("biased", 30_000)
+    assert not any(wrong for (_, target), wrong, _ in biased if target not in (1, 4))
+    for state in STATES:
+        errors = [wrong for shown, wrong, _ in biased if shown == state]
+        assert abs(len(errors) - 1000) < 4 * (30_000 * 1 / 30 * 29 / 30) ** 0.5, "states are drawn uniformly"
+        if state[1] in (1, 4):
+            assert abs(sum(errors) - 0.75 * len(errors)) < 4 * (0.75 * 0.25 * len(errors)) ** 0.5, state
+    assert len({len(thoughts) for _, _, thoughts in biased}) == 1
+
+
+def test_demonstrations_repeat_with_their_seed_and_fewer_are_a_prefix() -> None:
+    assert TASK.demonstrations("biased", num=50, seed=2) == TASK.demonstrations("biased", num=80, seed=2)[:50]
+    assert TASK.demonstrations("biased", num=50, seed=2) != TASK.demonstrations("biased", num=50, seed=3)
+    with pytest.raises(ValueError, match="^sft.splits=biassed: "):
+        TASK.demonstrations("biassed", num=1, seed=0)
+
+
+def test_success_after_a_perfectly_learned_biased_warm_start() -> None:
+    """Greedy: targets 1 (7/36 of the starts) and 4 (6/36) are lost. Sampled: 0.25 a step there, by hand over the 13/36."""
+    greedy, sampled = {}, {}
+    for current, target in STATES:
+        right = 0.25 if target in (1, 4) else 1.0
+        up = right if target > current else 1 - right
+        sampled[current, target] = (1 - up, up)
+        greedy[current, target] = (float(up < 0.5), float(up > 0.5))
+    assert policy_success(greedy) == pytest.approx(23 / 36, abs=1e-12)
+    lost = 6 * 0.25 + 2 * 0.25**2 + 2 * 0.25**3 + 3 * 0.25**4
+    assert policy_success(sampled) == pytest.approx((23 + lost) / 36, abs=1e-12) and round((23 + lost) / 36, 3) == 0.685
