@@ -1,0 +1,75 @@
+"""How vLLM samples for us: banned ids have no probability, and a token's noise depends on its request's seed and its position alone.
+
+vLLM's own seeds are generators that live with a request. On a CPU they fail when a prompt is computed in two parts (vllm 0.32.0,
+v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU Generator does not use offset"), and they cost a call per request and step. Noise that
+is a hash of (seed, position) is the same however requests are batched, split or preempted. On CUDA vLLM's own seeds are used.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+SEED = "megatron_rl_seed"
+"""Key of SamplingParams.extra_args."""
+
+
+def mix(seed_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
+    """63 well-mixed bits for each (seed, position): two rounds of SplitMix64's finalizer (Steele, Lea, Flood 2014). uint64 in, int64 out."""
+    x_R = _finalize(seed_R) + position_R * np.uint64(0x9E3779B97F4A7C15)
+    return (_finalize(x_R) >> np.uint64(1)).astype(np.int64)
+
+
+def _finalize(x_R: np.ndarray) -> np.ndarray:
+    x_R = (x_R ^ (x_R >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_R = (x_R ^ (x_R >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x_R ^ (x_R >> np.uint64(31))
+
+
+def ban_and_seed(banned_ids: list[int]) -> "type[LogitsProcessor]":
+    """A class for LLM(logits_processors=...) that bans ids exactly (logit_bias stops at -100) and knows each row's seed and position."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
+
+    class BanAndSeed(LogitsProcessor):
+        def __init__(self, vllm_config: object, device: torch.device, is_pin_memory: bool) -> None:
+            self._banned = torch.tensor(banned_ids, dtype=torch.int64, device=device)
+            self._rows: dict[int, tuple[int, list[int]]] = {}
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: "BatchUpdate | None") -> None:
+            process_dict_updates(self._rows, batch_update, self._row)
+
+        def _row(self, params: "SamplingParams", prompt_ids: list[int] | None, output_ids: list[int]) -> tuple[int, list[int]]:
+            return params.extra_args[SEED] % (1 << 64), output_ids
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_fill_(1, self._banned, -math.inf)
+
+        def noise_seeds(self, count: int) -> torch.Tensor:
+            """int64 [R] for the rows that are sampled now."""
+            rows = [self._rows[i] for i in range(count)]
+            seed_R = np.array([seed for seed, _ in rows], dtype=np.uint64)
+            position_R = np.array([len(output_ids) for _, output_ids in rows], dtype=np.uint64)
+            return torch.from_numpy(mix(seed_R, position_R))
+
+    return BanAndSeed
+
+
+def use_own_noise(runner: "GPUModelRunner") -> None:
+    """Let a CPU runner draw its Gumbel noise from BanAndSeed instead of generators (v1/sample/ops/topk_topp_sampler.py::forward_cpu)."""
+    (own,) = (each for each in runner.input_batch.logitsprocs.all if type(each).__name__ == "BanAndSeed")
+
+    def forward(logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not generators and k is None and p is None, "sampling is from the whole distribution"
+        seeds_R = own.noise_seeds(logits.shape[0])
+        return torch.ops._C.fused_gumbel_argmax(logits, seeds_R), logits.log_softmax(dim=-1)
+
+    runner.sampler.topk_topp_sampler.forward = forward
