@@ -9,7 +9,9 @@ from itertools import groupby
 
 import torch
 
-from megatron_rl.types import Batch, Image, Sequence
+from megatron_rl.algo.losses import episode_weight
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import Batch, Image, Rollout, Sequence
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,6 +33,25 @@ class Piece:
     def cost(self) -> int:
         """Tokens plus a quarter of the patches: a patch passes through the smaller of the two towers."""
         return self.num_tokens + sum(image.num_tokens for image in self.sequence.images)
+
+
+def pieces_of(rollout: Rollout, advantage: float, *, aggregation: str, fixed_length: int) -> list[Piece]:
+    """A rollout's sequences, each token weighted so that the loss is the stated mean over episodes or tokens."""
+    weight, denominator = episode_weight(rollout.num_sampled, aggregation=aggregation, fixed_length=fixed_length)
+    return [
+        Piece(sequence, advantage=advantage, weight=weight, denominator=0 if index else denominator)
+        for index, sequence in enumerate(rollout.sequences)
+    ]
+
+
+def cut_minibatches(rollouts: list[Rollout], advantages: list[float | None], algo: AlgoSettings) -> list[list[Piece]]:
+    """The pieces of each optimizer step: whole groups, in order; rollouts without credit are left out."""
+    minibatches: list[list[Piece]] = [[] for _ in range(algo.minibatches)]
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        if advantage is not None and rollout.num_sampled:
+            place = rollout.group * algo.minibatches // algo.prompts_per_step
+            minibatches[place] += pieces_of(rollout, advantage, aggregation=algo.aggregation, fixed_length=algo.fixed_length)
+    return minibatches
 
 
 def mrope_positions(token_ids: list[int], images: Iterable[Image], image_token_id: int) -> torch.Tensor:

@@ -129,7 +129,7 @@ class AlgoSettings(OptimizerSettings):
         for key in ("prompts_per_step", "minibatches", "epochs", "micro_batch_tokens"):
             require(getattr(self, key) >= 1, f"algo.{key}", getattr(self, key), "must be at least 1")
         require(self.group_size >= 2, "algo.group_size", self.group_size, "must be at least 2: a group of one has no baseline")
-        require(self.minibatches <= self.prompts_per_step, "algo.minibatches", self.minibatches, f"cannot exceed algo.prompts_per_step={self.prompts_per_step}: minibatches are cut by groups")
+        require(self.prompts_per_step % self.minibatches == 0, "algo.prompts_per_step", self.prompts_per_step, f"must divide by algo.minibatches={self.minibatches}: minibatches are cut by groups")
         require_choice("algo.aggregation", self.aggregation, ("token_mean", "sequence_mean", "fixed_length"))
         require((self.aggregation == "fixed_length") == (self.fixed_length > 0), "algo.fixed_length", self.fixed_length, "goes with algo.aggregation=fixed_length, and only with it")
         require_choice("algo.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
@@ -144,6 +144,8 @@ class SftSettings(OptimizerSettings):
     """The supervised warm start: stages one after the other, each with its own demonstrations."""
 
     batch_size: int = 64
+    num_demonstrations: int = 2048
+    """Drawn once a stage; batches are drawn from them."""
     micro_batch_tokens: int = 8192
     splits: list[str] = field(default_factory=lambda: ["correct", "biased"])
     """The task's demonstration splits, in order..."""

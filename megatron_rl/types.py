@@ -13,6 +13,10 @@ import torch
 from PIL.Image import Image as Picture
 
 
+class HostFault(RuntimeError):
+    """Something of ours broke (engine, sandbox, judge): it fails the rollout and is never a score."""
+
+
 class Status(StrEnum):
     """How an episode ended, as far as credit is concerned."""
 

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.algo.losses import LossMetrics
+from megatron_rl.batch import Piece, balance, cut, pack
 from megatron_rl.config import ModelSettings, OptimizerSettings
 from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.logprobs import banned_mask, vocab_parallel_logprobs
@@ -40,12 +42,14 @@ class Policy:
         layout: Layout,
         *,
         optimizer: OptimizerSettings,
+        num_updates: int,
         banned_ids: list[int],
+        image_token_id: int,
         temperature: float = 1.0,
         keep_reference: bool = False,
         bucket_mib: int = 256,
     ) -> None:
-        self.layout, self.settings, self.temperature = layout, settings, temperature
+        self.layout, self.settings, self.temperature, self.image_token_id = layout, settings, temperature, image_token_id
         config = Qwen2_5_VLConfig.from_pretrained(settings.path)
         text = config.text_config
         model = Qwen2_5_VL(config, layout, getattr(torch, settings.dtype))
@@ -57,14 +61,23 @@ class Policy:
         load_hf(model, rows, shards, source)
         vocabulary = text.vocab_size // layout.tp
         self.first_id = layout.tp_rank * vocabulary
-        device = next(model.parameters()).device
-        self.banned_V = banned_mask(banned_ids, first_id=self.first_id, size=vocabulary, device=device)
+        self.device = next(model.parameters()).device
+        self.banned_V = banned_mask(banned_ids, first_id=self.first_id, size=vocabulary, device=self.device)
         self.model = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
         model.config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, model.config.params_dtype), [self.model])
+        self.schedule = _schedule(self.optimizer, optimizer, num_updates)
         model.config.grad_scale_func = self.optimizer.scale_loss
         self.export = Export(model, rows, shards, bucket_bytes=bucket_mib << 20)
         self.reference = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()] if keep_reference else None
+
+    def pack(self, pieces: list[Piece], *, max_tokens: int) -> list[Batch]:
+        """Deal one optimizer step's pieces to data-parallel ranks by cost and pack this rank's into micro-batches; at least one."""
+        mine = balance(pieces, self.layout.dp)[self.layout.dp_rank]
+        multiple = self.layout.tp if self.layout.sequence_parallel else 1
+        return [
+            pack(part, image_token_id=self.image_token_id, multiple_of=multiple, device=self.device) for part in cut(mine, max_tokens)
+        ]
 
     @on_cpu_too
     def logprobs(self, batches: list[Batch], *, weights: str = "current") -> list[torch.Tensor]:
@@ -96,7 +109,7 @@ class Policy:
         return results
 
     @on_cpu_too
-    def update(self, batches: list[Batch], loss: Loss, *, lr: float) -> dict[str, float]:
+    def update(self, batches: list[Batch], loss: Loss) -> dict[str, float]:
         """One optimizer step on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
 
         Returns the loss, the gradient norm before clipping, and the loss's metrics: sums divided by the number of sampled tokens, maxima.
@@ -109,14 +122,13 @@ class Policy:
             collected.append(metrics)
             return value, torch.tensor(batch.denominator, dtype=torch.int, device=value.device), {}
 
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.schedule.step(1)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(batches, summed, forward_only=False)
         succeeded, grad_norm, _ = self.optimizer.step()
         assert succeeded, "the optimizer skipped a step"
-        return {**_reduce(collected if self.layout.tp_rank == 0 else []), "grad_norm": float(grad_norm)}
+        return {**_reduce(collected if self.layout.tp_rank == 0 else []), "grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
 
     def _run(self, batches: list[Batch], on_logits: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; on_logits runs on the last stage only."""
@@ -180,6 +192,23 @@ def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype) -> Optimi
         use_distributed_optimizer=True,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+    )
+
+
+def _schedule(optimizer: object, settings: OptimizerSettings, num_updates: int) -> OptimizerParamScheduler:
+    """Stepped before each update: update number warmup_steps is the first at full lr, the last one has min_lr (unless constant)."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(num_updates, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
     )
 
 

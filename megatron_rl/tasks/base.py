@@ -69,3 +69,7 @@ class Task(Protocol):
     def gold(self, example: Example) -> list[str]:
         """Replies that earn full marks on this example, turn by turn."""
         ...
+
+    def success(self, reward: float) -> bool:
+        """Whether an episode with this reward counts as solved in evaluations."""
+        ...

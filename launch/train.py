@@ -1,0 +1,49 @@
+"""The door: hydra on the outside, plain dataclasses within. See `python launch/train.py --help`."""
+
+import os
+import sys
+import time
+import warnings
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.config import Settings
+from megatron_rl.world import place
+
+QUIET_S = 3.0
+"""A mistake that every rank sees is told by the main one: the others wait this long before they speak, and torchrun ends them sooner."""
+
+ConfigStore.instance().store(name="schema", node=Settings)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+def main(chosen: DictConfig) -> None:
+    """Build the settings and hand over to megatron_rl; a user's mistake ends as one line, never as a traceback."""
+    sys.stderr = sys.__stderr__
+    warnings.filterwarnings("ignore", module="megatron")
+    world = place()
+    try:
+        settings = OmegaConf.to_object(chosen)
+        from megatron_rl.start import run
+
+        run(settings)
+    except (ValueError, OSError, OmegaConfBaseException) as error:
+        if not world.is_main:
+            time.sleep(QUIET_S)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    if place().is_main:
+        main()
+    else:
+        sys.stderr = open(os.devnull, "w")  # hydra's own messages, about a misspelt key say, come from the main rank
+        try:
+            main()
+        except SystemExit:
+            time.sleep(QUIET_S)
+            raise

@@ -1,0 +1,79 @@
+"""Groups of episodes over all engines: who rolls out what, retries, and the one gathering of finished rollouts."""
+
+import asyncio
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.config import Settings
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Example, Task
+from megatron_rl.types import Rollout, Status
+
+_TRIES = 3
+
+
+@dataclass(slots=True, frozen=True)
+class Crew:
+    """The engines side by side: which one this process belongs to."""
+
+    engine: Engine
+    renderer: Renderer
+    index: int
+    num_engines: int
+
+
+def episode_settings(settings: Settings, *, step: int, temperature: float | None = None) -> EpisodeSettings:
+    """How to play at this step; evaluation passes its own temperature and the step -1."""
+    return EpisodeSettings(
+        temperature=settings.algo.temperature if temperature is None else temperature,
+        max_tokens_per_turn=settings.task.max_tokens_per_turn,
+        max_context=settings.engine.max_model_len,
+        seed=seed_of(settings.run.seed, step),
+    )
+
+
+def deal(examples: Ordered[Example], num: int, *, seed: int, step: int) -> list[Example]:
+    """The examples of one step, a function of seed and step alone, so that a resumed run deals what the unbroken one would have.
+
+    Where the task states how often it deals each example, drawn with those probabilities; otherwise without repetition within an epoch.
+    """
+    if examples[0].probability is not None:
+        generator = np.random.default_rng(seed_of(seed, step, 0))
+        picks = generator.choice(len(examples), size=num, p=[example.probability for example in examples])
+        return [examples[pick] for pick in picks]
+    positions = range(step * num, (step + 1) * num)
+    epochs = {position // len(examples) for position in positions}
+    orders = {epoch: np.random.default_rng(seed_of(seed, epoch, 1)).permutation(len(examples)) for epoch in epochs}
+    return [examples[orders[position // len(examples)][position % len(examples)]] for position in positions]
+
+
+def collect(task: Task, examples: Ordered[Example], *, crew: Crew, samples: int, settings: EpisodeSettings) -> list[Rollout]:
+    """Roll out `samples` episodes of each example. Every rank calls it and receives all rollouts, ordered by group and sample.
+
+    Whole groups go to one engine, so that its prefix and image caches serve them.
+    """
+
+    async def episode(group: int, sample: int) -> Rollout:
+        for _ in range(_TRIES):
+            rollout = await run_episode(
+                task, examples[group], engine=crew.engine, renderer=crew.renderer, settings=settings, group=group, sample=sample
+            )
+            if rollout.status is not Status.FAILED:
+                break
+        return rollout
+
+    async def mine() -> list[Rollout]:
+        groups = range(crew.index, len(examples), crew.num_engines)
+        return await asyncio.gather(*(episode(group, sample) for group in groups for sample in range(samples)))
+
+    rollouts = crew.engine.run(mine())
+    if dist.get_world_size() > 1:
+        gathered: list[list[Rollout] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, rollouts)
+        rollouts = [rollout for part in gathered if part is not None for rollout in part]
+    return sorted(rollouts, key=lambda rollout: (rollout.group, rollout.sample))

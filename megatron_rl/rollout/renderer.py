@@ -1,0 +1,120 @@
+"""Between messages and tokens: chat template, one image-processor call, and deltas that never re-tokenize what the policy sampled.
+
+A picture is resized here, once, to its final grid; neither the engine nor the trainer resizes again.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence as Ordered
+
+from PIL.Image import Image as Picture
+from PIL.Image import Resampling
+from transformers import AutoProcessor, Qwen2_5_VLConfig
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from megatron_rl.config import ModelSettings, require
+from megatron_rl.tasks.base import Message
+from megatron_rl.types import Image, Sequence
+
+_CACHED_IMAGES = 512
+_NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
+
+class Renderer:
+    """Renders for one checkpoint. `banned_ids` and `stop_ids` are the same for engine and trainer."""
+
+    def __init__(self, model: ModelSettings) -> None:
+        self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
+        self.processor = AutoProcessor.from_pretrained(model.path)
+        self.tokenizer = self.processor.tokenizer
+        config = Qwen2_5_VLConfig.from_pretrained(model.path)
+        known = self.tokenizer.get_added_vocab()
+        for token in (*_NEVER_SAMPLED, "<|im_end|>"):
+            require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give a Qwen2.5-VL checkpoint")
+        self.image_token_id = known["<|image_pad|>"]
+        self.end_id = known["<|im_end|>"]
+        self.stop_ids = [self.end_id]
+        self.banned_ids = sorted({known[token] for token in _NEVER_SAMPLED} | set(range(len(self.tokenizer), config.text_config.vocab_size)))
+        self._images: OrderedDict[str, Image] = OrderedDict()
+        dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
+
+    def image(self, picture: Picture) -> Image:
+        """The picture at its final size with its patches; remembered by content."""
+        key = _digest(picture)
+        if key in self._images:
+            self._images.move_to_end(key)
+            return self._images[key]
+        image_processor = self.processor.image_processor
+        height, width = smart_resize(
+            picture.height, picture.width, factor=image_processor.patch_size * image_processor.merge_size,
+            min_pixels=self.min_pixels, max_pixels=self.max_pixels,
+        )  # fmt: skip
+        resized = picture.convert("RGB").resize((width, height), Resampling.BICUBIC)
+        features = image_processor(images=[resized], do_resize=False, return_tensors="pt")
+        grid = tuple(features["image_grid_thw"][0].tolist())
+        self._images[key] = Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=_digest(resized))
+        if len(self._images) > _CACHED_IMAGES:
+            self._images.popitem(last=False)
+        return self._images[key]
+
+    def prompt(self, messages: Ordered[Message]) -> Sequence:
+        """A new context that ends where the assistant speaks."""
+        sequence = Sequence()
+        self._observe(sequence, self._text(messages, speak=True), self._pictures(messages))
+        return sequence
+
+    def follow(self, sequence: Sequence, messages: Ordered[Message]) -> None:
+        """Append what the environment said after the assistant's turn: only these messages are tokenized.
+
+        A turn that ran out of tokens is closed first; the closing token was not sampled and is masked.
+        """
+        whole = self._text([*self._dummy, *messages], speak=True)
+        assert whole.startswith(self._dummy_text), "the chat template rewrites earlier messages; it cannot be continued"
+        closing = "" if sequence.token_ids[-1] == self.end_id else "<|im_end|>"
+        self._observe(sequence, closing + whole.removeprefix(self._dummy_text), self._pictures(messages))
+
+    def transcript(self, messages: Ordered[Message]) -> Sequence:
+        """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it."""
+        sequence, done = Sequence(), ""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._text(messages[:index], speak=True)
+            after = self._text(messages[: index + 1]).removesuffix("\n")
+            assert before.startswith(done) and after.startswith(before), "the chat template rewrites earlier messages"
+            answered = max((i for i in range(index) if messages[i]["role"] == "assistant"), default=-1)
+            self._observe(sequence, before.removeprefix(done), self._pictures(messages[answered + 1 : index]))
+            reply = self._ids(after.removeprefix(before))
+            sequence.extend(reply, logprobs=[0.0] * len(reply))
+            done = after
+        return sequence
+
+    def text(self, token_ids: list[int]) -> str:
+        """What the policy said, without the token that ended it."""
+        return self.tokenizer.decode(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids)
+
+    def _text(self, messages: Ordered[Message], *, speak: bool = False) -> str:
+        return self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=speak)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _pictures(self, messages: Ordered[Message]) -> list[Image]:
+        parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
+        return [self.image(part["image"]) for part in parts if part["type"] == "image"]
+
+    def _observe(self, sequence: Sequence, text: str, images: list[Image]) -> None:
+        expanded: list[int] = []
+        remaining = iter(images)
+        for token in self._ids(text):
+            repeats = next(remaining).num_tokens if token == self.image_token_id else 1
+            expanded.extend([token] * repeats)
+        assert next(remaining, None) is None, "the chat template placed fewer images than the messages hold"
+        sequence.extend(expanded, images=tuple(images))
+
+
+def _digest(picture: Picture) -> str:
+    content = hashlib.blake2b(picture.tobytes(), digest_size=16)
+    content.update(f"{picture.mode} {picture.size}".encode())
+    return content.hexdigest()

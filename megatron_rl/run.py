@@ -1,0 +1,109 @@
+"""What a run remembers and leaves behind: its folder, its clock, its metrics, its evaluation; and the checks that end it."""
+
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from megatron_rl.algo.advantages import CreditReport
+from megatron_rl.config import Settings
+from megatron_rl.observe.metrics import MetricsLog, Spans
+from megatron_rl.observe.progress import Progress
+from megatron_rl.observe.recorder import Recorder
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.types import Rollout, Status
+from megatron_rl.world import World
+
+
+class Run:
+    """The run folder, written by the main rank alone; the clock and the returns exist on every rank."""
+
+    def __init__(self, settings: Settings, world: World, *, num_steps: int) -> None:
+        self.folder = Path(settings.run.dir)
+        self.final = self.folder / "final"
+        self.spans = Spans()
+        self.returns: list[float] = []
+        self.num_steps = num_steps
+        self.is_main = world.is_main
+        if not self.is_main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = asdict(settings)
+        write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        self.log = MetricsLog(self.folder, settings.wandb, config)
+        self.recorder = Recorder(self.folder, best=settings.run.record_best, worst=settings.run.record_worst)
+        self.progress = Progress(num_steps, title=settings.stage)
+
+    @contextmanager
+    def rolling_out(self, engine: Engine) -> Iterator[None]:
+        """Time a rollout: what the engine was busy with is its own, the rest is environment and reward."""
+        busy = engine.busy_s
+        with self.spans("environment"):
+            yield
+        engine_s = engine.busy_s - busy
+        self.spans.add("engine", engine_s)
+        self.spans.add("environment", -engine_s)
+
+    def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
+        """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal."""
+        if rollouts:
+            self.returns.append(metrics["reward/mean"])
+        if not self.is_main:
+            return
+        self.recorder.record(step, rollouts)
+        metrics = {**metrics, **self.spans.take()}
+        self.log.log(step, metrics)
+        self.progress.step(step, metrics)
+
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics, and close the logs."""
+        if not self.is_main:
+            return
+        self.progress.close()
+        self.log.log(self.num_steps, {**metrics, **self.spans.take()})
+        self.log.close()
+        values = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        write_text(self.folder / "eval.json", json.dumps(values, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it is the old one or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def rollout_metrics(rollouts: list[Rollout], report: CreditReport) -> dict[str, float]:
+    """What happened in a step's episodes, over those that were scored."""
+    scored = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
+    metrics = {
+        "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
+        "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
+        "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
+        "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in scored)),
+        "rollout/degenerate_groups": report.degenerate_fraction,
+        "rollout/failed_fraction": report.num_failed / len(rollouts),
+    }
+    for name in scored[0].rewards:
+        metrics[f"reward/{name}"] = statistics.fmean(rollout.rewards[name] for rollout in scored)
+    for status in Status:
+        metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
+    return metrics
+
+
+def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
+    """End the run when more than `limit` of a step's rollouts failed through our own fault."""
+    failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
+    if len(failed) > limit * len(rollouts):
+        raise RuntimeError(f"{len(failed)} of {len(rollouts)} rollouts failed, above run.max_failed={limit}; first reason: {failed[0]}")
+
+
+def check_improvement(returns: list[float]) -> None:
+    """End the run with an error unless its last 10 steps return more than its first 10."""
+    first, last = statistics.fmean(returns[:10]), statistics.fmean(returns[-10:])
+    if last <= first:
+        raise RuntimeError(f"no improvement: mean return {last:.3f} over the last 10 steps, {first:.3f} over the first 10")

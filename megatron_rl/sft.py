@@ -1,0 +1,43 @@
+"""The supervised warm start: the task's demonstrations through the same Policy, packing and optimizer as GRPO.
+
+Loss on assistant tokens only (the sequence's mask); the mean is over tokens.
+"""
+
+import numpy as np
+
+from megatron_rl.algo.losses import LossMetrics, sft_loss
+from megatron_rl.batch import Piece
+from megatron_rl.config import Settings
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.episode import seed_of
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.run import Run
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import Batch
+
+
+def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run) -> None:
+    """Train stage after stage on freshly drawn batches of each stage's demonstrations."""
+    sft, seed, step = settings.sft, settings.run.seed, 0
+    for stage, (split, steps) in enumerate(zip(sft.splits, sft.steps, strict=True)):
+        with run.spans("render"):
+            demonstrations = task.demonstrations(split, num=sft.num_demonstrations, seed=seed_of(seed, stage))
+            pieces = [piece_of(renderer, demonstration.messages) for demonstration in demonstrations]
+        for _ in range(steps):
+            with run.spans("update"):
+                picks = np.random.default_rng(seed_of(seed, step)).integers(len(pieces), size=sft.batch_size)
+                batches = policy.pack([pieces[pick] for pick in picks], max_tokens=sft.micro_batch_tokens)
+                metrics = policy.update(batches, objective)
+            with run.spans("record"):
+                run.record(step, [], metrics)
+            step += 1
+
+
+def piece_of(renderer: Renderer, messages: list) -> Piece:
+    sequence = renderer.transcript(messages)
+    return Piece(sequence, advantage=0.0, weight=1.0, denominator=sum(sequence.loss_mask))
+
+
+def objective(logprob_R, entropy_R, batch: Batch, rows_R):  # noqa: ANN001, ANN201 (policy.Loss)
+    """Negative log-likelihood of the demonstrated tokens."""
+    return sft_loss(logprob_R, batch.weight_T[rows_R]), LossMetrics(sums={"policy/entropy": entropy_R.detach().sum()}, maxima={})

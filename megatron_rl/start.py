@@ -1,0 +1,91 @@
+"""The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's own task comes as an argument."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
+from megatron_rl.evaluate import evaluate
+from megatron_rl.policy.parallel import build_layout, check_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.collect import Crew
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.run import Run, check_improvement
+from megatron_rl.sft import warm_start
+from megatron_rl.tasks.base import Task
+from megatron_rl.tasks.gym_cards.task import NumberLineTask
+from megatron_rl.train import train
+from megatron_rl.world import World, connect, place
+
+TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {"number_line": NumberLineTask}
+
+
+def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task]] | None = None) -> None:
+    """Build the parts on every rank and run the stage. `tasks` adds a user's own to those that ship: {"mine": MyTask}."""
+    world = place()
+    task = build_task(settings.task, {**TASKS, **(tasks or {})})
+    check(settings, world.size)
+    connect(world, timeout_s=settings.parallel.timeout_s)
+    layout = build_layout(settings.parallel, seed=settings.run.seed)
+    renderer = Renderer(settings.model)
+    is_sft = settings.stage == "sft"
+    num_updates = sum(settings.sft.steps) if is_sft else settings.run.steps * settings.algo.epochs * settings.algo.minibatches
+    policy = Policy(
+        settings.model, layout,
+        optimizer=settings.sft if is_sft else settings.algo, num_updates=num_updates,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        temperature=1.0 if is_sft else settings.algo.temperature,
+        keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
+    )  # fmt: skip
+    record = Run(settings, world, num_steps=sum(settings.sft.steps) if is_sft else settings.run.steps)
+    if is_sft:
+        warm_start(settings, task=task, policy=policy, renderer=renderer, run=record)
+    crew = build_crew(settings, renderer, world)
+    if is_sft:
+        crew.engine.load_weights(policy.hf_weights(), version=0)
+    else:
+        train(settings, task=task, policy=policy, crew=crew, run=record)
+    with record.spans("evaluate"):
+        evaluation = evaluate(task, settings, crew=crew)
+    with record.spans("save"):
+        policy.save(record.final)
+    record.finish(evaluation)
+    crew.engine.close()
+    if not is_sft and settings.run.require_improvement:
+        check_improvement(record.returns)
+
+
+def check(settings: Settings, world_size: int) -> None:
+    """What can be known before any process talks to another; every rank raises the same ValueError."""
+    try:
+        model = Qwen2_5_VLConfig.from_pretrained(settings.model.path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={settings.model.path}: no readable Hugging Face model folder ({error})") from error
+    check_layout(settings.parallel, model, world_size)
+    engine: EngineSettings = settings.engine
+    require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
+    heads = model.text_config.num_key_value_heads
+    require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
+    has_cuda = torch.cuda.is_available()
+    require(engine.device != "cuda" or has_cuda, "engine.device", engine.device, "this machine has no usable GPU; use engine.device=auto")
+
+
+def build_task(settings: TaskSettings, tasks: Mapping[str, Callable[[TaskSettings], Task]]) -> Task:
+    require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
+    return tasks[settings.name](settings)
+
+
+def build_crew(settings: Settings, renderer: Renderer, world: World) -> Crew:
+    """This process's engine: one alone, or one that spans engine.tp neighboring ranks. All ranks build together."""
+    group, size = None, settings.engine.tp
+    if size > 1:
+        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
+        group = groups[world.rank // size]
+    engine = Engine(
+        settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
+    )  # fmt: skip
+    return Crew(engine, renderer, index=world.rank // size, num_engines=world.size // size)

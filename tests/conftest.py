@@ -1,0 +1,42 @@
+"""Shared pieces: tiny checkpoints made once a session, and a runner that starts real processes with a time limit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.data.make_tiny_qwen2_5_vl import make
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A nano Qwen2.5-VL whose random weights are large enough that no parameter is a no-op."""
+    out = tmp_path_factory.mktemp("models") / "random"
+    make(out, preset="nano", init="random", seed=1)
+    return out
+
+
+@pytest.fixture(scope="session")
+def torchrun():  # noqa: ANN201
+    """torchrun(num_processes, script, *arguments): real processes; fails with their output unless all exit 0."""
+
+    def run(num_processes: int, script: str | Path, *arguments: object, timeout_s: float = 240) -> str:
+        result = start(num_processes, script, *arguments, timeout_s=timeout_s)
+        assert result.returncode == 0, f"{script} {arguments} exited {result.returncode}:\n{result.stdout[-6000:]}"
+        return result.stdout
+
+    return run
+
+
+def start(num_processes: int, script: str | Path, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a script in a world of its own; standard error joins standard output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes), str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip

@@ -1,0 +1,39 @@
+"""The packed batch that parity is measured on, built the same way in every process: text only, two images of different sizes, a shared image."""
+
+import numpy as np
+from PIL import Image as Pillow
+
+from megatron_rl.batch import Piece
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Sequence
+
+
+def picture(seed: int, width: int, height: int) -> Pillow.Image:
+    """Colored noise in 14 x 14 blocks: sides are multiples of 28, so nothing is resized."""
+    blocks = np.random.default_rng(seed).integers(0, 255, (height // 14, width // 14, 3))
+    return Pillow.fromarray(np.kron(blocks, np.ones((14, 14, 1))).astype(np.uint8))
+
+
+def user(text: str, *pictures: Pillow.Image) -> dict:
+    return {"role": "user", "content": [*({"type": "image", "image": p} for p in pictures), {"type": "text", "text": text}]}
+
+
+def prompts(renderer: Renderer) -> list[Sequence]:
+    wide, tall = picture(1, 112, 56), picture(2, 56, 140)
+    return [
+        renderer.prompt([user("No picture here, only words.")]),
+        renderer.prompt([user("What is this?", wide)]),
+        renderer.prompt([user("Compare.", tall, wide)]),
+        renderer.prompt([user("Again.", wide)]),
+    ]
+
+
+def example_pieces(renderer: Renderer) -> list[Piece]:
+    """Sequences of different lengths with 5 to 11 sampled tokens each; every token's weight differs by sequence."""
+    pieces = []
+    for index, sequence in enumerate(prompts(renderer)):
+        generator = np.random.default_rng(index)
+        sampled = generator.integers(0, 256, 5 + 2 * index).tolist()
+        sequence.extend(sampled, logprobs=[-1.0] * len(sampled))
+        pieces.append(Piece(sequence, advantage=(1.5, -1.0, 0.5, -0.7)[index], weight=0.5 + 0.25 * index, denominator=len(sampled)))
+    return pieces
