@@ -1,0 +1,121 @@
+"""What a run measures: metrics.jsonl, TensorBoard and W&B written together, and the spans that say where a step's time went."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_rl.config import WandbSettings
+from megatron_rl.observe.jsonl import read_lines, replace_bytes, replace_lines, to_line, to_number
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """One line a step in metrics.jsonl, the same numbers in TensorBoard files and, if wandb.mode says so, in W&B.
+
+    Only the main rank makes one. A log that starts at step k forgets everything an earlier life of the run wrote about steps >= k
+    (metrics.jsonl is replaced atomically; TensorBoard readers are told to purge), so a resumed run leaves what an unbroken one would have.
+    """
+
+    def __init__(self, run_dir: Path, wandb_settings: WandbSettings, config: dict[str, object], *, start_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here: it loads TensorBoard, which ranks without a log do not need
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        if path.exists():
+            replace_lines(path, [line for line in read_lines(path) if line["step"] < start_step])
+        self._lines = path.open("a", encoding="ascii")
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step)
+        self._wandb = None if wandb_settings.mode == "disabled" else _start_wandb(run_dir, wandb_settings, config)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a step. metrics.jsonl is flushed to the operating system before this returns: a killed run loses nothing."""
+        self._lines.write(to_line({"step": step, **metrics}) + "\n")
+        self._lines.flush()
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._lines.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The steps of a metrics.jsonl in order, each {"step": ..., name: value ...}; NaN and infinities are floats again."""
+    return [{name: to_number(value) for name, value in line.items()} for line in read_lines(path)]
+
+
+def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, object]):  # noqa: ANN202 (wandb is imported only when used)
+    """A W&B run whose id lives in the run folder, so that a resumed run continues it. Its x axis is our step: re-run steps overwrite."""
+    import wandb
+
+    id_file = run_dir / "wandb_id"
+    if not id_file.exists():
+        replace_bytes(id_file, uuid.uuid4().hex[:8].encode("ascii"))
+    run = wandb.init(
+        mode=settings.mode, project=settings.project, name=run_dir.name, dir=str(run_dir), config=config,
+        id=id_file.read_text(encoding="ascii"), resume="allow" if settings.mode == "online" else None,
+    )  # fmt: skip
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+class Spans:
+    """Seconds by name, each second counted once: while an inner span is open, the clock of the outer one stands.
+
+    Example: engine 0..5 s with a span environment 1..3 s inside, update 6..8 s, take() at 10 s gives
+        time/engine 3, time/environment 2, time/update 2, time/outside 3, time/total 10.
+    For one thread; a span must not be left open across an await, because another coroutine would run inside it.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, watch: Callable[[str], None] | None = None) -> None:
+        """`watch` is told the name of every span that opens (a progress display, say)."""
+        self._clock = clock
+        self._watch = watch
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._mark = self._taken = clock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._settle()
+        self._open.append(name)
+        if self._watch is not None:
+            self._watch(name)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Credit seconds that were measured elsewhere and passed within the span that is open now: they are taken from that one."""
+        self._credit(name, seconds)
+        if self._open:
+            self._credit(self._open[-1], -seconds)
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last take as time/NAME, with time/total and time/outside (in no span). May be called inside a span."""
+        self._settle()
+        total = self._mark - self._taken
+        times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        times |= {"time/outside": total - sum(times.values()), "time/total": total}
+        self._seconds, self._taken = {}, self._mark
+        return times
+
+    def _settle(self) -> None:
+        """Credit the time since the last change to the span that was open."""
+        now = self._clock()
+        if self._open:
+            self._credit(self._open[-1], now - self._mark)
+        self._mark = now
+
+    def _credit(self, name: str, seconds: float) -> None:
+        assert name not in ("total", "outside"), f"{name} is not a name for a span"
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

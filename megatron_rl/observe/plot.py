@@ -1,0 +1,98 @@
+"""Learning curves from metrics.jsonl: the mean return of each step, smoothed, and the evaluated success where there is one.
+
+    python -m megatron_rl.observe.plot RUN_DIR... [--out PNG]
+One run is drawn into its own folder as reward_curve.png; several become labeled curves in one picture.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
+
+CURVE_FILE = "reward_curve.png"
+RETURN = "reward/mean"
+SUCCESS = "eval/greedy_success"
+
+
+def smooth(values: Sequence[float], *, window: int) -> list[float]:
+    """Centered moving average over up to `window` (odd) values, fewer at the ends. Example: [0, 3, 6], window 3 -> [1.5, 3, 4.5]."""
+    assert window % 2 == 1, f"window {window} has no center"
+    half = window // 2
+    slices = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in slices]
+
+
+def reward_curve(metrics_path: Path, out_png: Path, *, window: int = 5) -> None:
+    """Draw one run. Raises ValueError when its metrics hold no return, as those of the warm start."""
+    reward_curves({metrics_path.parent.name: metrics_path}, out_png, window=window)
+
+
+def reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int = 5) -> None:
+    """Draw several runs, label -> metrics.jsonl, into one picture: return on the left axis, success on the right."""
+    figure = Figure(figsize=(7.2, 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    returns = figure.add_subplot()
+    successes = returns.twinx()
+    for number, (label, path) in enumerate(runs.items()):
+        _draw(path, label=label, color=f"C{number}", returns=returns, successes=successes, window=window)
+    returns.set_xlabel("step")
+    returns.set_ylabel("mean return of the step's episodes")
+    returns.grid(alpha=0.3)
+    handles, labels = (a + b for a, b in zip(returns.get_legend_handles_labels(), successes.get_legend_handles_labels(), strict=True))
+    if successes.lines:
+        successes.set_ylabel("greedy success")
+        successes.set_ylim(-0.02, 1.04)
+        successes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    else:
+        successes.set_axis_off()
+    returns.legend(handles, labels, loc="lower right", framealpha=0.9)
+    partial = out_png.with_name(f".{out_png.name}.partial")
+    figure.savefig(partial, format="png")
+    partial.replace(out_png)
+
+
+def _draw(path: Path, *, label: str, color: str, returns: Axes, successes: Axes, window: int) -> None:
+    steps = read_metrics(path)
+    points = [(line["step"] + 1, line[RETURN]) for line in steps if RETURN in line and math.isfinite(line[RETURN])]
+    if not points:
+        raise ValueError(f"{path}: holds no {RETURN}; give the folder of a run that rolled out")
+    x, y = zip(*points, strict=True)
+    returns.plot(x, y, color=color, alpha=0.3, linewidth=1)
+    returns.plot(x, smooth(y, window=window), color=color, linewidth=2, label=f"{label}: return, mean of {window} steps")
+    evaluated = [(line["step"] + (RETURN in line), line[SUCCESS]) for line in steps if SUCCESS in line]
+    if evaluated:
+        x, y = zip(*evaluated, strict=True)
+        label = f"{label}: greedy success"
+        successes.plot(x, y, color=color, linestyle="none", marker="D", markersize=6, markeredgecolor="black", label=label)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.observe.plot", description="Draw the learning curves of runs.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"run folders, each with a {METRICS_FILE}")
+    parser.add_argument("--out", type=Path, metavar="PNG", help=f"default: {CURVE_FILE} in the first run folder")
+    parser.add_argument("--window", type=int, default=5, metavar="STEPS", help="steps to smooth over, odd (default 5)")
+    options = parser.parse_args(arguments)
+    if options.window < 1 or options.window % 2 == 0:
+        parser.error(f"--window={options.window}: use an odd number of steps")
+    labels = [run.name for run in options.runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run) for run in options.runs]
+    out = options.out or options.runs[0] / CURVE_FILE
+    try:
+        reward_curves({label: run / METRICS_FILE for label, run in zip(labels, options.runs, strict=True)}, out, window=options.window)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

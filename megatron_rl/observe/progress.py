@@ -1,0 +1,74 @@
+"""How far a run is: a bar on a terminal; elsewhere one aligned line a step, which grep and cut can read."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+
+COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("return", ("reward/mean",), "+8.3f"),
+    ("success", ("eval/greedy_success",), "6.1%"),
+    ("loss", ("loss",), "9.4f"),
+    ("gap", ("engine/logprob_gap_max",), "8.1e"),
+    ("rollouts", ("time/engine", "time/environment"), "7.2f"),
+    ("update", ("time/update",), "6.2f"),
+    ("sync", ("time/sync",), "6.3f"),
+)
+"""Label, the metrics that are summed for it, format. A column appears in the steps that have its metrics. Times are seconds."""
+
+
+class Progress:
+    """Made by the main rank. `step` counts from 0, as the run does, and is shown counting from 1."""
+
+    def __init__(
+        self, total: int, *, title: str, first_step: int = 0, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total, self._title, self._first_step = total, title, first_step
+        self._stream, self._clock = stream, clock
+        self._start = clock()
+        self._bar = _make_bar(stream) if stream.isatty() else None
+        if self._bar is not None:
+            self._task = self._bar.add_task(title, total=total, completed=first_step, phase="", values="", left="")
+            self._bar.start()
+
+    def phase(self, name: str) -> None:
+        """Say what the run is at now: engine, update, sync. Shown on a terminal only."""
+        if self._bar is not None:
+            self._bar.update(self._task, phase=name, refresh=True)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One more step is done."""
+        values = "  ".join(
+            f"{label} {sum(metrics[name] for name in names if name in metrics):{form}}"
+            for label, names, form in COLUMNS
+            if any(name in metrics for name in names)
+        )
+        left = str(timedelta(seconds=round(self._left_s(step))))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, values=values, left=left, refresh=True)
+            return
+        width = len(str(self._total))
+        print(f"{self._title} step {step + 1:>{width}}/{self._total}  {values}  left {left}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _left_s(self, step: int) -> float:
+        """The mean time of this life's steps, times the steps that are left."""
+        done = step + 1 - self._first_step
+        return (self._clock() - self._start) / done * (self._total - step - 1)
+
+
+def _make_bar(stream: TextIO) -> Bar:
+    """Drawn when something changes: no refresh thread takes time from the engine."""
+    return Bar(
+        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TaskProgressColumn(),
+        TextColumn("{task.fields[phase]:<11}"), TextColumn("{task.fields[values]}"), TextColumn("left {task.fields[left]}"),
+        console=Console(file=stream), auto_refresh=False,
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Metrics, spans, progress and curves. Oracles: TensorBoard's own reader, the json module, a clock that we move, numbers by hand."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.config import WandbSettings
+from megatron_rl.observe.jsonl import read_lines, replace_lines, to_line
+from megatron_rl.observe.metrics import MetricsLog, Spans, read_metrics
+from megatron_rl.observe.plot import main, reward_curve, smooth
+from megatron_rl.observe.progress import Progress
+
+DISABLED = WandbSettings(mode="disabled")
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def refuse_constant(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def write_run(folder: Path, values: dict[int, float], *, start_step: int = 0) -> None:
+    log = MetricsLog(folder, DISABLED, {}, start_step=start_step)
+    for step, value in values.items():
+        log.log(step, {"reward/mean": value, "loss": 2 * value})
+    log.close()
+
+
+def tensorboard_scalars(folder: Path, name: str) -> dict[int, float]:
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return {event.step: event.value for event in accumulator.Scalars(name)}
+
+
+def test_metrics_go_to_jsonl_and_to_tensorboard(tmp_path: Path):
+    values = {0: 0.5, 1: -1.25, 2: 3.0}
+    write_run(tmp_path, values)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": step, "reward/mean": value, "loss": 2 * value} for step, value in values.items()]
+    assert tensorboard_scalars(tmp_path, "reward/mean") == values  # exact in float32
+    assert tensorboard_scalars(tmp_path, "loss") == {step: 2 * value for step, value in values.items()}
+
+
+def test_each_line_is_on_disk_when_log_returns(tmp_path: Path):
+    log = MetricsLog(tmp_path, DISABLED, {})
+    for step in range(3):
+        log.log(step, {"a": 1.0})
+        assert (tmp_path / "metrics.jsonl").read_text().count("\n") == step + 1
+    log.close()
+
+
+def test_numbers_that_json_lacks_are_strings_in_the_file_and_floats_when_read(tmp_path: Path):
+    log = MetricsLog(tmp_path, DISABLED, {})
+    log.log(0, {"nan": math.nan, "up": math.inf, "down": -math.inf})
+    log.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=refuse_constant) == {"step": 0, "nan": "NaN", "up": "Infinity", "down": "-Infinity"}
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(line["nan"]) and line["up"] == math.inf and line["down"] == -math.inf
+
+
+def test_a_restart_at_step_k_leaves_what_an_unbroken_run_would(tmp_path: Path):
+    write_run(tmp_path / "unbroken", {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0})
+    write_run(tmp_path / "broken", {0: 0.0, 1: 1.0, 2: -9.0, 3: -9.0, 4: -9.0})
+    with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/me')  # killed while writing
+    write_run(tmp_path / "broken", {2: 2.0, 3: 3.0}, start_step=2)
+    unbroken, broken = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("unbroken", "broken"))
+    assert broken == unbroken
+    assert tensorboard_scalars(tmp_path / "broken", "reward/mean") == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
+    assert list((tmp_path / "broken").glob(".*")) == []
+
+
+def test_a_failed_rewrite_leaves_the_old_file(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    replace_lines(path, [{"a": 1}])
+
+    def records():
+        yield {"a": 2}
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace_lines(path, records())
+    assert read_lines(path) == [{"a": 1}]
+
+
+def test_to_line_keeps_nesting_order_and_ascii():
+    assert to_line({"b": [1, (2.5, math.nan)], "a": {"x": "\u00e9"}}) == '{"b": [1, [2.5, "NaN"]], "a": {"x": "\\u00e9"}}'
+
+
+def test_wandb_offline_leaves_its_run_file_and_disabled_imports_nothing(tmp_path: Path):
+    script = """
+import sys
+from pathlib import Path
+from megatron_rl.config import WandbSettings
+from megatron_rl.observe.metrics import MetricsLog
+log = MetricsLog(Path(sys.argv[1]), WandbSettings(mode=sys.argv[2]), {"algo": {"lr": 1e-3}})
+log.log(0, {"reward/mean": 0.5})
+log.close()
+assert ("wandb" in sys.modules) == (sys.argv[2] == "offline"), sys.argv[2]
+"""
+    for mode in ("disabled", "offline"):
+        command = [sys.executable, "-c", script, str(tmp_path / mode), mode]
+        subprocess.run(command, check=True, timeout=120, capture_output=True)
+    assert not (tmp_path / "disabled" / "wandb").exists()
+    (run_file,) = (tmp_path / "offline").glob("wandb/offline-run-*/run-*.wandb")
+    assert (tmp_path / "offline" / "wandb_id").read_text() in run_file.name
+    assert b"reward/mean" in run_file.read_bytes()
+
+
+def test_spans_count_each_second_once():
+    clock = Clock()
+    spans = Spans(clock=clock)
+    with spans("engine"):
+        clock.now += 1
+        with spans("environment"):
+            clock.now += 2
+        clock.now += 2
+    clock.now += 1
+    with spans("update"):
+        clock.now += 2
+    with spans("environment"):
+        clock.now += 4
+    clock.now += 2
+    assert spans.take() == {"time/engine": 3, "time/environment": 6, "time/update": 2, "time/outside": 3, "time/total": 14}
+    clock.now += 5
+    assert spans.take() == {"time/outside": 5, "time/total": 5}
+
+
+def test_seconds_added_inside_a_span_are_not_that_spans():
+    clock = Clock()
+    spans = Spans(clock=clock)
+    with spans("environment"):
+        clock.now += 10
+        spans.add("engine", 7)
+    assert spans.take() == {"time/environment": 3, "time/engine": 7, "time/outside": 0, "time/total": 10}
+
+
+def test_take_inside_an_open_span_splits_it():
+    clock = Clock()
+    spans = Spans(clock=clock)
+    with spans("record"):
+        clock.now += 1
+        assert spans.take() == {"time/record": 1, "time/outside": 0, "time/total": 1}
+        clock.now += 4
+    assert spans.take() == {"time/record": 4, "time/outside": 0, "time/total": 4}
+
+
+def test_a_span_ends_with_an_error_and_watchers_hear_every_start():
+    clock, heard = Clock(), []
+    spans = Spans(clock=clock, watch=heard.append)
+
+    def fail() -> None:
+        with spans("outer"), spans("inner"):
+            clock.now += 3
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    clock.now += 1
+    assert spans.take() == {"time/inner": 3, "time/outer": 0, "time/outside": 1, "time/total": 4}
+    assert heard == ["outer", "inner"]
+
+
+def test_plain_progress_is_one_aligned_line_a_step_with_the_time_left():
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(40, title="grpo", first_step=8, stream=stream, clock=clock)
+    for step, reward in ((8, -10.5), (9, 0.25)):
+        progress.phase("engine")
+        clock.now += 30
+        progress.step(step, {"reward/mean": reward, "time/engine": 1.5, "time/environment": 0.25, "time/update": 0.8, "other": 7.0})
+    progress.close()
+    # 30 s a step; 31 and 30 steps are left of 40
+    assert stream.getvalue().splitlines() == [
+        "grpo step  9/40  return  -10.500  rollouts    1.75  update   0.80  left 0:15:30",
+        "grpo step 10/40  return   +0.250  rollouts    1.75  update   0.80  left 0:15:00",
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_phase_count_and_time_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    clock, stream = Clock(), Terminal()
+    progress = Progress(4, title="grpo", stream=stream, clock=clock)
+    progress.phase("update")
+    clock.now += 60
+    progress.step(0, {"reward/mean": 0.5})
+    progress.close()
+    last = stream.getvalue()
+    for word in ("grpo", "1/4", "25%", "update", "return", "+0.500", "left 0:03:00"):
+        assert word in last
+    assert "\x1b[" in last and "step" not in last
+
+
+def test_smooth_by_hand():
+    assert smooth([0, 3, 6], window=3) == [1.5, 3, 4.5]
+    assert smooth([1, 2, 4, 8, 16], window=1) == [1, 2, 4, 8, 16]
+    assert smooth([5.0, 1.0], window=9) == [3.0, 3.0]
+
+
+def color_share(path: Path, rgb: tuple[int, int, int]) -> float:
+    """Share of the picture's pixels that have exactly this color."""
+    pixels = np.asarray(Image.open(path).convert("RGB"))
+    return float((pixels == np.array(rgb)).all(-1).mean())
+
+
+BLUE, ORANGE = (31, 119, 180), (255, 127, 14)  # matplotlib's C0 and C1
+
+
+def test_a_curve_a_run_in_its_own_color(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(tmp_path / "a", {step: step / 10 for step in range(20)})
+    write_run(tmp_path / "b", {step: 1 - step / 20 for step in range(20)})
+    reward_curve(tmp_path / "a" / "metrics.jsonl", tmp_path / "one.png")
+    assert color_share(tmp_path / "one.png", BLUE) > 1e-3 and color_share(tmp_path / "one.png", ORANGE) == 0
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    both = tmp_path / "a" / "reward_curve.png"
+    assert capsys.readouterr().out == f"{both}\n"
+    assert color_share(both, BLUE) > 1e-3 and color_share(both, ORANGE) > 1e-3
+
+
+def test_plot_of_a_run_without_returns_or_without_metrics_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    log = MetricsLog(tmp_path / "sft", DISABLED, {})
+    log.log(0, {"loss": 1.0})
+    log.close()
+    assert main([str(tmp_path / "sft")]) == 2
+    assert "holds no reward/mean" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert list(tmp_path.glob("**/*.png*")) == []
