@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Makes .venv with the pinned packages and this package in it. Instant when nothing changed; repairs what an interruption left.
+#   bash launch/install.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=.venv
+STAMP=$VENV/megatron_rl.stamp       # what was installed: this folder, the lock, setup.py
+BUILDING=$VENV/megatron_rl.building # there while packages are being installed
+
+say() { echo "install: $*"; }
+fail() { echo "install: error: $*" >&2; exit 1; }
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+
+find_python() {
+    local candidate
+    for candidate in python3.11 python3; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "needs CPython 3.11 (or newer) with its venv module; neither python3.11 nor python3 is one." \
+        "Install it (Debian: apt-get install python3.11 python3.11-venv) and run this again."
+}
+
+wanted_stamp() {
+    echo "$PWD"
+    cat "$LOCK" setup.py
+}
+
+# A wheel for the wrong machine is told apart without importing torch, which would fail to load.
+check_torch() {
+    local cuda
+    cuda=$("$VENV/bin/python" - <<'PYTHON'
+import importlib.util
+import pathlib
+import runpy
+
+folder = pathlib.Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+print(runpy.run_path(str(folder / "version.py"))["cuda"])
+PYTHON
+    )
+    if [[ $LOCK == *cpu.txt && $cuda != None ]]; then
+        fail "pip delivered torch built for CUDA $cuda, but this machine has no CUDA device." \
+            "Point pip at PyTorch's CPU wheel index (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels) and run this again."
+    elif [[ $LOCK == *gpu.txt && $cuda == None ]]; then
+        fail "pip delivered the CPU build of torch, but this machine has a CUDA device." \
+            "Remove PyTorch's CPU wheel index from pip's settings and run this again."
+    fi
+}
+
+LOCK=requirements/cpu.txt
+if has_gpu; then LOCK=requirements/gpu.txt; fi
+
+if [[ -f $STAMP && ! -e $BUILDING ]] && wanted_stamp | cmp -s - "$STAMP" && "$VENV/bin/python" -c 'import pip'; then
+    exit 0
+fi
+
+if [[ -e $VENV ]]; then
+    if [[ -e $BUILDING ]]; then
+        say "an earlier installation did not finish; starting over"
+        rm -rf "$VENV"
+    elif ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+        say "$VENV has no working Python; starting over"
+        rm -rf "$VENV"
+    elif [[ -f $STAMP && $(head -n 1 "$STAMP") != "$PWD" ]]; then
+        say "this folder was moved; starting over"
+        rm -rf "$VENV"
+    fi
+fi
+
+started=$SECONDS
+if [[ ! -e $VENV ]]; then
+    python=$(find_python)
+    say "making $VENV with $("$python" --version)"
+    "$python" -m venv "$VENV"
+fi
+
+touch "$BUILDING"
+say "installing $(grep -c '==' "$LOCK") packages from $LOCK (minutes, depending on the network)"
+quiet=(-qq)
+if [[ -t 1 ]]; then quiet=(); fi
+# --no-compile: of the 30,000 modules a run imports a tenth; Python compiles those when it first does.
+"$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps -r "$LOCK"
+check_torch
+"$VENV/bin/python" -m pip install -qq --no-input --no-deps --no-build-isolation -e .
+wanted_stamp >"$STAMP.partial"
+mv "$STAMP.partial" "$STAMP"
+rm "$BUILDING"
+say "done in $((SECONDS - started)) s"

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# From nothing to a trained policy on two CPU cores: install, tiny checkpoint, supervised warm start, GRPO, a table before and after.
+#   bash launch/quickstart.sh                 what exists in runs/quickstart is used again
+#   bash launch/quickstart.sh run.seed=1      arguments are settings of the GRPO step
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+RUNS=runs/quickstart
+MODEL=$RUNS/nano
+started=$SECONDS
+
+say() { echo "quickstart: $*"; }
+
+# finished STAGE: its checkpoint and its evaluation are there.
+finished() { [[ -f $RUNS/$1/final/config.json && -f $RUNS/$1/eval.json ]]; }
+
+train() { torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node 2 launch/train.py "$@"; }
+
+# percent STAGE KEY: a fraction of the stage's eval.json as NN.N
+percent() { python -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[1]))[sys.argv[2]]:.1f}")' "$RUNS/$1/eval.json" "$2"; }
+
+bash launch/install.sh
+export PATH="$PWD/.venv/bin:$PATH"
+
+if [[ -f $MODEL/config.json ]]; then
+    say "1/3 tiny checkpoint: $MODEL is there"
+else
+    say "1/3 tiny checkpoint"
+    mkdir -p "$RUNS"
+    rm -rf "$MODEL.partial"
+    python tools/data/make_tiny_qwen2_5_vl.py --out "$MODEL.partial" --preset nano
+    mv "$MODEL.partial" "$MODEL"
+fi
+
+if finished sft; then
+    say "2/3 supervised warm start: $RUNS/sft is there"
+else
+    say "2/3 supervised warm start"
+    train stage=sft experiment=numberline_sft_cpu
+fi
+
+if finished grpo; then
+    say "3/3 GRPO: $RUNS/grpo is there"
+    if (($#)); then say "note: $* not applied; remove $RUNS/grpo to train again"; fi
+else
+    say "3/3 GRPO"
+    train experiment=numberline_grpo_cpu "$@"
+fi
+
+curve=$(python -m megatron_rl.observe.plot "$RUNS/grpo")
+sft_greedy=$(percent sft greedy_success)
+sft_sampled=$(percent sft sampled_success)
+grpo_greedy=$(percent grpo greedy_success)
+grpo_sampled=$(percent grpo sampled_success)
+echo
+echo "NumberLine, all 30 starts weighted as dealt; success is a return above 0 (uniform random: 28%)"
+printf '%-12s %14s %18s\n' "" "greedy" "temperature 1"
+printf '%-12s %13s%% %17s%%\n' "after SFT" "$sft_greedy" "$sft_sampled" "after GRPO" "$grpo_greedy" "$grpo_sampled"
+echo
+echo "reward curve: $curve"
+echo "checkpoint:   $RUNS/grpo/final"
+echo "total time:   $((SECONDS - started)) s"
+echo "after SFT: $sft_greedy%"
+echo "after GRPO: $grpo_greedy%"
