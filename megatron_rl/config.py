@@ -26,7 +26,8 @@ class ModelSettings:
     dtype: str = "float32"
     min_pixels: int = 3136
     max_pixels: int = 1003520
-    """Every image, first prompt or later observation, is resized once to lie between these."""
+    """Every image, first prompt or later observation, is resized once to lie between these (sides are multiples of 28; leave the upper
+    limit a little slack, because it is met by rounding down: 300 x 300 under 12544 = 112 * 112 becomes 84 x 84)."""
 
     def __post_init__(self) -> None:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))

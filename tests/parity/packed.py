@@ -29,11 +29,11 @@ def prompts(renderer: Renderer) -> list[Sequence]:
 
 
 def example_pieces(renderer: Renderer) -> list[Piece]:
-    """Sequences of different lengths with 5 to 11 sampled tokens each; every token's weight differs by sequence."""
+    """Sequences of different lengths with 40 to 76 sampled tokens each; weights and advantages differ by sequence."""
     pieces = []
     for index, sequence in enumerate(prompts(renderer)):
         generator = np.random.default_rng(index)
-        sampled = generator.integers(0, 256, 5 + 2 * index).tolist()
+        sampled = generator.integers(0, 256, 40 + 12 * index).tolist()
         sequence.extend(sampled, logprobs=[-1.0] * len(sampled))
         pieces.append(Piece(sequence, advantage=(1.5, -1.0, 0.5, -0.7)[index], weight=0.5 + 0.25 * index, denominator=len(sampled)))
     return pieces

@@ -1,0 +1,100 @@
+"""The renderer against the tokenizer's own rendering of whole conversations."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image as Pillow
+from transformers import AutoProcessor
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.rollout.renderer import Renderer
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
+
+
+def user(text: str, *pictures: Pillow.Image) -> dict:
+    return {"role": "user", "content": [*({"type": "image", "image": p} for p in pictures), {"type": "text", "text": text}]}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def gradient(width: int, height: int) -> Pillow.Image:
+    return Pillow.linear_gradient("L").resize((width, height)).convert("RGB")
+
+
+def test_a_prompt_is_what_the_processor_makes(renderer: Renderer, random_model: Path) -> None:
+    """Already aligned pictures: HF's own processor call gives the same ids, patches and grids."""
+    messages = [user("Compare.", gradient(56, 84), gradient(112, 56))]
+    sequence = renderer.prompt(messages)
+    processor = AutoProcessor.from_pretrained(random_model)
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = processor(text=[text], images=[gradient(56, 84), gradient(112, 56)], do_resize=False, return_tensors="pt")
+    assert sequence.token_ids == expected["input_ids"][0].tolist()
+    assert torch.equal(torch.cat([image.patch_PC for image in sequence.images]), expected["pixel_values"])
+    assert [list(image.grid) for image in sequence.images] == expected["image_grid_thw"].tolist()
+    assert not any(sequence.loss_mask)
+
+
+def test_pictures_are_resized_once_within_the_limits(renderer: Renderer) -> None:
+    image = renderer.image(gradient(300, 300))
+    assert image.picture.size == (112, 112) and image.grid == (1, 8, 8) and image.num_tokens == 16
+    assert renderer.image(gradient(300, 300)) is image, "remembered by content"
+    assert renderer.image(image.picture).key == image.key, "a picture at its final size is left alone"
+    assert renderer.image(gradient(20, 20)).picture.size == (56, 56)
+
+
+@settings(max_examples=60, deadline=None)
+@given(replies=st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|>"), max_size=20), min_size=1, max_size=4))
+def test_continuing_equals_rendering_the_whole(renderer: Renderer, replies: list[str]) -> None:
+    """Ids of an episode grown turn by turn equal those of the whole transcript, and the mask covers what was said."""
+    messages = [user("Look.", gradient(56, 56))]
+    grown = renderer.prompt(messages)
+    for reply in replies:
+        ids = [*renderer.tokenizer(reply, add_special_tokens=False)["input_ids"], renderer.end_id]
+        grown.extend(ids, logprobs=[-1.0] * len(ids))
+        messages.append(assistant(reply))
+        messages.append(user("And now?", gradient(84, 56)))
+        renderer.follow(grown, [messages[-1]])
+    messages.append(assistant("end"))
+    whole = renderer.transcript(messages)
+    ending = [*renderer.tokenizer("end", add_special_tokens=False)["input_ids"], renderer.end_id]
+    assert whole.token_ids == grown.token_ids + ending
+    assert whole.loss_mask == grown.loss_mask + [1] * len(ending)
+    assert [image.key for image in whole.images] == [image.key for image in grown.images]
+    said = [token for token, mask in zip(whole.token_ids, whole.loss_mask, strict=True) if mask]
+    assert renderer.tokenizer.decode(said) == "".join(f"{reply}<|im_end|>" for reply in [*replies, "end"])
+
+
+def test_a_cut_off_turn_is_closed_by_an_unsampled_token(renderer: Renderer) -> None:
+    sequence = renderer.prompt([user("Go.")])
+    sequence.extend([40, 41], logprobs=[-1.0, -1.0])
+    renderer.follow(sequence, [user("Again.")])
+    place = sequence.token_ids.index(renderer.end_id, len(renderer.prompt([user("Go.")]).token_ids))
+    assert sequence.token_ids[place - 2 : place] == [40, 41] and sequence.loss_mask[place] == 0
+
+
+def test_tool_output_in_a_transcript_is_masked(renderer: Renderer) -> None:
+    messages = [
+        user("Zoom in."),
+        assistant("crop"),
+        {"role": "tool", "content": [{"type": "text", "text": "done"}, {"type": "image", "image": gradient(56, 56)}]},
+        assistant("seen"),
+    ]
+    sequence = renderer.transcript(messages)
+    said = [token for token, mask in zip(sequence.token_ids, sequence.loss_mask, strict=True) if mask]
+    assert renderer.tokenizer.decode(said) == "crop<|im_end|>seen<|im_end|>"
+    assert sequence.token_ids.count(renderer.image_token_id) == sequence.images[0].num_tokens == 4
+
+
+def test_banned_are_vision_tokens_and_ids_beyond_the_tokenizer(renderer: Renderer) -> None:
+    banned = set(renderer.banned_ids)
+    assert {renderer.image_token_id, *range(len(renderer.tokenizer), 1024)} <= banned
+    assert renderer.end_id not in banned and not banned & set(range(900))
