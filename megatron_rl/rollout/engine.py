@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.vllm_core import Completion, Request, Sampling, Shown, VllmCore
-from megatron_rl.types import Image
+from megatron_rl.types import HostFault, Image
 
 T = TypeVar("T")
 HEARTBEAT_S = 20.0
@@ -76,10 +76,11 @@ class Engine:
         """Sample one turn after `token_ids`, whose image placeholders are expanded: one image_token_id for each vision token.
 
         A context without room for one more token gives an empty, unfinished completion. Cancelling the coroutine aborts the request.
-        Raises RuntimeError when the placeholders are not those of the images, and when the engine has failed.
+        Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (a temperature above 2),
+        HostFault when the engine has failed.
         """
         if self._error is not None:
-            raise RuntimeError("the engine has failed") from self._error
+            raise HostFault(f"the engine has failed: {self._error!r}")
         assert not self._core.asleep, f"generate while {self._core.asleep} asleep"
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
@@ -122,12 +123,13 @@ class Engine:
             return await episodes
         finally:
             pump.cancel()
-            error = "interrupted"
-            if episodes.done() and not episodes.cancelled():
-                error = "" if episodes.exception() is None else repr(episodes.exception())
-            aborted = self._news.aborted + list(self._waiting)
+            error = self._error
+            if error is None:
+                ended = episodes.done() and not episodes.cancelled()
+                error = episodes.exception() if ended else KeyboardInterrupt("interrupted")
+            self._news.aborted += self._waiting
             self._waiting.clear()
-            self._news = _News(requests=self._news.requests, aborted=aborted, stop=True, error=error)
+            self._news = replace(self._news, stop=True, error="" if error is None else repr(error))
             self._admit(self._exchange())
 
     def _fail(self, error: BaseException) -> None:
@@ -136,7 +138,7 @@ class Engine:
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
-                future.set_exception(RuntimeError(f"the engine failed in a step: {error!r}"))
+                future.set_exception(HostFault(f"the engine has failed: {error!r}"))
 
     async def _pump(self) -> None:
         while True:
@@ -194,8 +196,15 @@ class Engine:
     def _admit(self, news: _News) -> None:
         if self._error is not None:
             return
-        self._core.add(news.requests)
+        for request in news.requests:
+            try:
+                self._core.add(request)
+            except ValueError as error:
+                future = self._waiting.pop(request.id, None)
+                if future is not None and not future.done():
+                    future.set_exception(error)
         self._core.abort(news.aborted)
+        self._core.trim_images()
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights in place (every tensor exactly once, proven: transfer.Weights.load) and forget all that the old ones computed.

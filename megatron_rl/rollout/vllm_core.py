@@ -7,6 +7,7 @@ no top-p, no top-k, and the model folder's generation config has no say.
 Read against vLLM 0.32.0: inputs/engine.py, v1/engine/llm_engine.py, v1/sample/logits_processor/interface.py. CUDA was never run.
 """
 
+import logging
 import math
 import os
 import warnings
@@ -79,6 +80,7 @@ def _prepare_environment(*, cuda: bool) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     if not cuda:
         torch._dynamo.config.disable = True
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[int]) -> "LLM":
@@ -110,6 +112,7 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
             max_num_seqs=settings.max_num_seqs,
             limit_mm_per_prompt={"image": settings.max_images, "video": 0},
             mm_processor_cache_gb=0,
+            mm_device_do_normalize=False,
             enable_prefix_caching=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
@@ -145,9 +148,17 @@ class VllmCore:
         """Keys of the images whose patches need not be sent again."""
         return set(self._items)
 
-    def add(self, requests: list[Request]) -> None:
-        for request in requests:
+    def add(self, request: Request) -> None:
+        """Queue a request for the next step. Raises ValueError for what vLLM does not take."""
+        from vllm.exceptions import VLLMValidationError
+
+        try:
             self._engine.add_request(request.id, self._engine_input(request), self._sampling_params(request.sampling))
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
+
+    def trim_images(self) -> None:
+        """Forget the images used longest ago; once a step, so that every rank knows the same ones when the leader asks."""
         while len(self._items) > CACHED_IMAGES:
             self._items.popitem(last=False)
 
