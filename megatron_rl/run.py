@@ -25,10 +25,11 @@ class Run:
     def __init__(self, settings: Settings, world: World, *, num_steps: int) -> None:
         self.folder = Path(settings.run.dir)
         self.final = self.folder / "final"
-        self.spans = Spans()
         self.returns: list[float] = []
         self.num_steps = num_steps
         self.is_main = world.is_main
+        self.progress = Progress(num_steps, title=settings.stage) if self.is_main else None
+        self.spans = Spans(watch=self.progress.phase if self.progress else None)
         if not self.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +37,6 @@ class Run:
         write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         self.log = MetricsLog(self.folder, settings.wandb, config)
         self.recorder = Recorder(self.folder, best=settings.run.record_best, worst=settings.run.record_worst)
-        self.progress = Progress(num_steps, title=settings.stage)
 
     @contextmanager
     def rolling_out(self, engine: Engine) -> Iterator[None]:
@@ -44,9 +44,7 @@ class Run:
         busy = engine.busy_s
         with self.spans("environment"):
             yield
-        engine_s = engine.busy_s - busy
-        self.spans.add("engine", engine_s)
-        self.spans.add("environment", -engine_s)
+            self.spans.add("engine", engine.busy_s - busy)
 
     def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal."""
