@@ -21,6 +21,8 @@ percent() { python -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[
 
 bash launch/install.sh
 export PATH="$PWD/.venv/bin:$PATH"
+unset PYTHONDONTWRITEBYTECODE # many short processes import the same 2 GB of packages: compile once
+export OMP_NUM_THREADS=1 # a process a core; torchrun would set the same, with a page of warning
 
 if [[ -f $MODEL/config.json ]]; then
     say "1/3 tiny checkpoint: $MODEL is there"
