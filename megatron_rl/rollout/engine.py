@@ -76,8 +76,8 @@ class Engine:
         """Sample one turn after `token_ids`, whose image placeholders are expanded: one image_token_id for each vision token.
 
         A context without room for one more token gives an empty, unfinished completion. Cancelling the coroutine aborts the request.
-        Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (a temperature above 2),
-        HostFault when the engine has failed.
+        Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (such as a temperature
+        above 2), HostFault when the engine has failed.
         """
         if self._error is not None:
             raise HostFault(f"the engine has failed: {self._error!r}")
@@ -207,7 +207,7 @@ class Engine:
         self._core.trim_images()
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights in place (every tensor exactly once, proven: transfer.Weights.load) and forget all that the old ones computed.
+        """Replace the weights in place (every tensor exactly once, proven: transfer.Weights.load) and forget what the old ones computed.
 
         On a sleeping CUDA engine this wakes the weights' memory, not yet the cache's.
         """

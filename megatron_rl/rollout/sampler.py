@@ -1,8 +1,8 @@
 """How vLLM samples for us: banned ids have no probability, and a token's noise depends on its request's seed and its position alone.
 
 vLLM's own seeds are generators that live with a request. On a CPU they fail when a prompt is computed in two parts (vllm 0.32.0,
-v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU Generator does not use offset"), and they cost a call per request and step. Noise that
-is a hash of (seed, position) is the same however requests are batched, split or preempted. On CUDA vLLM's own seeds are used.
+v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU Generator does not use offset"), and they cost a call per request and step. Noise
+that is a hash of (seed, position) is the same however requests are batched, split or preempted. On CUDA vLLM's own seeds are used.
 """
 
 import math
@@ -21,7 +21,7 @@ SEED = "megatron_rl_seed"
 
 
 def mix(seed_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
-    """63 well-mixed bits for each (seed, position): two rounds of SplitMix64's finalizer (Steele, Lea, Flood 2014). uint64 in, int64 out."""
+    """63 well-mixed bits for each (seed, position) by SplitMix64's finalizer (Steele, Lea, Flood 2014). uint64 in, int64 out."""
     x_R = _finalize(seed_R) + position_R * np.uint64(0x9E3779B97F4A7C15)
     return (_finalize(x_R) >> np.uint64(1)).astype(np.int64)
 

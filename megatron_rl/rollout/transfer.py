@@ -158,7 +158,7 @@ class Weights:
                 self._places |= _places(prefix, module, kind, param.data)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Consume (HF name, full tensor) pairs, one bucket of bucket_bytes in memory at a time; a yielded tensor must stay as it is meanwhile.
+        """Consume (HF name, full tensor) pairs with one bucket of bucket_bytes in memory; a yielded tensor must stay as it is meanwhile.
 
         Raises RuntimeError naming the tensors that are unexpected, sent twice, misshapen, missing, or held otherwise than sent.
         """

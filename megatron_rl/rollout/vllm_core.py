@@ -102,25 +102,31 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
         place = (
             {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": True}
             if cuda
-            else {"kv_cache_memory_bytes": settings.kv_cache_mib << 20, "block_size": 32, "enforce_eager": True}
+            else {"kv_cache_memory_bytes": settings.kv_cache_mib << 20, "block_size": 32, "enforce_eager": True, "async_scheduling": False}
         )
         ranks = {"tensor_parallel_size": settings.tp, "distributed_executor_backend": "external_launcher"} if settings.tp > 1 else {}
-        llm = LLM(
-            model_path,
-            dtype=settings.dtype,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            limit_mm_per_prompt={"image": settings.max_images, "video": 0},
-            mm_processor_cache_gb=0,
-            mm_device_do_normalize=False,
-            enable_prefix_caching=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            logits_processors=[ban_and_seed(banned_ids)],
-            use_tqdm_on_load=False,
-            **place,
-            **ranks,
-        )
+        try:
+            llm = LLM(
+                model_path,
+                dtype=settings.dtype,
+                max_model_len=settings.max_model_len,
+                max_num_seqs=settings.max_num_seqs,
+                limit_mm_per_prompt={"image": settings.max_images, "video": 0},
+                mm_processor_cache_gb=0,
+                mm_device_do_normalize=False,
+                enable_prefix_caching=True,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                logits_processors=[ban_and_seed(banned_ids)],
+                use_tqdm_on_load=False,
+                **place,
+                **ranks,
+            )
+        except ValueError as error:
+            too_small = "KV cache is needed" in str(error)
+            key, value = ("gpu_memory_utilization", settings.gpu_memory_utilization) if cuda else ("kv_cache_mib", settings.kv_cache_mib)
+            require(not too_small, f"engine.{key}", value, f"too small for engine.max_model_len={settings.max_model_len}; raise it")
+            raise
     torch.set_num_threads = set_num_threads
     return llm
 
@@ -218,7 +224,7 @@ class VllmCore:
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replace the weights (transfer.Weights.load) and forget what the old ones computed; wakes the memory of the weights if it sleeps."""
+        """Replace the weights (transfer.Weights.load) and forget what the old ones computed; wakes the weights' memory if it sleeps."""
         assert not self.is_busy(), "weights change between rollouts, not under them"
         if "weights" in self.asleep:
             self._engine.wake_up(["weights"])

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_engine.py: an engine on every rank (tp 1) or one over all ranks (tp 2), under random tool delays.
+"""Run under torchrun by test_engine_world.py: an engine on every rank (tp 1) or one over all ranks (tp 2), under random tool delays.
 
 Arguments: model folder, engine.tp, file that each engine's leader writes its greedy completions to (a rank's own suffix is added).
 """

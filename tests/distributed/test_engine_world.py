@@ -1,0 +1,30 @@
+"""Engines in a world of two processes: two side by side, and one over both, against one in a process of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("engine_world.py")
+
+
+@pytest.fixture(scope="module")
+def alone(torchrun, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list:  # noqa: ANN001
+    """[episode][turn] of (token ids, logprobs), greedy, from one process."""
+    out = tmp_path_factory.mktemp("alone") / "turns"
+    torchrun(1, SCRIPT, random_model, 1, out)
+    return json.loads(Path(f"{out}.0.0").read_text())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_and_tool_delays_change_nothing(tp: int, alone: list, torchrun, random_model: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """The script also spoils weights on the way to one rank, and breaks a task: every rank raises, and works again afterwards."""
+    torchrun(2, SCRIPT, random_model, tp, tmp_path / "turns")
+    files = sorted(tmp_path.glob("turns.*"))
+    assert len(files) == (4 if tp == 1 else 2), "two attempts of each leader"
+    assert len(alone) == 8 and all(len(turns) == 3 for turns in alone)
+    for file in files:
+        for expected, turns in zip(alone, json.loads(file.read_text()), strict=True):
+            for (token_ids, logprobs), (own_ids, own_logprobs) in zip(expected, turns, strict=True):
+                assert own_ids == token_ids
+                assert own_logprobs == pytest.approx(logprobs, abs=1e-5)

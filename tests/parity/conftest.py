@@ -1,0 +1,32 @@
+"""One real engine a test module, beside the HF model it is compared with."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.renderer import Renderer
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model)))
+
+
+@pytest.fixture(scope="module")
+def hf(random_model: Path) -> Qwen2_5_VLForConditionalGeneration:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(random_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path, renderer: Renderer) -> Iterator[Engine]:
+    engine = Engine(
+        str(random_model), EngineSettings(kv_cache_mib=32),
+        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+    )  # fmt: skip
+    yield engine
+    engine.close()

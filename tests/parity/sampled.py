@@ -1,0 +1,43 @@
+"""What the engine sampled, and the oracle of its logprobs: one HF float32 forward, banned ids removed, divided by the temperature."""
+
+import asyncio
+
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration as HF
+
+from megatron_rl.rollout.engine import Completion, Engine, Sampling
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Image, Sequence
+
+BOUND = 1e-4
+"""Absolute, in float32; typical is 3e-6, the largest seen 1.8e-5."""
+
+
+def generate(engine: Engine, sequences: list[Sequence], samplings: list[Sampling]) -> list[Completion]:
+    async def main() -> list[Completion]:
+        pairs = zip(sequences, samplings, strict=True)
+        return await asyncio.gather(*(engine.generate(s.token_ids, s.images, sampling) for s, sampling in pairs))
+
+    return engine.run(main())
+
+
+@torch.no_grad()
+def policy_logits(hf: HF, token_ids: list[int], images: list[Image], *, renderer: Renderer) -> torch.Tensor:
+    """float64 [L, vocabulary], banned ids at -inf."""
+    ids = torch.tensor([token_ids])
+    vision = {}
+    if images:
+        grid = torch.tensor([image.grid for image in images])
+        vision = {"pixel_values": torch.cat([image.patch_PC for image in images]), "image_grid_thw": grid}
+    kinds = (ids == renderer.image_token_id).int()
+    logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **vision).logits[0].double()
+    return logits.index_fill(1, torch.tensor(renderer.banned_ids), -torch.inf)
+
+
+def gap(hf: HF, sequence: Sequence, completion: Completion, *, temperature: float, renderer: Renderer) -> float:
+    """Largest difference between the engine's logprobs and HF's."""
+    token_ids = sequence.token_ids + completion.token_ids
+    logits = policy_logits(hf, token_ids, sequence.images, renderer=renderer) / (temperature or 1.0)
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[len(sequence.token_ids) - 1 :, 0]
+    assert len(completion.logprobs) == len(completion.token_ids) == len(expected) > 0
+    return (expected - torch.tensor(completion.logprobs, dtype=torch.float64)).abs().max().item()

@@ -1,0 +1,151 @@
+"""Weights into the engine: what it serves afterwards, and that nothing on the way goes unnoticed."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration as HF
+
+from megatron_rl.rollout.engine import Engine, Sampling
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.transfer import checksum
+from tests.parity.packed import prompts
+from tests.parity.sampled import BOUND, gap, generate
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def perturbed(hf: HF, seed: int) -> HF:
+    """The same architecture, every tensor moved."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in hf.state_dict().items()}
+    other = HF(hf.config).eval()
+    other.load_state_dict(moved)
+    return other
+
+
+@pytest.fixture
+def own_weights(engine: Engine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine serves the checkpoint again after the test."""
+    yield
+    monkeypatch.undo()
+    engine.load_weights(iter(hf.state_dict().items()), version=0)
+
+
+def test_weights_are_replaced(engine: Engine, hf: HF, renderer: Renderer, own_weights: None) -> None:
+    """Twice, on prompts the caches know, in one bucket and in many: the logprobs are the new weights' and not the old ones'."""
+    sequences = prompts(renderer)
+    samplings = [Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(len(sequences))]
+    previous, bucket = hf, engine._core.weights._bucket_bytes
+    for version, bucket_bytes in ((1, bucket), (2, 100_000)):
+        current = perturbed(hf, version)
+        engine._core.weights._bucket_bytes = bucket_bytes
+        engine.load_weights(iter(current.state_dict().items()), version=version)
+        completions = generate(engine, sequences, samplings)
+        assert {c.weight_version for c in completions} == {version}
+        for sequence, completion in zip(sequences, completions, strict=True):
+            assert gap(current, sequence, completion, temperature=1.0, renderer=renderer) <= BOUND
+            assert gap(previous, sequence, completion, temperature=1.0, renderer=renderer) > 100 * BOUND
+        previous = current
+    engine._core.weights._bucket_bytes = bucket
+
+
+def test_buckets_bound_what_is_held(engine: Engine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterator is drawn one bucket ahead of the loader, never further."""
+    weights, drawn, largest = engine._core.weights, 0, 0
+    deliver = weights.deliver
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal drawn, largest
+        for name, tensor in hf.state_dict().items():
+            drawn += tensor.nbytes
+            largest = max(largest, drawn)
+            yield name, tensor
+
+    def counted(bucket: Tensors) -> None:
+        nonlocal drawn
+        assert drawn == sum(tensor.nbytes for _, tensor in bucket)
+        drawn = 0
+        deliver(bucket)
+
+    monkeypatch.setattr(weights, "_bucket_bytes", 300_000)
+    monkeypatch.setattr(weights, "deliver", counted)
+    engine.load_weights(tensors(), version=0)
+    assert 300_000 <= largest < 300_000 + max(tensor.nbytes for tensor in hf.state_dict().values())
+
+
+def test_one_flipped_bit_of_any_tensor_is_noticed(engine: Engine, hf: HF, monkeypatch: pytest.MonkeyPatch, own_weights: None) -> None:
+    """Between sender and loader, in each tensor in turn, at a bit that moves from the first element's lowest to the last one's highest."""
+    tensors = hf.state_dict()
+    deliver, names = engine._core.weights.deliver, list(tensors)
+    assert len(names) > 70
+    for index, name in enumerate(names):
+        spoiled = tensors[name].clone()
+        words = spoiled.view(-1).view(torch.int32)
+        words[index * (len(words) - 1) // (len(names) - 1)] ^= -(2**31) if index % 32 == 31 else 1 << index % 32
+        monkeypatch.setattr(engine._core.weights, "deliver", lambda bucket: deliver([(n, spoiled if n == name else t) for n, t in bucket]))
+        with pytest.raises(RuntimeError, match=f"does not hold what was sent: {name}$"):
+            engine.load_weights(iter(tensors.items()), version=1)
+
+
+def swap(one: str, other: str) -> Callable[[Tensors], Tensors]:
+    names = {one: other, other: one}
+    return lambda bucket: [(names.get(name, name), tensor) for name, tensor in bucket]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        ("self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        ("self_attn.q_proj.weight", "self_attn.o_proj.weight"),
+        ("input_layernorm.weight", "post_attention_layernorm.weight"),
+    ],
+)
+def test_swapped_tensors_are_noticed(
+    engine: Engine, hf: HF, one: str, other: str, monkeypatch: pytest.MonkeyPatch, own_weights: None
+) -> None:
+    """Same shapes, other places: the loader does not mind, the check does, and names both."""
+    deliver, stem = engine._core.weights.deliver, "model.language_model.layers.1."
+    swapped = swap(stem + one, stem + other)
+    monkeypatch.setattr(engine._core.weights, "deliver", lambda bucket: deliver(swapped(bucket)))
+    current = perturbed(hf, 3)
+    with pytest.raises(RuntimeError, match="does not hold what was sent") as caught:
+        engine.load_weights(iter(current.state_dict().items()), version=1)
+    assert stem + one in str(caught.value) and stem + other in str(caught.value)
+
+
+def test_q_and_k_swapped_by_the_sender_are_refused(engine: Engine, hf: HF, own_weights: None) -> None:
+    stem = "model.language_model.layers.0.self_attn."
+    swapped = swap(stem + "q_proj.weight", stem + "k_proj.weight")(list(hf.state_dict().items()))
+    with pytest.raises(RuntimeError, match=r"_proj.weight was sent as \(\d+, 128\), the engine's is"):
+        engine.load_weights(iter(swapped), version=1)
+
+
+def test_every_tensor_is_sent_exactly_once(engine: Engine, hf: HF, own_weights: None) -> None:
+    tensors = hf.state_dict()
+    names = list(tensors)
+    for missing in ("lm_head.weight", "model.language_model.layers.2.self_attn.k_proj.bias", "model.visual.merger.ln_q.weight"):
+        with pytest.raises(RuntimeError, match=f"1 tensors were not sent: {missing}$"):
+            engine.load_weights(((n, tensors[n]) for n in names if n != missing), version=1)
+    with pytest.raises(RuntimeError, match="the engine has no place for model.language_model.layers.9.mlp.up_proj.weight"):
+        engine.load_weights(iter([*tensors.items(), ("model.language_model.layers.9.mlp.up_proj.weight", tensors[names[0]])]), version=1)
+    with pytest.raises(RuntimeError, match=f"{names[5]} was sent twice"):
+        engine.load_weights(iter([*tensors.items(), (names[5], tensors[names[5]])]), version=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (3,), (7, 5), (129, 257)])
+def test_checksum_sees_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every bit of small tensors, a sample of large ones; and the order of elements."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    data = tensor.clone().view(-1).view(torch.uint8)
+    reference = checksum(tensor)
+    for bit in range(0, 8 * len(data), max(1, len(data) // 64)):
+        data[bit // 8] ^= 1 << bit % 8
+        assert checksum(data.view(dtype).view(shape)) != reference
+        data[bit // 8] ^= 1 << bit % 8
+    assert checksum(data.view(dtype).view(shape)) == reference
+    if tensor.numel() > 1:
+        assert checksum(tensor.flatten().roll(1)) != reference
