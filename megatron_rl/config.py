@@ -145,8 +145,8 @@ class SftSettings(OptimizerSettings):
     """The supervised warm start: stages one after the other, each with its own demonstrations."""
 
     batch_size: int = 64
-    num_demonstrations: int = 2048
-    """Drawn once a stage; batches are drawn from them."""
+    num_demonstrations: int = 1200
+    """Drawn once a stage; batches go round them in order."""
     micro_batch_tokens: int = 8192
     splits: list[str] = field(default_factory=lambda: ["correct", "biased"])
     """The task's demonstration splits, in order..."""

@@ -3,7 +3,7 @@
 Loss on assistant tokens only (the sequence's mask); the mean is over tokens.
 """
 
-import numpy as np
+from itertools import cycle, islice
 
 from megatron_rl.algo.losses import LossMetrics, sft_loss
 from megatron_rl.batch import Piece
@@ -17,17 +17,16 @@ from megatron_rl.types import Batch
 
 
 def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run) -> None:
-    """Train stage after stage on freshly drawn batches of each stage's demonstrations."""
+    """Train stage after stage on each stage's demonstrations, in the order the task gives them, round and round."""
     sft, seed, step = settings.sft, settings.run.seed, 0
     for stage, (split, steps) in enumerate(zip(sft.splits, sft.steps, strict=True)):
         with run.spans("render"):
             demonstrations = task.demonstrations(split, num=sft.num_demonstrations, seed=seed_of(seed, stage))
             pieces = [piece_of(renderer, demonstration.messages) for demonstration in demonstrations]
+        endless = cycle(pieces)
         for _ in range(steps):
             with run.spans("update"):
-                picks = np.random.default_rng(seed_of(seed, step)).integers(len(pieces), size=sft.batch_size)
-                batches = policy.pack([pieces[pick] for pick in picks], max_tokens=sft.micro_batch_tokens)
-                metrics = policy.update(batches, objective)
+                metrics = policy.update(policy.pack(list(islice(endless, sft.batch_size)), max_tokens=sft.micro_batch_tokens), objective)
             with run.spans("record"):
                 run.record(step, [], metrics)
             step += 1

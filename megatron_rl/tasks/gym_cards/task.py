@@ -170,15 +170,17 @@ class NumberLineTask:
         return NumberLineEnv(state_of(example.payload), max_turns=self.max_turns)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
-        """Single turns in states drawn uniformly from the 30; the numbers are always read right. Fewer of them are a prefix of more.
+        """Single turns in the 30 states, dealt in shuffled rounds of all 30; the numbers are always read right. Fewer are a prefix of more.
 
         split "correct" always goes the right way; "biased" goes the wrong way with probability BIASED_ERROR where the target is in
         BIASED_TARGETS. A policy that has learned it wins 23/36 (63.9%) of the episodes when greedy, 68.5% at temperature 1.
         """
         draw = random.Random(seed)
         shown = []
+        deck: list[State] = []
         for _ in range(num):
-            state = draw.choice(STATES)
+            deck = deck or draw.sample(STATES, len(STATES))
+            state = deck.pop()
             wrong = draw.random() < wrong_probability(split, state)
             action = 1 - right_action(state) if wrong else right_action(state)
             reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(state, action)}]}
