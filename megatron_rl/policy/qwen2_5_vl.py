@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from megatron_rl.policy.attention import PackedCoreAttention
+from megatron_rl.policy.attention import VISION_ATTENTION, PackedCoreAttention
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.types import Batch
 
@@ -146,6 +146,7 @@ class Qwen2_5_VL(MegatronModule):
 
 def _vision_tower(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> Qwen2_5_VisionTransformerPretrainedModel:
     tower = Qwen2_5_VisionTransformerPretrainedModel(model.vision_config).to(dtype)
+    tower.config._attn_implementation = VISION_ATTENTION
     for parameter in tower.parameters():
         # Megatron averages these gradients over tensor-parallel ranks after backward; encode_images makes the average the sum.
         parameter.average_gradients_across_tp_domain = True
