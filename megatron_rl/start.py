@@ -43,9 +43,11 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     record = Run(settings, world, num_steps=sum(settings.sft.steps) if is_sft else settings.run.steps)
     if is_sft:
         warm_start(settings, task=task, policy=policy, renderer=renderer, run=record)
-    crew = build_crew(settings, renderer, world)
+    with record.spans("start"):
+        crew = build_crew(settings, renderer, world)
     if is_sft:
-        crew.engine.load_weights(policy.hf_weights(), version=0)
+        with record.spans("sync"):
+            crew.engine.load_weights(policy.hf_weights(), version=0)
     else:
         train(settings, task=task, policy=policy, crew=crew, run=record)
     with record.spans("evaluate"):
