@@ -3,7 +3,7 @@
 Credit is already decided when rollouts arrive here; the batch knows nothing of prompts, tasks or groups.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -30,9 +30,20 @@ class Piece:
         return len(self.sequence.token_ids)
 
     @property
-    def cost(self) -> int:
-        """Tokens plus a quarter of the patches: a patch passes through the smaller of the two towers."""
-        return self.num_tokens + sum(image.num_tokens for image in self.sequence.images)
+    def prompt_length(self) -> int:
+        """Tokens before the one that predicts the first sampled token."""
+        return self.sequence.loss_mask.index(1) - 1
+
+    def prompt_key(self, image_token_id: int) -> tuple:
+        """Equal for pieces whose prompts are the same tokens and the same images."""
+        tokens = tuple(self.sequence.token_ids[: self.prompt_length])
+        placeholders, keys = tokens.count(image_token_id), []
+        for image in self.sequence.images:
+            if placeholders == 0:
+                break
+            keys.append(image.key)
+            placeholders -= image.num_tokens
+        return tokens, tuple(keys)
 
 
 def pieces_of(rollout: Rollout, advantage: float, *, aggregation: str, fixed_length: int) -> list[Piece]:
@@ -82,86 +93,162 @@ def mrope_positions(token_ids: list[int], images: Iterable[Image], image_token_i
     return torch.cat(parts, 1)
 
 
-def pack(pieces: list[Piece], *, image_token_id: int, multiple_of: int = 1, device: torch.device | None = None) -> Batch:
+def pack(
+    pieces: list[Piece], *, image_token_id: int, multiple_of: int = 1, share_prompts: bool = False, device: torch.device | None = None
+) -> Batch:
     """Pack sequences into one micro-batch. Equal images (by key) are stored and encoded once.
 
-    The length is padded to a multiple of `multiple_of` (tensor parallel size under sequence parallelism) by a sequence of zeros without
-    weight; no pieces at all give one such sequence, the micro-batch of a data-parallel rank without work.
+    With share_prompts a sequence is cut before the token that predicts its first sampled one, and equal prompts are stored and computed
+    once: the rest of each sequence is a segment of its own that also attends to its prompt's segment (prefix_S). Example:
+    [5 6 7] and [5 6 8] with 7 and 8 sampled give token_T [5 6 7 6 8], target_T [0 7 0 8 0], cu_seqlens_S1 [0 1 3 5], prefix_S [-1 0 0].
+
+    The length is padded to a multiple of `multiple_of` (tensor parallel size under sequence parallelism) by a segment of zeros without
+    weight; no pieces at all give one such segment, the micro-batch of a data-parallel rank without work.
     """
-    tokens: list[int] = []
-    columns: dict[str, list] = {"target": [], "mask": [], "weight": [], "advantage": [], "engine": []}
-    positions, offsets = [], [0]
-    images: dict[str, tuple[int, Image]] = {}
-    vision_position: list[int] = []
-    vision_row: list[int] = []
-    next_row = 0
+    segments: list[Segment] = []
+    prompts: dict[tuple, int] = {}
     for piece in pieces:
-        sequence, start = piece.sequence, len(tokens)
-        placeholders = [start + place for place, token in enumerate(sequence.token_ids) if token == image_token_id]
-        for image in sequence.images:
+        whole = Segment.whole(piece, image_token_id)
+        if not share_prompts or piece.prompt_length == 0:
+            segments.append(whole)
+            continue
+        key = piece.prompt_key(image_token_id)
+        if key not in prompts:
+            prompts[key] = len(segments)
+            segments.append(whole.cut(0, piece.prompt_length))
+        segments.append(whole.cut(piece.prompt_length, piece.num_tokens, prefix=prompts[key]))
+    num_tokens = sum(len(segment.token_ids) for segment in segments)
+    padding = -num_tokens % multiple_of if num_tokens else multiple_of
+    if padding:
+        segments.append(Segment.zeros(padding))
+    return _join(segments, denominator=sum(piece.denominator for piece in pieces), device=device)
+
+
+@dataclass(slots=True, frozen=True)
+class Segment:
+    """A run of consecutive tokens of one sequence with all that is aligned to it; targets are already shifted."""
+
+    token_ids: list[int]
+    targets: list[int]
+    mask: list[int]
+    engine_logprobs: list[float]
+    position_3L: torch.Tensor
+    vision: list[tuple[Image, int] | None]
+    """For a placeholder, its image and which of the image's tokens it stands for."""
+    advantage: float
+    weight: float
+    prefix: int = -1
+
+    @classmethod
+    def whole(cls, piece: Piece, image_token_id: int) -> "Segment":
+        sequence = piece.sequence
+        shown = iter([(image, row) for image in sequence.images for row in range(image.num_tokens)])
+        return cls(
+            token_ids=sequence.token_ids,
+            targets=[*sequence.token_ids[1:], 0],
+            mask=[*sequence.loss_mask[1:], 0],
+            engine_logprobs=[*sequence.engine_logprobs[1:], 0.0],
+            position_3L=mrope_positions(sequence.token_ids, sequence.images, image_token_id),
+            vision=[next(shown) if token == image_token_id else None for token in sequence.token_ids],
+            advantage=piece.advantage,
+            weight=piece.weight,
+        )
+
+    @classmethod
+    def zeros(cls, length: int) -> "Segment":
+        zeros = [0] * length
+        return cls(zeros, zeros, zeros, [0.0] * length, torch.zeros(3, length, dtype=torch.long), [None] * length, 0.0, 0.0)
+
+    def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
+        part = slice(start, stop)
+        return Segment(
+            self.token_ids[part], self.targets[part], self.mask[part], self.engine_logprobs[part], self.position_3L[:, part],
+            self.vision[part], self.advantage, self.weight, prefix,
+        )  # fmt: skip
+
+
+def _join(segments: list[Segment], *, denominator: int, device: torch.device | None) -> Batch:
+    images: dict[str, tuple[int, Image]] = {}
+    position_V, row_V, next_row, offsets = [], [], 0, [0]
+    for segment in segments:
+        for place, shown in enumerate(segment.vision):
+            if shown is None:
+                continue
+            image, row = shown
             if image.key not in images:
                 images[image.key] = (next_row, image)
                 next_row += image.num_tokens
-            row = images[image.key][0]
-            vision_row.extend(range(row, row + image.num_tokens))
-        vision_position.extend(placeholders)
-        positions.append(mrope_positions(sequence.token_ids, sequence.images, image_token_id))
-        tokens.extend(sequence.token_ids)
-        offsets.append(len(tokens))
-        mask = [*sequence.loss_mask[1:], 0]
-        columns["target"] += [*sequence.token_ids[1:], 0]
-        columns["mask"] += mask
-        columns["weight"] += [piece.weight * m for m in mask]
-        columns["advantage"] += [piece.advantage * m for m in mask]
-        columns["engine"] += [*sequence.engine_logprobs[1:], 0.0]
-    padding = -len(tokens) % multiple_of if tokens else multiple_of
-    if padding:
-        tokens.extend([0] * padding)
-        offsets.append(len(tokens))
-        positions.append(torch.zeros(3, padding, dtype=torch.long))
-        for column in columns.values():
-            column.extend([0] * padding)
+            position_V.append(offsets[-1] + place)
+            row_V.append(images[image.key][0] + row)
+        offsets.append(offsets[-1] + len(segment.token_ids))
     pictures = [image for _, image in images.values()]
+
+    def column(values: Callable[[Segment], list], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([value for segment in segments for value in values(segment)], dtype=dtype, device=device)
+
     return Batch(
-        token_T=torch.tensor(tokens, device=device),
-        target_T=torch.tensor(columns["target"], device=device),
-        mask_T=torch.tensor(columns["mask"], dtype=torch.bool, device=device),
-        weight_T=torch.tensor(columns["weight"], dtype=torch.float32, device=device),
-        position_3T=torch.cat(positions, 1).to(device),
+        token_T=column(lambda s: s.token_ids, torch.long),
+        target_T=column(lambda s: s.targets, torch.long),
+        mask_T=column(lambda s: s.mask, torch.bool),
+        weight_T=column(lambda s: [s.weight * m for m in s.mask], torch.float32),
+        position_3T=torch.cat([segment.position_3L for segment in segments], 1).to(device),
         cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32, device=device),
+        prefix_S=[segment.prefix for segment in segments],
         patch_PC=(torch.cat([image.patch_PC for image in pictures]) if pictures else torch.empty(0, 0)).to(device),
         grid_I3=torch.tensor([image.grid for image in pictures], dtype=torch.long, device=device).reshape(-1, 3),
-        vision_position_V=torch.tensor(vision_position, dtype=torch.long, device=device),
-        vision_row_V=torch.tensor(vision_row, dtype=torch.long, device=device),
-        denominator=sum(piece.denominator for piece in pieces),
-        advantage_T=torch.tensor(columns["advantage"], dtype=torch.float32, device=device),
-        engine_logprob_T=torch.tensor(columns["engine"], dtype=torch.float32, device=device),
+        vision_position_V=torch.tensor(position_V, dtype=torch.long, device=device),
+        vision_row_V=torch.tensor(row_V, dtype=torch.long, device=device),
+        denominator=denominator,
+        advantage_T=column(lambda s: [s.advantage * m for m in s.mask], torch.float32),
+        engine_logprob_T=column(lambda s: s.engine_logprobs, torch.float32),
     )
 
 
-def balance(pieces: list[Piece], ranks: int) -> list[list[Piece]]:
-    """Deal pieces to data-parallel ranks so that costs are even; neighbors stay together, because a group's members share images.
+@dataclass(slots=True, frozen=True)
+class Load:
+    """A piece and the tokens it adds to a micro-batch (a quarter of its patches among them, as placeholders)."""
 
-    Each rank receives a run of pieces whose cost is as near to the mean as the borders between pieces allow.
-    """
-    total = sum(piece.cost for piece in pieces)
-    dealt: list[list[Piece]] = [[] for _ in range(ranks)]
-    done = 0
+    piece: Piece
+    first: int
+    """As the first of a micro-batch: all its tokens..."""
+    next: int
+    """...and after the piece before it: without the prompt where that is shared."""
+
+
+def loads_of(pieces: list[Piece], image_token_id: int, *, share_prompts: bool) -> list[Load]:
+    """Order pieces so that equal prompts are neighbors, and their images with them; otherwise in the order given."""
+    runs: dict[tuple, list[Piece]] = {}
     for piece in pieces:
-        middle = done + piece.cost / 2
-        dealt[min(ranks - 1, int(middle * ranks / max(total, 1)))].append(piece)
-        done += piece.cost
+        runs.setdefault(piece.prompt_key(image_token_id), []).append(piece)
+    loads = []
+    for run in runs.values():
+        for index, piece in enumerate(run):
+            shared = piece.prompt_length if share_prompts and index else 0
+            loads.append(Load(piece, first=piece.num_tokens, next=piece.num_tokens - shared))
+    return loads
+
+
+def balance(loads: list[Load], ranks: int) -> list[list[Load]]:
+    """Deal a run of neighbors to each data-parallel rank, as near to an equal number of tokens as the borders between pieces allow."""
+    total = sum(load.next for load in loads)
+    dealt: list[list[Load]] = [[] for _ in range(ranks)]
+    done = 0
+    for load in loads:
+        middle = done + load.next / 2
+        dealt[min(ranks - 1, int(middle * ranks / max(total, 1)))].append(load)
+        done += load.next
     return dealt
 
 
-def cut(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
+def cut(loads: list[Load], max_tokens: int) -> list[list[Piece]]:
     """Cut one rank's pieces into micro-batches of at most max_tokens (a longer single sequence stands alone); always at least one."""
     micro: list[list[Piece]] = [[]]
     used = 0
-    for piece in pieces:
-        if micro[-1] and used + piece.num_tokens > max_tokens:
+    for load in loads:
+        size = load.next if micro[-1] else load.first
+        if micro[-1] and used + size > max_tokens:
             micro.append([])
-            used = 0
-        micro[-1].append(piece)
-        used += piece.num_tokens
+            used, size = 0, load.first
+        micro[-1].append(load.piece)
+        used += size
     return micro

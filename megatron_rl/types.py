@@ -130,6 +130,8 @@ class Batch:
     """Rotary positions: frame, row, column."""
     cu_seqlens_S1: torch.Tensor
     """int32 offsets; the last equals T."""
+    prefix_S: list[int]
+    """For each segment the one whose tokens come before it (a prompt that several sequences share), or -1."""
     patch_PC: torch.Tensor
     grid_I3: torch.Tensor
     """The distinct images of the micro-batch: each is encoded once however many sequences show it."""

@@ -1,10 +1,14 @@
 """Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower alike.
 
-On a CPU: scaled_dot_product_attention, one call for all sequences of equal length. On a GPU without Transformer Engine: torch's
+On a CPU: scaled_dot_product_attention, one call for all segments of equal shape; a prompt shared by several sequences is one segment. On a GPU without Transformer Engine: torch's
 variable-length kernel (torch 2.13, torch.nn.attention.varlen), which was never run where this was written.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,35 +20,47 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 
+@dataclass
+class SharedPromptParams(PackedSeqParams):
+    """Megatron's packed offsets, and for each segment the one it continues (Batch.prefix_S); travels through the layers untouched."""
+
+    prefix_S: list[int] = field(default_factory=list)
+
+
 def packed_attention(
-    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu_seqlens_S1: torch.Tensor, *, causal: bool, scale: float
-) -> torch.Tensor:
-    """Each packed sequence attends to itself only. Returns [T, N, D]."""
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu_seqlens_S1: torch.Tensor, *,
+    causal: bool, scale: float, prefix_S: list[int] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Each packed segment attends to itself and to the segment it continues, if any. Returns [T, N, D]."""
     if q_TND.is_cuda:
+        assert prefix_S is None or max(prefix_S) < 0, "the variable-length kernel takes whole sequences"
         return _varlen_kernel(q_TND, k_TKD, v_TKD, cu_seqlens_S1, causal=causal, scale=scale)
-    starts = cu_seqlens_S1.tolist()
-    by_length: dict[int, list[int]] = {}
-    for start, stop in zip(starts[:-1], starts[1:], strict=True):
-        if stop > start:
-            by_length.setdefault(stop - start, []).append(start)
     grouped = q_TND.shape[1] != k_TKD.shape[1]
-    if len(by_length) == 1:
-        (length,) = by_length
-        return _equal_lengths(q_TND, k_TKD, v_TKD, length, causal=causal, scale=scale, grouped=grouped)
     rows, outputs = [], []
-    for length, offsets in by_length.items():
-        rows.append((torch.tensor(offsets)[:, None] + torch.arange(length)).flatten())
-        q, k, v = (x_TXD[rows[-1]] for x_TXD in (q_TND, k_TKD, v_TKD))
-        outputs.append(_equal_lengths(q, k, v, length, causal=causal, scale=scale, grouped=grouped))
+    for row_SL, key_row_SM in _equal_shapes(cu_seqlens_S1.tolist(), prefix_S):
+        q_SNLD, k_SKMD, v_SKMD = (x[r].transpose(1, 2) for x, r in ((q_TND, row_SL), (k_TKD, key_row_SM), (v_TKD, key_row_SM)))
+        before = key_row_SM.shape[1] - row_SL.shape[1]
+        mask_LM = torch.ones(row_SL.shape[1], key_row_SM.shape[1], dtype=torch.bool).tril(before) if before else None
+        out_SNLD = scaled_dot_product_attention(
+            q_SNLD, k_SKMD, v_SKMD, attn_mask=mask_LM, is_causal=causal and before == 0, scale=scale, enable_gqa=grouped
+        )
+        rows.append(row_SL.flatten())
+        outputs.append(out_SNLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[torch.argsort(torch.cat(rows))]
 
 
-def _equal_lengths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, *, causal: bool, scale: float, grouped: bool
-) -> torch.Tensor:
-    q, k, v = (x.reshape(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).flatten(0, 1)
+def _equal_shapes(offsets: list[int], prefix_S: list[int] | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Segments of equal length behind prefixes of equal length, together: their query rows [S, L] and key rows [S, prefix + L]."""
+    shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for segment, (start, stop) in enumerate(pairwise(offsets)):
+        prefix = -1 if prefix_S is None else prefix_S[segment]
+        before = offsets[prefix + 1] - offsets[prefix] if prefix >= 0 else 0
+        if stop > start:
+            shapes.setdefault((stop - start, before), []).append((start, offsets[prefix] if prefix >= 0 else 0))
+    for (length, before), starts in shapes.items():
+        own_SL = torch.tensor([start for start, _ in starts])[:, None] + torch.arange(length)
+        prefix_SM = torch.tensor([start for _, start in starts])[:, None] + torch.arange(before)
+        yield own_SL, torch.cat([prefix_SM, own_SL], 1)
 
 
 def _varlen_kernel(
@@ -78,9 +94,10 @@ class PackedCoreAttention(MegatronModule):
         *,
         attn_mask_type: AttnMaskType,
         attention_bias: None,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: SharedPromptParams,
     ) -> torch.Tensor:
-        return packed_attention(query, key, value, packed_seq_params.cu_seqlens_q, causal=True, scale=self.scale)
+        offsets, prefix_S = packed_seq_params.cu_seqlens_q, packed_seq_params.prefix_S
+        return packed_attention(query, key, value, offsets, causal=True, scale=self.scale, prefix_S=prefix_S)
 
 
 VISION_ATTENTION = "packed_flash_style"

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.algo.losses import LossMetrics
-from megatron_rl.batch import Piece, balance, cut, pack
+from megatron_rl.batch import Piece, balance, cut, loads_of, pack
 from megatron_rl.config import ModelSettings, OptimizerSettings
 from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.logprobs import banned_mask, vocab_parallel_logprobs
@@ -72,11 +72,16 @@ class Policy:
         self.reference = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()] if keep_reference else None
 
     def pack(self, pieces: list[Piece], *, max_tokens: int) -> list[Batch]:
-        """Deal one optimizer step's pieces to data-parallel ranks by cost and pack this rank's into micro-batches; at least one."""
-        mine = balance(pieces, self.layout.dp)[self.layout.dp_rank]
+        """Deal one optimizer step's pieces to data-parallel ranks and pack this rank's into micro-batches; at least one.
+
+        On a CPU a prompt is computed once for all sequences of a micro-batch that begin with it; a GPU's kernels take whole sequences.
+        """
+        share = self.device.type == "cpu"
+        mine = balance(loads_of(pieces, self.image_token_id, share_prompts=share), self.layout.dp)[self.layout.dp_rank]
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         return [
-            pack(part, image_token_id=self.image_token_id, multiple_of=multiple, device=self.device) for part in cut(mine, max_tokens)
+            pack(part, image_token_id=self.image_token_id, multiple_of=multiple, share_prompts=share, device=self.device)
+            for part in cut(mine, max_tokens)
         ]
 
     @on_cpu_too

@@ -8,7 +8,6 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,7 +17,7 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from megatron_rl.policy.attention import VISION_ATTENTION, PackedCoreAttention
+from megatron_rl.policy.attention import VISION_ATTENTION, PackedCoreAttention, SharedPromptParams
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.types import Batch
 
@@ -125,7 +124,7 @@ class Qwen2_5_VL(MegatronModule):
         hidden = self._embed(batch) if self.pre_process else None
         rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
         hidden = self.language.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=_packed(batch.cu_seqlens_S1)
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=_packed(batch.cu_seqlens_S1, batch.prefix_S)
         )
         if not self.post_process:
             return hidden
@@ -153,15 +152,16 @@ def _vision_tower(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -
     return tower
 
 
-def _packed(cu_seqlens_S1: torch.Tensor) -> PackedSeqParams:
+def _packed(cu_seqlens_S1: torch.Tensor, prefix_S: list[int]) -> SharedPromptParams:
     """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences."""
     whole = cu_seqlens_S1[[0, -1]]
-    return PackedSeqParams(
+    return SharedPromptParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens_S1,
         cu_seqlens_kv=cu_seqlens_S1,
         cu_seqlens_q_padded=whole,
         cu_seqlens_kv_padded=whole,
+        prefix_S=prefix_S,
     )
 
 

@@ -87,7 +87,7 @@ def walk(model: Path, out: Path, tp: int, pp: int, sequence_parallel: bool) -> N
     renderer = Renderer(ModelSettings(path=str(model)))
     policy = make_policy(model, layout, renderer, eps=1e-4)
     pieces = example_pieces(renderer)
-    whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=tp)
+    whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=tp)  # in order, nothing shared: HF's rows
     result: dict[str, object] = {"logits": full_logits(policy, whole), "logprobs": policy.logprobs([whole])[0], "mask": whole.mask_T}
     for cut, max_tokens in (("one", 10_000), ("each", 1)):
         result[f"gradients_{cut}"] = gradients(policy, policy.pack(pieces, max_tokens=max_tokens))

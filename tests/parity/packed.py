@@ -1,4 +1,5 @@
-"""The packed batch that parity is measured on, built the same way in every process: text only, two images of different sizes, a shared image."""
+"""The packed batch that parity is measured on, built the same way in every process: text only, two images of
+different sizes, an image and a whole prompt that two sequences share, and the same prompt with its images swapped."""
 
 import numpy as np
 from PIL import Image as Pillow
@@ -25,15 +26,17 @@ def prompts(renderer: Renderer) -> list[Sequence]:
         renderer.prompt([user("What is this?", wide)]),
         renderer.prompt([user("Compare.", tall, wide)]),
         renderer.prompt([user("Again.", wide)]),
+        renderer.prompt([user("Compare.", tall, wide)]),
+        renderer.prompt([user("Compare.", wide, tall)]),
     ]
 
 
 def example_pieces(renderer: Renderer) -> list[Piece]:
-    """Sequences of different lengths with 40 to 76 sampled tokens each; weights and advantages differ by sequence."""
+    """Sequences of different lengths with 40 to 70 sampled tokens each; weights and advantages differ by sequence."""
     pieces = []
     for index, sequence in enumerate(prompts(renderer)):
         generator = np.random.default_rng(index)
-        sampled = generator.integers(0, 256, 40 + 12 * index).tolist()
+        sampled = generator.integers(0, 256, 40 + 6 * index).tolist()
         sequence.extend(sampled, logprobs=[-1.0] * len(sampled))
-        pieces.append(Piece(sequence, advantage=(1.5, -1.0, 0.5, -0.7)[index], weight=0.5 + 0.25 * index, denominator=len(sampled)))
+        pieces.append(Piece(sequence, advantage=(1.5, -1.0, 0.5, -0.7, 0.9, -1.2)[index], weight=0.5 + 0.25 * index, denominator=len(sampled)))
     return pieces

@@ -1,5 +1,7 @@
 """Packing against hand numbers, rotary positions against Hugging Face."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
-from megatron_rl.batch import Piece, balance, cut, cut_minibatches, mrope_positions, pack
+from megatron_rl.batch import Piece, balance, cut, cut_minibatches, loads_of, mrope_positions, pack
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Image, Rollout, Sequence
 
@@ -109,18 +111,47 @@ class _WithConfig:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 8), st.integers(1, 120))
-def test_dealing_and_cutting_keep_every_piece_in_order(lengths: list[int], ranks: int, max_tokens: int) -> None:
-    pieces = [Piece(sequence([1] * (n - 1), [2]), advantage=float(i), weight=1.0, denominator=1) for i, n in enumerate(lengths)]
-    dealt = balance(pieces, ranks)
-    assert len(dealt) == ranks
-    assert [piece for share in dealt for piece in share] == pieces
-    mean = sum(lengths) / ranks
-    assert all(sum(piece.num_tokens for piece in share) <= mean + max(lengths, default=0) for share in dealt)
-    for share in dealt:
-        micro = cut(share, max_tokens)
-        assert micro and [piece for part in micro for piece in part] == share
-        assert all(len(part) <= 1 or sum(piece.num_tokens for piece in part) <= max_tokens for part in micro)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 50)), max_size=40), st.integers(1, 8), st.integers(1, 120), st.booleans())
+def test_dealing_and_cutting_keep_every_piece(shapes: list[tuple[int, int]], ranks: int, max_tokens: int, share: bool) -> None:
+    """Prompts of one of three kinds (10, 20 or 30 tokens) with 1 to 50 sampled tokens."""
+    pieces = [
+        Piece(sequence([kind] * (10 * kind), [5] * length), advantage=float(i), weight=1.0, denominator=1)
+        for i, (kind, length) in enumerate(shapes)
+    ]
+    loads = loads_of(pieces, PAD, share_prompts=share)
+    kinds = [load.piece.sequence.token_ids[0] for load in loads]
+    assert sorted(load.piece.advantage for load in loads) == [float(i) for i in range(len(pieces))]
+    assert len([run for run, _ in groupby(kinds)]) == len(set(kinds)), "equal prompts are neighbors"
+    dealt = balance(loads, ranks)
+    assert len(dealt) == ranks and [load for part in dealt for load in part] == loads
+    mean = sum(load.next for load in loads) / ranks
+    assert all(sum(load.next for load in part) <= mean + 80 for part in dealt)
+    for part in dealt:
+        micro = cut(part, max_tokens)
+        assert micro and [piece for batch in micro for piece in batch] == [load.piece for load in part]
+        for batch in micro:
+            packed = pack(batch, image_token_id=PAD, share_prompts=share)
+            assert len(batch) <= 1 or packed.num_tokens <= max_tokens
+
+
+def test_a_shared_prompt_is_one_segment() -> None:
+    """The docstring's example, with an image in the prompt and one sequence whose prompt differs only in the image."""
+    first, second = image(2, 2, "a"), image(2, 2, "b")
+    pieces = [
+        Piece(sequence([PAD, 6], [7], first), advantage=1.0, weight=1.0, denominator=1),
+        Piece(sequence([PAD, 6], [8], first), advantage=-1.0, weight=0.5, denominator=2),
+        Piece(sequence([PAD, 6], [7], second), advantage=2.0, weight=1.0, denominator=4),
+    ]
+    batch = pack(pieces, image_token_id=PAD, share_prompts=True)
+    assert batch.token_T.tolist() == [PAD, 6, 7, 6, 8, PAD, 6, 7]
+    assert batch.target_T.tolist() == [6, 7, 0, 8, 0, 6, 7, 0]
+    assert batch.mask_T.tolist() == [False, True, False, True, False, False, True, False]
+    assert batch.weight_T.tolist() == [0, 1, 0, 0.5, 0, 0, 1, 0]
+    assert batch.cu_seqlens_S1.tolist() == [0, 1, 3, 5, 6, 8]
+    assert batch.prefix_S == [-1, 0, 0, -1, 3]
+    assert batch.position_3T[0].tolist() == [0, 1, 2, 1, 2, 0, 1, 2]
+    assert (batch.vision_position_V.tolist(), batch.vision_row_V.tolist()) == ([0, 5], [0, 1])
+    assert batch.denominator == 7
 
 
 def test_minibatches_hold_whole_groups_and_leave_out_what_has_no_credit() -> None:
