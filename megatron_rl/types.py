@@ -33,8 +33,9 @@ class Image:
     """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
 
     picture: Picture
-    patch_PC: torch.Tensor
-    """float32 [P, C], the output of the one processor call."""
+    patch_PC: torch.Tensor | None
+    """float32 [P, C], the output of the one processor call. It stays behind when an image is pickled (it is eight times the picture's
+    size): None until Renderer.restore."""
     grid: tuple[int, int, int]
     """Frames, rows and columns in patches; rows and columns are even."""
     key: str
@@ -43,6 +44,9 @@ class Image:
     def num_tokens(self) -> int:
         frames, rows, columns = self.grid
         return frames * rows * columns // 4
+
+    def __reduce__(self) -> tuple:
+        return Image, (self.picture, None, self.grid, self.key)
 
 
 @dataclass(slots=True)

@@ -76,4 +76,7 @@ def collect(task: Task, examples: Ordered[Example], *, crew: Crew, samples: int,
         gathered: list[list[Rollout] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, rollouts)
         rollouts = [rollout for part in gathered if part is not None for rollout in part]
+        for rollout in rollouts:
+            for sequence in rollout.sequences:
+                crew.renderer.restore(sequence)
     return sorted(rollouts, key=lambda rollout: (rollout.group, rollout.sample))

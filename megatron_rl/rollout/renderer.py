@@ -40,7 +40,7 @@ class Renderer:
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
 
     def image(self, picture: Picture) -> Image:
-        """The picture at its final size with its patches; remembered by content."""
+        """The picture at its final size with its patches; remembered by its content before and after the resize."""
         key = _digest(picture)
         if key in self._images:
             self._images.move_to_end(key)
@@ -53,10 +53,15 @@ class Renderer:
         resized = picture.convert("RGB").resize((width, height), Resampling.BICUBIC)
         features = image_processor(images=[resized], do_resize=False, return_tensors="pt")
         grid = tuple(features["image_grid_thw"][0].tolist())
-        self._images[key] = Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=_digest(resized))
-        if len(self._images) > _CACHED_IMAGES:
+        image = Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=_digest(resized))
+        self._images[key] = self._images[image.key] = image
+        while len(self._images) > _CACHED_IMAGES:
             self._images.popitem(last=False)
-        return self._images[key]
+        return image
+
+    def restore(self, sequence: Sequence) -> None:
+        """Give images that came from another rank their patches back."""
+        sequence.images = [self._images.get(image.key) or self.image(image.picture) for image in sequence.images]
 
     def prompt(self, messages: Ordered[Message]) -> Sequence:
         """A new context that ends where the assistant speaks."""
@@ -115,6 +120,6 @@ class Renderer:
 
 
 def _digest(picture: Picture) -> str:
-    content = hashlib.blake2b(picture.tobytes(), digest_size=16)
+    content = hashlib.sha256(picture.tobytes())
     content.update(f"{picture.mode} {picture.size}".encode())
-    return content.hexdigest()
+    return content.hexdigest()[:32]

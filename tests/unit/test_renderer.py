@@ -1,5 +1,6 @@
 """The renderer against the tokenizer's own rendering of whole conversations."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,18 @@ def test_a_prompt_is_what_the_processor_makes(renderer: Renderer, random_model: 
     assert torch.equal(torch.cat([image.patch_PC for image in sequence.images]), expected["pixel_values"])
     assert [list(image.grid) for image in sequence.images] == expected["image_grid_thw"].tolist()
     assert not any(sequence.loss_mask)
+
+
+def test_images_travel_without_their_patches_and_get_them_back(renderer: Renderer, random_model: Path) -> None:
+    sequence = renderer.prompt([user("Look.", gradient(300, 300))])
+    sent = pickle.dumps(sequence)
+    assert len(sent) < sequence.images[0].patch_PC.nbytes / 2
+    elsewhere = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
+    for receiver in (elsewhere, renderer):
+        received = pickle.loads(sent)
+        receiver.restore(received)
+        assert [image.key for image in received.images] == [image.key for image in sequence.images]
+        assert torch.equal(received.images[0].patch_PC, sequence.images[0].patch_PC)
 
 
 def test_pictures_are_resized_once_within_the_limits(renderer: Renderer) -> None:
