@@ -1,0 +1,78 @@
+"""The quickstart's recipe on several seeds: tiny checkpoint, warm start, GRPO, each from the seed; prints one table and draws one picture.
+
+    .venv/bin/python benchmarks/numberline.py --seeds 0 1 2 --out runs/seeds
+
+A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Success is an episode with return above 0, over all
+30 starts weighted as dealt: greedy exactly, at temperature 1 by 8 episodes a start.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.plot import reward_curves
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def train(*overrides: str) -> float:
+    """Run one stage on two processes; returns its seconds, start-up included."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "launch/train.py", *overrides]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+def run_seed(seed: int, out: Path) -> dict[str, float]:
+    """One seed from nothing; what exists is used again."""
+    folder = out / f"seed{seed}"
+    if not (folder / "nano").exists():
+        maker = [sys.executable, "tools/data/make_tiny_qwen2_5_vl.py", "--out", str(folder / "nano"), "--seed", str(seed)]
+        subprocess.run(maker, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    row: dict[str, float] = {"seed": seed}
+    start = folder / "nano"
+    for stage in ("sft", "grpo"):
+        run = folder / stage
+        if not (run / "eval.json").exists():
+            seconds = train(f"experiment=numberline_{stage}_cpu", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}")
+            (run / "seconds").write_text(f"{seconds:.1f}\n")
+        result = json.loads((run / "eval.json").read_text())
+        row |= {f"{stage} greedy": result["greedy_success"], f"{stage} sampled": result["sampled_success"]}
+        row[f"{stage} s"] = float((run / "seconds").read_text())
+        start = run / "final"
+    steps = [step for step in read_metrics(folder / "grpo" / "metrics.jsonl") if "reward/mean" in step]
+    row["gap max"] = max(step["engine/logprob_gap_max"] for step in steps)
+    row["s/step"] = statistics.median(step["time/total"] for step in steps)
+    row["sync ms"] = 1e3 * statistics.median(step["time/sync"] for step in steps)
+    row["outside"] = sum(step["time/outside"] for step in steps) / sum(step["time/total"] for step in steps)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
+    arguments = parser.parse_args()
+    rows = []
+    for seed in arguments.seeds:
+        rows.append(run_seed(seed, arguments.out))
+        print(json.dumps(rows[-1]), flush=True)
+    print("| seed | after SFT greedy | temperature 1 | after GRPO greedy | temperature 1 | SFT s | GRPO s | s a step | sync ms | gap max | outside spans |")
+    print("|" + "---|" * 11)
+    for row in rows:
+        shares = " | ".join(f"{row[f'{stage} {kind}']:.1%}" for stage in ("sft", "grpo") for kind in ("greedy", "sampled"))
+        times = f"{row['sft s']:.0f} | {row['grpo s']:.0f} | {row['s/step']:.2f} | {row['sync ms']:.0f}"
+        print(f"| {row['seed']:.0f} | {shares} | {times} | {row['gap max']:.1e} | {row['outside']:.2%} |")
+    curves = {f"seed {seed}": arguments.out / f"seed{seed}" / "grpo" / "metrics.jsonl" for seed in arguments.seeds}
+    reward_curves(curves, arguments.out / "reward_curve.png")
+    print(f"reward curves: {arguments.out / 'reward_curve.png'}")
+
+
+if __name__ == "__main__":
+    main()
