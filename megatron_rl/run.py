@@ -32,11 +32,12 @@ class Run:
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
         if not self.is_main:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config = asdict(settings)
-        write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-        self.log = MetricsLog(self.folder, settings.wandb, config)
-        self.recorder = Recorder(self.folder, best=settings.run.record_best, worst=settings.run.record_worst)
+        with self.spans("start"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            config = asdict(settings)
+            write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            self.log = MetricsLog(self.folder, settings.wandb, config)
+            self.recorder = Recorder(self.folder, best=settings.run.record_best, worst=settings.run.record_worst)
 
     @contextmanager
     def rolling_out(self, engine: Engine) -> Iterator[None]:

@@ -1,0 +1,159 @@
+"""Whole runs through launch/train.py with real parts: a warm start, then GRPO from it in every kind of layout."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.recorder import read
+from tools.data.make_tiny_qwen2_5_vl import make
+
+WITNESSED = Path(__file__).with_name("witnessed_train.py")
+SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
+GRPO = ("algo.lr=1e-3", "algo.prompts_per_step=4", "algo.group_size=4", "algo.kl_coef=0.01", "algo.micro_batch_tokens=1500")
+SEVERAL = ("algo.minibatches=2", "algo.epochs=2")
+LAYOUTS = {
+    "trainer tp2 sp, two engines tp1": ("parallel.tp=2", "parallel.sequence_parallel=true", *SEVERAL, "run.steps=20"),
+    "trainer pp2, one engine tp2": ("parallel.pp=2", "engine.tp=2", *SEVERAL, "run.steps=2", "run.record_best=2"),
+    "trainer dp2, two engines tp1": ("wandb.mode=offline", "run.steps=2", "run.record_worst=0", "run.eval_every=1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that has ended well."""
+
+    folder: Path
+    output: str
+    overrides: tuple[str, ...]
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """The metrics of the run's steps; the last line, that of the final evaluation, is left out."""
+        return read_metrics(self.folder / "metrics.jsonl")[:-1]
+
+    def has(self, *overrides: str) -> bool:
+        return set(overrides) <= set(self.overrides)
+
+
+@pytest.fixture(scope="module")
+def warm(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
+    """40 supervised steps from the random nano: it then writes JSON, and is right about as often as not."""
+    home = tmp_path_factory.mktemp("warm")
+    make(home / "nano", preset="nano", init="learn", seed=0)
+    own = ("stage=sft", f"model.path={home / 'nano'}", "sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60")
+    overrides = (*own, "sft.lr=1e-3", "sft.warmup_steps=5", "sft.beta2=0.95", *SIZES, f"run.dir={home / 'sft'}")
+    return Finished(home / "sft", torchrun(2, WITNESSED, *overrides, timeout_s=280), overrides)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def run(request: pytest.FixtureRequest, warm: Finished, torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
+    folder = tmp_path_factory.mktemp("grpo") / "run"
+    overrides = (f"model.path={warm.folder / 'final'}", f"run.dir={folder}", *SIZES, *GRPO, *LAYOUTS[request.param])
+    return Finished(folder, torchrun(2, WITNESSED, *overrides, timeout_s=280), overrides)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def check_checkpoint(finished: Finished, *, start: Path) -> None:
+    """What was saved is what every rank trained, transformers reads all of it, and training has moved every tensor."""
+    assert finished.output.count("witness: saved is trained") == 2
+    final = finished.folder / "final"
+    saved, before = tensors(final), tensors(start)
+    model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = sorted(parameter.detach().double().sum().item() for parameter in model.parameters())
+    assert loaded == sorted(tensor.double().sum().item() for tensor in saved.values())
+    processor = AutoProcessor.from_pretrained(final)
+    assert processor.tokenizer.convert_tokens_to_ids("<|image_pad|>") == model.config.image_token_id
+    moved = {canonical(name) for name, tensor in saved.items()}
+    assert moved == {canonical(name) for name in before}
+    start_values = {canonical(name): tensor for name, tensor in before.items()}
+    assert not [name for name, tensor in saved.items() if torch.equal(tensor, start_values[canonical(name)])]
+
+
+def canonical(name: str) -> str:
+    """One spelling for the two that HF has for Qwen2.5-VL's tensors."""
+    return name.removeprefix("model.").removeprefix("language_model.")
+
+
+def test_the_warm_start_learns(warm: Finished) -> None:
+    losses = [step["loss"] for step in warm.steps]
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] / 4
+    check_checkpoint(warm, start=warm.folder.parent / "nano")
+
+
+def test_engine_and_trainer_agree_at_every_step(run: Finished) -> None:
+    """fp32: at most 1e-4, after as many weight updates as there were."""
+    assert [step["step"] for step in run.steps] == list(range(20 if run.has("run.steps=20") else 2))
+    assert max(step["engine/logprob_gap_max"] for step in run.steps) <= 1e-4
+    assert min(step["grad_norm"] for step in run.steps) > 0
+
+
+def test_the_first_minibatch_is_on_policy(run: Finished) -> None:
+    """With several minibatches and epochs old logprobs are a forward pass of their own, and later ratios leave 1."""
+    assert all(step["policy/first_ratio"] == pytest.approx(1, abs=1e-5) for step in run.steps)
+    assert (max(step["policy/ratio_gap_max"] for step in run.steps) > 1e-3) == run.has(*SEVERAL)
+
+
+def test_the_reference_is_where_the_run_began(run: Finished) -> None:
+    """k3 of every token is 0 or more, so a mean of 0 says that all are; with one update a step the first is measured before it."""
+    if run.has(*SEVERAL):
+        assert all(step["policy/kl_reference"] > 1e-6 for step in run.steps)
+    else:
+        assert run.steps[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
+        assert run.steps[1]["policy/kl_reference"] > 1e-6
+
+
+def test_times_have_names(run: Finished) -> None:
+    """Over the run at most 5% lies in no span, the engine's start included."""
+    lines = read_metrics(run.folder / "metrics.jsonl")
+    assert sum(line["time/outside"] for line in lines) <= 0.05 * sum(line["time/total"] for line in lines)
+    for name in ("engine", "environment", "update", "sync"):
+        assert all(line[f"time/{name}"] > 0 for line in run.steps)
+    assert lines[-1]["time/evaluate"] > 0 and lines[-1]["time/save"] > 0
+
+
+def test_metrics_and_settings_are_left_behind(run: Finished) -> None:
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert config["run"]["dir"] == str(run.folder)
+    assert config["algo"]["lr"] == 1e-3 and config["algo"]["clip_low"] == 0.2, "overrides and defaults, resolved"
+    lines = read_metrics(run.folder / "metrics.jsonl")
+    evaluation = json.loads((run.folder / "eval.json").read_text())
+    assert evaluation == {name: lines[-1][f"eval/{name}"] for name in evaluation}
+    assert 0 <= evaluation["greedy_success"] <= 1
+    assert ("eval/greedy_return" in lines[0]) == run.has("run.eval_every=1")
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx([line["reward/mean"] for line in run.steps])
+    assert len(list(run.folder.glob("wandb/offline-run-*/*.wandb"))) == run.has("wandb.mode=offline")
+
+
+def test_best_and_worst_rollouts_are_left_behind(run: Finished) -> None:
+    kinds = ["best", "best", "worst"] if run.has("run.record_best=2") else ["best"] if run.has("run.record_worst=0") else ["best", "worst"]
+    for step in run.steps:
+        records = read(run.folder / "rollouts" / f"step_{step['step']:06d}.jsonl")
+        assert [record.kind for record in records] == kinds
+        assert records[0].reward >= step["reward/mean"] >= records[-1].reward or kinds == ["best"]
+        for record in records:
+            assert record.num_rollouts == 16 and len(record.sequences) == len(record.turns), "every turn is its own context"
+            assert [turn.text for turn in record.turns] and record.weight_version == step["step"]
+            for sequence in record.sequences:
+                (name,) = sequence.images
+                with Image.open(run.folder / name) as picture:
+                    picture.load()
+                    assert picture.size == (112, 112) and len(picture.getcolors(112 * 112)) > 2
+
+
+def test_the_checkpoint_is_what_was_trained(run: Finished, warm: Finished) -> None:
+    check_checkpoint(run, start=warm.folder / "final")

@@ -1,0 +1,34 @@
+"""launch/train.py, watched: when a run has saved its model, every rank reads the folder back and compares it with what it trained."""
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import OptimizerSettings
+from megatron_rl.policy.policy import Policy
+
+TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+save = Policy.save
+
+
+def save_and_compare(self: Policy, out: Path) -> None:
+    """Save, build a second policy from the folder in the same layout, and demand equal bits of every parameter of this rank."""
+    save(self, out)
+    saved = Policy(
+        replace(self.settings, path=str(out)), self.layout,
+        optimizer=OptimizerSettings(), num_updates=1, banned_ids=[], image_token_id=self.image_token_id,
+    )  # fmt: skip
+    trained = dict(self.model.named_parameters())
+    for name, parameter in saved.model.named_parameters():
+        assert torch.equal(parameter, trained.pop(name)), f"{name} was trained, but something else was saved"
+    assert not trained, f"not saved: {sorted(trained)}"
+    print("witness: saved is trained", flush=True)
+
+
+if __name__ == "__main__":
+    Policy.save = save_and_compare
+    sys.argv[0] = str(TRAIN)
+    runpy.run_path(str(TRAIN), run_name="__main__")
