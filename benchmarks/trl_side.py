@@ -1,0 +1,173 @@
+"""TRL's side of benchmarks/vs_trl.py: NumberLine's single turns through GRPOTrainer. Runs in .venv-trl (requirements-trl.txt), without Megatron.
+
+What must be equal is taken from the trainer it is compared with: prompts dealt by the same function, pictures resized by the same renderer,
+replies judged by the same environment. Before training, TRL's prompt ids and pixel values are compared with that renderer's.
+"""
+
+import argparse
+import json
+import os
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from PIL.Image import Image as Picture
+from transformers import AutoProcessor, PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer
+
+from megatron_rl.config import ModelSettings, TaskSettings
+from megatron_rl.rollout.collect import deal
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Example
+from megatron_rl.tasks.gym_cards.number_line import State, picture
+from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTask, observation
+
+VLLM_CONTEXT = 512
+"""Prompts have about 110 tokens."""
+
+
+class StepLog(TrainerCallback):
+    """One JSON line a step, flushed: seconds since the end of the last one, mean reward and solved fraction, TRL's own metrics."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._mark = 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self._mark = time.perf_counter()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: object) -> None:
+        if not state.is_world_process_zero or "reward" not in logs:
+            return
+        now = time.perf_counter()
+        line = {
+            "step": state.global_step - 1,
+            "time/total": now - self._mark,
+            "reward/mean": logs["reward"],
+            "solved": logs["solved"],
+            "rollout/tokens": logs["completions/mean_length"],
+            "grad_norm": logs["grad_norm"],
+        }
+        with self._out.open("a", encoding="ascii") as file:
+            file.write(json.dumps(line) + "\n")
+        self._mark = now
+
+
+def rewards(prompts: list, completions: list, current: list[int], target: list[int], log_metric: object, **_: object) -> list[float]:
+    """The environment's reward of one move: 1 at the goal, 0 closer, -1 wrong or invalid. Solved is at least 0."""
+    values = []
+    for completion, start in zip(completions, zip(current, target, strict=True), strict=True):
+        env = NumberLineEnv(start, max_turns=1)
+        env.reset(0)
+        values.append(env.step(completion[0]["content"]).reward)
+    log_metric("solved", sum(value >= 0 for value in values) / len(values))
+    return values
+
+
+def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int, prompts: int, seed: int) -> Dataset:
+    """Every prompt of the run in the order in which the other side deals them. Pictures are shared, not decoded from a file each time."""
+    dealt = [example for step in range(steps) for example in deal(examples, prompts, seed=seed, step=step)]
+
+    @cache
+    def resized(state: State) -> Picture:
+        return renderer.image(picture(state)).picture
+
+    def show(rows: dict[str, list[int]]) -> dict[str, list]:
+        pictures = [resized(state) for state in zip(rows["current"], rows["target"], strict=True)]
+        return {**rows, "prompt": [[{"role": "user", "content": PROMPT}] for _ in pictures], "image": pictures}
+
+    rows = {key: [example.payload[key] for example in dealt] for key in ("current", "target")}
+    return Dataset.from_dict(rows).with_transform(show)
+
+
+def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
+    """TRL's own tokenization of a dataset row gives the ids and pixels that the other side's renderer gives."""
+    row = trainer.train_dataset[0]
+    ours = renderer.prompt([observation((row["current"], row["target"]))])
+    message = {"role": "user", "content": [{"type": "image", "image": row["image"]}, {"type": "text", "text": PROMPT}]}
+    (token_ids,), _, fields = trainer._tokenize_prompts([[message]])
+    assert list(token_ids) == ours.token_ids, "the two sides' prompt ids differ"
+    assert torch.equal(fields["pixel_values"], ours.images[0].patch_PC), "the two sides' pixels differ"
+
+
+def grpo_config(given: argparse.Namespace) -> GRPOConfig:
+    """The shared settings in TRL's words, and its own switches at what is fastest on a CPU (float32, no recomputation, no KL model)."""
+    samples = given.prompts * given.group_size // int(os.environ.get("WORLD_SIZE", 1))
+    return GRPOConfig(
+        output_dir=str(given.out.parent / "trl_output"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=given.micro_batch,
+        gradient_accumulation_steps=samples // given.micro_batch,
+        max_steps=given.steps,
+        num_generations=given.group_size,
+        max_completion_length=given.max_tokens,
+        shuffle_dataset=False,
+        temperature=1.0,
+        learning_rate=given.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        loss_type="dapo",
+        beta=0.0,
+        epsilon=0.2,
+        cache_implementation="static" if given.static_cache else None,
+        generation_kwargs=None if given.vllm else {"use_cache": True},
+        ddp_find_unused_parameters=False,
+        torch_compile=given.compile,
+        use_vllm=given.vllm,
+        vllm_mode="colocate",
+        vllm_max_model_length=VLLM_CONTEXT,
+        model_init_kwargs={"dtype": "float32"},
+        seed=given.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a step")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--prompts", type=int, required=True, help="prompts a step, over all processes")
+    parser.add_argument("--group-size", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--min-pixels", type=int, required=True)
+    parser.add_argument("--max-pixels", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True, help="torch threads a process")
+    parser.add_argument("--micro-batch", type=int, required=True, help="samples of one forward and backward pass")
+    parser.add_argument("--static-cache", action="store_true", help="transformers' static key/value cache instead of the dynamic one")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    renderer = Renderer(ModelSettings(path=given.model, min_pixels=given.min_pixels, max_pixels=given.max_pixels))
+    examples = NumberLineTask(TaskSettings(name="number_line", max_turns=1)).examples("train")
+    processor = AutoProcessor.from_pretrained(given.model)
+    processor.image_processor.do_resize = False  # the pictures have their final size
+    trainer = GRPOTrainer(
+        given.model,
+        reward_funcs=rewards,
+        args=grpo_config(given),
+        train_dataset=prompts_as_dealt(examples, renderer, steps=given.steps, prompts=given.prompts, seed=given.seed),
+        processing_class=processor,
+        callbacks=[StepLog(given.out)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    check_prompt(trainer, renderer)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

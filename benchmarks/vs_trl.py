@@ -1,0 +1,245 @@
+"""This trainer beside TRL's GRPOTrainer on single-turn NumberLine: the same checkpoint, prompts, settings and cores, run in turns.
+
+    .venv/bin/python benchmarks/vs_trl.py --rounds 2 --steps 30
+    .venv/bin/python benchmarks/vs_trl.py --sweep            TRL's own switches, a few steps each: which of them is its best
+
+Every run is a process tree of its own; TRL, ours, TRL, ours. TRL lives in .venv-trl (benchmarks/requirements-trl.txt says how to make it).
+One move is judged: 1 at the goal, 0 for a step closer, -1 for a wrong or invalid one; a sample is solved when its reward is at least 0.
+
+    seconds a step   median over the steps after --warmup, from the end of one step to the end of the next, each side's own log
+    to 95%           seconds of steps, start-up left out, until the mean solved fraction of three steps in a row is 95% or more
+    first step       seconds from launching the process until its first step is logged: imports, engine and all
+    peak RSS         of the process tree, sampled; memory that processes share counts once for each of them
+    CPU s a step     processor seconds of the whole tree in the same steps: what a busy machine disturbs least
+
+What differs: TRL also ends a reply at <|endoftext|>, does not remove the banned ids from the distribution, and its micro-batches are padded.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+PIXELS = (19600, 20000)
+"""Pictures become 140 x 140."""
+PROMPTS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE = 32, 8, 48, 3e-4
+TRL_STD_EPS = 1e-4
+"""What TRL 1.16 adds to a group's standard deviation; not to be set there, so it is set here."""
+SOLVED, WINDOW = 0.95, 3
+SAMPLE_S = 0.25
+TRL_SWITCHES = {
+    "1x1": ["--micro-batch", "64"],
+    "1x2": ["--micro-batch", "64"],
+    "1x2 micro-batch 256": ["--micro-batch", "256"],
+    "2x1": ["--micro-batch", "64"],
+    "2x1 micro-batch 32": ["--micro-batch", "32"],
+    "2x1 micro-batch 128": ["--micro-batch", "128"],
+    "2x1 static cache": ["--micro-batch", "64", "--static-cache"],
+    "2x1 torch.compile": ["--micro-batch", "64", "--compile"],
+}
+"""By name, which begins with processes x threads."""
+TRL_BEST = "2x1"
+
+
+@dataclass(slots=True, frozen=True)
+class Side:
+    """One way to train: the command, and the file in which it logs a JSON line a step."""
+
+    name: str
+    threads: int
+    command: list[str]
+    log: Path
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Result:
+    side: str
+    step_s: float
+    cpu_step_s: float
+    first_step_s: float
+    to_solved_s: float | None
+    solved: list[float]
+    peak_rss_gb: float
+    load: tuple[float, float, float]
+    """os.getloadavg() before the run."""
+
+
+def launcher(venv: str, processes: int) -> list[str]:
+    """torchrun for more than one process; one process needs no launcher on either side."""
+    binaries = ROOT / venv / "bin"
+    if processes == 1:
+        return [str(binaries / "python")]
+    return [str(binaries / "torchrun"), "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(processes)]
+
+
+def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side:
+    settings = {
+        "model.path": given.model, "model.min_pixels": PIXELS[0], "model.max_pixels": PIXELS[1], "run.dir": folder, "run.steps": given.steps,
+        "run.seed": given.seed, "run.require_improvement": "false", "task.max_turns": 1, "task.max_tokens_per_turn": MAX_TOKENS,
+        "task.eval_samples": 1, "algo.prompts_per_step": PROMPTS, "algo.group_size": GROUP_SIZE, "algo.lr": LEARNING_RATE,
+        "algo.std_eps": TRL_STD_EPS, "algo.aggregation": "token_mean",
+    }  # fmt: skip
+    assignments = [f"{key}={value}" for key, value in settings.items()]
+    command = [*launcher(".venv", processes), "launch/train.py", "experiment=numberline_grpo_cpu", *assignments]
+    return Side(f"ours {processes}x1", 1, command, folder / "metrics.jsonl")
+
+
+def trl_side(given: argparse.Namespace, folder: Path, switches: str) -> Side:
+    processes, threads = int(switches[0]), int(switches[2])
+    log = folder / "metrics.jsonl"
+    settings = {
+        "--model": given.model, "--out": log, "--steps": given.steps, "--prompts": PROMPTS, "--group-size": GROUP_SIZE,
+        "--max-tokens": MAX_TOKENS, "--lr": LEARNING_RATE, "--min-pixels": PIXELS[0], "--max-pixels": PIXELS[1], "--seed": given.seed,
+        "--threads": threads,
+    }  # fmt: skip
+    assignments = [str(part) for pair in settings.items() for part in pair]
+    command = [*launcher(".venv-trl", processes), "benchmarks/trl_side.py", *assignments, *TRL_SWITCHES[switches]]
+    return Side(f"TRL {switches}", threads, command, log)
+
+
+def look(process: psutil.Popen) -> tuple[int, float]:
+    """Bytes resident in a process and its descendants now, and the processor seconds they used; those that end meanwhile count nothing."""
+    rss, cpu_s = 0, 0.0
+    for member in [process, *process.children(recursive=True)]:
+        try:
+            times = member.cpu_times()
+            rss, cpu_s = rss + member.memory_info().rss, cpu_s + times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return rss, cpu_s
+
+
+def measure(side: Side, given: argparse.Namespace) -> Result:
+    """Run a side to its end and read what it logged. Raises RuntimeError with the end of its output when it fails."""
+    side.log.parent.mkdir(parents=True)
+    output, load, started = side.log.with_name("output.txt"), os.getloadavg(), time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
+    peak, seen = 0, {0: (0.0, 0.0)}
+    with output.open("w") as file:
+        process = psutil.Popen(side.command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        while process.poll() is None:
+            rss, cpu_s = look(process)
+            peak = max(peak, rss)
+            num_steps = side.log.read_bytes().count(b"\n") if side.log.exists() else 0
+            seen.setdefault(num_steps, (time.perf_counter() - started, cpu_s))
+            time.sleep(SAMPLE_S)
+    if process.returncode:
+        raise RuntimeError(f"{side.name} ended with {process.returncode}:\n{output.read_text()[-2000:]}")
+    lines = [line for line in map(json.loads, side.log.read_text().splitlines()) if line["step"] < given.steps]
+    seconds, solved = [step_seconds(line) for line in lines], [solved_fraction(line) for line in lines]
+    first, last = min(n for n in seen if n >= given.warmup), max(n for n in seen if n <= given.steps)
+    return Result(
+        side=side.name,
+        step_s=statistics.median(seconds[given.warmup :]),
+        cpu_step_s=(seen[last][1] - seen[first][1]) / (last - first),
+        first_step_s=seen[min(n for n in seen if n > 0)][0],
+        to_solved_s=time_to_solved(seconds, solved),
+        solved=solved,
+        peak_rss_gb=peak / 1e9,
+        load=load,
+    )
+
+
+def step_seconds(line: dict[str, float]) -> float:
+    """Our first step's total holds the start of the engine and what came before it."""
+    starting = ("time/start", "time/outside") if line["step"] == 0 else ()
+    return line["time/total"] - sum(line.get(name, 0.0) for name in starting)
+
+
+def solved_fraction(line: dict[str, float]) -> float:
+    """Our log has mean and standard deviation. Rewards are -1, 0 and 1, so E[r^2] - E[r] is twice the fraction of -1."""
+    if "solved" in line:
+        return line["solved"]
+    mean, std = line["reward/mean"], line["reward/std"]
+    return 1 - (std**2 + mean**2 - mean) / 2
+
+
+def time_to_solved(seconds: list[float], solved: list[float]) -> float | None:
+    for end in range(WINDOW, len(solved) + 1):
+        if statistics.fmean(solved[end - WINDOW : end]) >= SOLVED:
+            return sum(seconds[:end])
+    return None
+
+
+def report(results: list[Result], given: argparse.Namespace) -> None:
+    """One line a side (medians over its rounds), then what the comparison rests on."""
+    print(f"\n{'':24s} {'s/step':>7} {'samples/s':>9} {'CPU s/step':>10} {'to 95%':>7} {'first step':>10} {'peak RSS':>9} {'solved':>15}")
+    names = list(dict.fromkeys(result.side for result in results))
+    by_name = {name: [result for result in results if result.side == name] for name in names}
+    for name, own in by_name.items():
+        reached = [result.to_solved_s for result in own if result.to_solved_s is not None]
+        to_solved = f"{statistics.median(reached):5.0f} s" if len(reached) == len(own) else "-"
+        step_s = statistics.median(result.step_s for result in own)
+        first, last = own[0].solved[0], statistics.fmean(statistics.fmean(result.solved[-WINDOW:]) for result in own)
+        print(
+            f"{name:24s} {step_s:7.2f} {PROMPTS * GROUP_SIZE / step_s:9.0f} {statistics.median(r.cpu_step_s for r in own):10.2f} {to_solved:>7} "
+            f"{statistics.median(r.first_step_s for r in own):8.0f} s {max(r.peak_rss_gb for r in own):6.2f} GB {first:6.1%} > {last:6.1%}"
+        )
+    loads = ", ".join(f"{result.load[0]:.1f}" for result in results)
+    print(f"{given.steps} steps of {PROMPTS} prompts x {GROUP_SIZE} samples, at most {MAX_TOKENS} tokens each; load average before each run: {loads}")
+
+
+def compare(results: list[Result], ours: str, theirs: str) -> None:
+    """Ratios of neighboring runs, and whether both sides started from the same policy."""
+    pairs = list(zip((r for r in results if r.side == ours), (r for r in results if r.side == theirs), strict=True))
+    for what, ratios in {
+        "seconds a step": [them.step_s / us.step_s for us, them in pairs],
+        "CPU seconds a step": [them.cpu_step_s / us.cpu_step_s for us, them in pairs],
+    }.items():
+        print(f"{what}: {theirs} / {ours} = {statistics.median(ratios):.2f} (each round: {', '.join(f'{ratio:.2f}' for ratio in ratios)})")
+    us, them = (side.solved[0] for side in pairs[0])
+    mean = (us + them) / 2
+    noise = math.sqrt(2 * mean * (1 - mean) / (PROMPTS * GROUP_SIZE))
+    verdict = "the same policy" if abs(us - them) <= 3 * noise else "NOT the same policy"
+    print(f"step 0 solved: ours {us:.1%}, TRL {them:.1%}, standard error of the difference {noise:.1%}: {verdict}; prompt ids and pixels were equal")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="runs/quickstart/sft/final", help="NumberLine checkpoint after the warm start")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turns")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=2, help="first steps that are left out of the medians")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trl", default=TRL_BEST, choices=list(TRL_SWITCHES), metavar="SWITCHES", help=f"one of {', '.join(TRL_SWITCHES)}")
+    parser.add_argument("--sweep", action="store_true", help="every choice of --trl and both of ours, once each, instead")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/vs_trl", help="a new folder: results.jsonl and each run's own log")
+    given = parser.parse_args()
+    if given.out.exists():
+        parser.error(f"--out {given.out} is there already; remove it or choose another")
+    given.model = str(Path(given.model).resolve())
+    results: list[Result] = []
+
+    def run(build: Callable[[Path], Side]) -> None:
+        side = build(given.out / f"{len(results):02d}")
+        print(f"{side.name} ...", flush=True)
+        results.append(measure(side, given))
+        with (given.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(results[-1])) + "\n")
+
+    if given.sweep:
+        for switches in TRL_SWITCHES:
+            run(partial(trl_side, given, switches=switches))
+        for processes in (1, 2):
+            run(partial(our_side, given, processes=processes))
+    else:
+        for _ in range(given.rounds):
+            run(partial(trl_side, given, switches=given.trl))
+            run(partial(our_side, given, processes=2))
+    report(results, given)
+    if not given.sweep:
+        compare(results, ours=results[1].side, theirs=results[0].side)
+
+
+if __name__ == "__main__":
+    main()
