@@ -96,15 +96,15 @@ def test_a_reply_costs_few_tokens_and_the_decision_is_one(processor: Qwen2_5_VLP
 
 
 @pytest.mark.parametrize("side", [56, 112, 300, 1000])
-def test_a_square_picture_is_16_tokens(side: int, processor: Qwen2_5_VLProcessor):
+def test_a_square_picture_is_25_tokens(side: int, processor: Qwen2_5_VLProcessor):
     features = processor.image_processor(images=[Image.new("RGB", (side, side), "white")], return_tensors="pt")
-    assert features["image_grid_thw"].tolist() == [[1, 8, 8]]
-    assert features["pixel_values"].shape == (64, 3 * 2 * 14 * 14)
+    assert features["image_grid_thw"].tolist() == [[1, 10, 10]]
+    assert features["pixel_values"].shape == (100, 3 * 2 * 14 * 14)
 
 
 def test_the_processor_expands_a_picture_into_its_tokens(processor: Qwen2_5_VLProcessor):
     ids = card((2, 5), processor)["input_ids"][0].tolist()
-    assert ids.count(processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")) == 16
+    assert ids.count(processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")) == 25
 
 
 TWO_TURNS = [

@@ -1,6 +1,6 @@
 """Writes a small Qwen2.5-VL as a complete Hugging Face folder: config, weights, tokenizer, processor, chat template.
 
-Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 112x112 images) and `smollm2`
+Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 140x140 images) and `smollm2`
 (SmolLM2-135M-Instruct's language weights and tokenizer, random vision tower). A folder appears whole or not at all.
 Over 300 lines because it is one file: run as a script, it does not see the package it lies in.
 """
@@ -44,7 +44,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of one checkpoint. Defaults are nano's: 1.1 M parameters, 112x112 pixels, 16 image tokens."""
+    """The sizes of one checkpoint. Defaults are nano's: 1.1 M parameters, 140x140 pixels, 25 image tokens."""
 
     hidden: int = 128
     layers: int = 4
@@ -60,7 +60,7 @@ class Sizes:
     max_position: int = 4096
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
-    pixels: int = 112 * 112
+    pixels: int = 140 * 140
     """Every image is resized to about this many pixels (min_pixels and max_pixels of the processor)."""
     window: int = 56
     """Side of an attention window of the vision tower in pixels; the last block attends to the whole image."""
