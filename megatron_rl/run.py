@@ -15,7 +15,7 @@ from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import Recorder
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.types import Rollout, Status
+from megatron_rl.types import Rollout, RunFailed, Status
 from megatron_rl.world import World
 
 
@@ -32,7 +32,7 @@ class Run:
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
         if not self.is_main:
             return
-        with self.spans("start"):
+        with self.spans("start"), writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             config = asdict(settings)
             write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
@@ -53,9 +53,10 @@ class Run:
             self.returns.append(metrics["reward/mean"])
         if not self.is_main:
             return
-        self.recorder.record(step, rollouts)
-        metrics = {**metrics, **self.spans.take()}
-        self.log.log(step, metrics)
+        with writing(self.folder):
+            self.recorder.record(step, rollouts)
+            metrics = {**metrics, **self.spans.take()}
+            self.log.log(step, metrics)
         self.progress.step(step, metrics)
 
     def finish(self, metrics: dict[str, float]) -> None:
@@ -63,10 +64,20 @@ class Run:
         if not self.is_main:
             return
         self.progress.close()
-        self.log.log(self.num_steps, {**metrics, **self.spans.take()})
-        self.log.close()
         values = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        write_text(self.folder / "eval.json", json.dumps(values, indent=1) + "\n")
+        with writing(self.folder):
+            self.log.log(self.num_steps, {**metrics, **self.spans.take()})
+            self.log.close()
+            write_text(self.folder / "eval.json", json.dumps(values, indent=1) + "\n")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Name the setting and the remedy when the run folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"run.dir={folder}: could not be written ({error}); free space or choose another folder") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -98,11 +109,11 @@ def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
     """End the run when more than `limit` of a step's rollouts failed through our own fault."""
     failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > limit * len(rollouts):
-        raise RuntimeError(f"{len(failed)} of {len(rollouts)} rollouts failed, above run.max_failed={limit}; first reason: {failed[0]}")
+        raise RunFailed(f"{len(failed)} of {len(rollouts)} rollouts failed, above run.max_failed={limit}; first reason: {failed[0]}")
 
 
 def check_improvement(returns: list[float]) -> None:
     """End the run with an error unless its last 10 steps return more than its first 10."""
     first, last = statistics.fmean(returns[:10]), statistics.fmean(returns[-10:])
     if last <= first:
-        raise RuntimeError(f"no improvement: mean return {last:.3f} over the last 10 steps, {first:.3f} over the first 10")
+        raise RunFailed(f"no improvement: mean return {last:.3f} over the last 10 steps, {first:.3f} over the first 10")

@@ -1,6 +1,7 @@
 """The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's own task comes as an argument."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.collect import Crew
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run import Run, check_improvement
+from megatron_rl.run import Run, check_improvement, writing
 from megatron_rl.sft import warm_start
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
@@ -52,7 +53,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         train(settings, task=task, policy=policy, crew=crew, run=record)
     with record.spans("evaluate"):
         evaluation = evaluate(task, settings, crew=crew)
-    with record.spans("save"):
+    with record.spans("save"), writing(record.folder):
         policy.save(record.final)
     record.finish(evaluation)
     crew.engine.close()
@@ -62,10 +63,12 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
 
 def check(settings: Settings, world_size: int) -> None:
     """What can be known before any process talks to another; every rank raises the same ValueError."""
+    folder = settings.model.path
+    require((Path(folder) / "config.json").is_file(), "model.path", folder, "there is no config.json; give a Hugging Face model folder")
     try:
-        model = Qwen2_5_VLConfig.from_pretrained(settings.model.path)
+        model = Qwen2_5_VLConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={settings.model.path}: no readable Hugging Face model folder ({error})") from error
+        raise ValueError(f"model.path={folder}: its config.json cannot be read; copy the folder again ({error})") from error
     check_layout(settings.parallel, model, world_size)
     engine: EngineSettings = settings.engine
     require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")

@@ -165,13 +165,13 @@ class Policy:
         return self.export.tensors()
 
     def save(self, out: Path) -> None:
-        """Write a complete Hugging Face folder at `out` (whole or absent). Raises OSError on the main rank, and on every rank with it."""
+        """Write a complete Hugging Face folder at `out`: this one or what was there before. Where the disk is full every rank raises OSError."""
         stream, error = self.hf_weights(), [None]
         if dist.get_rank() == 0:
             try:
                 write_hf_folder(out, stream, like=Path(self.settings.path))
             except OSError as reason:
-                error = [f"{out}: could not be written ({reason}); nothing was left there. Free space or choose another run.dir"]
+                error = [str(reason)]
         for _ in stream:
             pass
         dist.broadcast_object_list(error, src=0)

@@ -50,7 +50,7 @@ class HfTensors:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(stored)
         except SafetensorError as error:
-            raise ValueError(f"{path}: corrupt safetensors file ({error}); copy it again") from error
+            raise ValueError(f"model.path={path.parent}: {path.name} is corrupt ({error}); copy it again") from error
 
 
 def _names(path: Path) -> list[str]:
@@ -58,7 +58,7 @@ def _names(path: Path) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except SafetensorError as error:
-        raise ValueError(f"{path}: corrupt safetensors file ({error}); copy it again") from error
+        raise ValueError(f"model.path={path.parent}: {path.name} is corrupt ({error}); copy it again") from error
 
 
 def write_hf_folder(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], *, like: Path, shard_bytes: int = 4 << 30) -> None:
@@ -114,7 +114,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{path}: could not be written ({error}); free some space and save again") from error
+        raise OSError(f"{path.name}: {error}") from error
 
 
 def _flush(path: Path) -> None:

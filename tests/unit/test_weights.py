@@ -120,7 +120,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(source: Path, tmp_path: Pat
 def test_damaged_and_incomplete_folders_are_named(source: Path) -> None:
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="model.safetensors: corrupt"):
+    with pytest.raises(ValueError, match="^model.path=.*: model.safetensors is corrupt"):
         HfTensors(source)
     path.unlink()
     with pytest.raises(ValueError, match="no \\*.safetensors"):

@@ -1,0 +1,110 @@
+"""Every shipped yaml is a run that could start, every key is used, every other key is refused."""
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from launch.train import resolve
+from megatron_rl import config
+from megatron_rl.config import Settings
+from tests.conftest import ROOT
+
+CONFIGS = ROOT / "configs"
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+GIVEN = ["model.path=here", "run.dir=there"]
+
+
+def settings_of(*overrides: str) -> Settings:
+    """What launch/train.py makes of these overrides."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return resolve(compose("train", overrides=list(overrides)))
+
+
+def leaves(values: dict, prefix: str = "") -> dict[str, object]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def train(*arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_composes_and_its_values_arrive(experiment: str) -> None:
+    chosen = leaves(asdict(settings_of(f"experiment={experiment}")))
+    picked = leaves(yaml.safe_load((CONFIGS / "experiment" / f"{experiment}.yaml").read_text()))
+    assert picked
+    for key, value in picked.items():
+        assert chosen[key] == (float(value) if isinstance(chosen[key], float) else value), key
+
+
+@pytest.mark.parametrize("task", [path.stem for path in (CONFIGS / "task").glob("*.yaml")])
+def test_a_task_composes(task: str) -> None:
+    assert settings_of(f"task={task}", *GIVEN).task.name == task
+
+
+def test_defaults_live_in_the_dataclasses() -> None:
+    """Without an experiment only the task's yaml has a say: everything else is what config.py says."""
+    plain = Settings()
+    chosen = settings_of(*GIVEN)
+    for room in ("parallel", "engine", "algo", "sft", "wandb"):
+        assert asdict(chosen)[room] == asdict(plain)[room]
+    assert (chosen.model.path, chosen.run.dir) == ("here", "there")
+
+
+def schemas() -> list[type]:
+    return [kind for kind in vars(config).values() if isinstance(kind, type) and is_dataclass(kind)]
+
+
+@pytest.mark.parametrize("schema", schemas(), ids=lambda schema: schema.__name__)
+def test_no_key_is_dead(schema: type) -> None:
+    """Each field is read as an attribute somewhere in the package, outside the schema itself."""
+    sources = [path for path in (ROOT / "megatron_rl").rglob("*.py") if path.name != "config.py"]
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    assert not {field.name for field in fields(schema)} - read
+
+
+@pytest.mark.parametrize("override", ["algo.groop_size=4", "+algo.groop_size=4", "+models.path=here", "algo.lr=fast", "experiment=nowhere"])
+def test_what_is_no_key_or_no_value_is_refused_by_name(override: str) -> None:
+    named = re.search(r"groop_size|models|fast|nowhere", override)[0]
+    with pytest.raises((HydraException, ValueError), match=named):
+        settings_of(*GIVEN, override)
+
+
+def test_a_key_in_a_yaml_that_is_no_key_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "experiment"
+    own.mkdir()
+    (own / "mine.yaml").write_text("# @package _global_\nalgo:\n  groop_size: 4\n")
+    with pytest.raises(HydraException, match="groop_size"):
+        settings_of(*GIVEN, f"hydra.searchpath=[{tmp_path}]", "experiment=mine")
+
+
+def test_cfg_job_shows_what_a_run_would_use() -> None:
+    experiment = EXPERIMENTS[0]
+    shown = leaves(yaml.safe_load(train(f"experiment={experiment}", "algo.clip_high=0.28", "--cfg", "job")))
+    used = leaves(asdict(settings_of(f"experiment={experiment}", "algo.clip_high=0.28")))
+    assert shown["algo.clip_high"] == 0.28
+    assert shown.keys() == used.keys()
+    for key, value in used.items():
+        assert value == (float(shown[key]) if isinstance(value, float) else shown[key]), key  # YAML 1.1 reads 1e-06 as text
+
+
+def test_help_names_every_key_and_every_experiment() -> None:
+    text = train("--help")
+    assert all(experiment in text for experiment in EXPERIMENTS)
+    assert not [key for key in leaves(asdict(Settings())) if not re.search(rf"^\s*{key.split('.')[-1]}:", text, re.MULTILINE)]

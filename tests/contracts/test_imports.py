@@ -1,0 +1,99 @@
+"""Who may import whom, read from the source; and what a fresh interpreter has loaded after importing a room."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "megatron_rl"
+DATA = {"types", "config", "world"}
+MAY_IMPORT = {
+    "types": set(),
+    "config": set(),
+    "world": set(),
+    "cpu": set(),
+    "torchvision_on_cpu": set(),
+    "algo": {"types"},
+    "batch": {"algo", *DATA},
+    "rewards": {"types", "config"},
+    "tasks": {"rewards", "types", "config"},
+    "observe": {"types", "config"},
+    "rollout": {"tasks", "rewards", *DATA},
+    "weights": {"cpu"},
+    "policy": {"weights", "cpu", "algo", "batch", *DATA},
+    "run": {"observe", "algo", "rollout", *DATA},
+    "evaluate": {"rollout", "tasks", *DATA},
+    "sft": {"algo", "batch", "policy", "rollout", "run", "tasks", *DATA},
+    "train": {"algo", "batch", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
+    "start": {"evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
+}
+"""Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
+DOORS = {"vllm": ("rollout/vllm_core.py", "rollout/sampler.py", "rollout/transfer.py"), "megatron": ("policy/", "weights/", "cpu.py")}
+HEAVY = ["vllm", "megatron"]
+NEVER_LOADS = {
+    "config": [*HEAVY, "torch", "transformers"],
+    "rewards": [*HEAVY, "torch", "transformers"],
+    "tasks": [*HEAVY, "torch", "transformers"],
+    "types": [*HEAVY, "transformers"],
+    "algo": [*HEAVY, "transformers"],
+    "observe": [*HEAVY, "transformers", "tensorboard", "wandb"],
+    "run": [*HEAVY, "tensorboard", "wandb", "matplotlib"],
+    "rollout": HEAVY,
+    "weights": ["vllm"],
+    "policy": ["vllm"],
+    "start": ["vllm"],
+}
+
+
+def files_of(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of every module that a file imports anywhere, be it in a function or for type checking only."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_every_room_has_its_rule() -> None:
+    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.rglob("*.py"))}
+    assert rooms - {"__init__"} == MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_the_rooms_below(room: str) -> None:
+    used = {name.split(".")[1] for path in files_of(room) for name in imported(path) if name.startswith("megatron_rl.")}
+    assert used - {room} <= MAY_IMPORT[room]
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_a_heavy_library_has_its_doors(library: str) -> None:
+    users = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if any(name.split(".")[0] == library for name in imported(path))}
+    assert users, "the check has lost its object"
+    assert not {user for user in users if not user.startswith(DOORS[library])}
+
+
+def test_hydra_ends_at_the_door() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        names = imported(path)
+        assert not any(name.startswith(("hydra", "launch", "tools", "tests")) for name in names), path
+        assert not any(name.startswith("omegaconf") and name != "omegaconf.MISSING" for name in names), path
+
+
+@pytest.mark.parametrize("room", NEVER_LOADS)
+def test_a_fresh_interpreter_does_not_load(room: str) -> None:
+    """Importing all of a room's files leaves these libraries, whoever may pull them in, out of sys.modules."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files_of(room)]
+    code = f"import {', '.join(modules)}, sys; print(*sorted({{'sys'}} | {set(NEVER_LOADS[room])!r} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout.split() == ["sys"], result.stdout + result.stderr

@@ -1,0 +1,164 @@
+"""What a user can get wrong, and what can break: one clear line, a non-zero exit in stated time, nobody left behind, nothing half-written."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, start
+
+TRAIN = ROOT / "launch" / "train.py"
+TINY = (
+    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
+    "task.eval_samples=1", "algo.prompts_per_step=2", "algo.group_size=2",
+)  # fmt: skip
+SAID = re.compile(r"^error: (\S+?)=(\S+): (.+)$", re.MULTILINE)
+
+
+def alone(*overrides: str, within_s: float) -> str:
+    """launch/train.py as one process, which must fail within that time without a traceback. Returns all it said."""
+    command = [sys.executable, str(TRAIN), *overrides]
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=within_s, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
+    return result.stdout
+
+
+def together(*overrides: str, within_s: float, script: Path = TRAIN) -> str:
+    """The same as two processes of torchrun, whose own report has a traceback of its own, but none through our files."""
+    result = start(2, script, *overrides, timeout_s=within_s)
+    assert result.returncode == 1 and not re.search(r'File "[^"]*(megatron_rl|launch/train)', result.stdout), result.stdout
+    assert not processes_with(*overrides), "torchrun has ended, its workers have not"
+    return result.stdout
+
+
+def processes_with(*arguments: str) -> list[int]:
+    """Processes that were started with all of these arguments."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if set(arguments) <= set(words):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def the_one_error(output: str) -> tuple[str, str, str]:
+    """(key, value, remedy) of the only line that says what was wrong."""
+    (said,) = SAID.findall(output) or [None]
+    assert said is not None and len(re.findall("^error:", output, re.MULTILINE)) == 1, output
+    return said
+
+
+@pytest.fixture
+def corrupt(random_model: Path, tmp_path: Path) -> Path:
+    """The random model with the second half of its weights cut off."""
+    shutil.copytree(random_model, tmp_path / "corrupt")
+    weights = tmp_path / "corrupt" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    return tmp_path / "corrupt"
+
+
+def test_a_batch_that_does_not_divide(random_model: Path, tmp_path: Path) -> None:
+    output = alone(f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "algo.prompts_per_step=5", "algo.minibatches=2", within_s=120)
+    assert the_one_error(output) == ("algo.prompts_per_step", "5", "must divide by algo.minibatches=2: minibatches are cut by groups")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_setting_on_a_machine_without(random_model: Path, tmp_path: Path) -> None:
+    output = alone(f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "engine.device=cuda", within_s=120)
+    assert the_one_error(output) == ("engine.device", "cuda", "this machine has no usable GPU; use engine.device=auto")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_value_that_was_not_given_is_asked_for(tmp_path: Path) -> None:
+    assert the_one_error(alone(f"run.dir={tmp_path / 'run'}", within_s=120)) == ("model.path", "???", "has no default; give it on the command line")
+
+
+def test_a_misspelt_key_is_named_once(random_model: Path, tmp_path: Path) -> None:
+    """Hydra says it itself: `Key 'groop_size' not in 'AlgoSettings'`; of two processes only one does."""
+    output = together(f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "algo.groop_size=4", within_s=120)
+    assert output.count("Key 'groop_size' not in 'AlgoSettings'") == 1, output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_is_told_once(tmp_path: Path) -> None:
+    overrides = (f"model.path={tmp_path / 'nowhere'}", f"run.dir={tmp_path / 'run'}", "parallel.tp=2")
+    key, value, remedy = the_one_error(together(*overrides, within_s=120))
+    assert (key, value) == ("model.path", str(tmp_path / "nowhere")) and "give a Hugging Face model folder" in remedy
+    assert not (tmp_path / "run").exists()
+
+
+def test_corrupt_weights_are_told_once(corrupt: Path, tmp_path: Path) -> None:
+    """Every rank meets them, after the processes have connected."""
+    key, value, remedy = the_one_error(together(f"model.path={corrupt}", f"run.dir={tmp_path / 'run'}", within_s=120))
+    assert (key, value) == ("model.path", str(corrupt))
+    assert "model.safetensors" in remedy and "corrupt" in remedy and "copy it again" in remedy
+
+
+def test_a_folder_that_cannot_be_written(random_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    output = alone(f"model.path={random_model}", f"run.dir={tmp_path / 'file' / 'run'}", within_s=120)
+    key, value, remedy = the_one_error(output)
+    assert (key, value) == ("run.dir", str(tmp_path / "file" / "run")) and "Not a directory" in remedy and "choose another folder" in remedy
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_alone(random_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(random_model, run / "final")
+    before = {path.name: path.read_bytes() for path in (run / "final").iterdir()}
+    overrides = (f"model.path={random_model}", f"run.dir={run}", "run.steps=1", *TINY)
+    output = together(*overrides, within_s=200, script=Path(__file__).with_name("small_disk.py"))
+    key, value, remedy = the_one_error(output)
+    assert (key, value) == ("run.dir", str(run)) and "File too large" in remedy and "free space" in remedy
+    assert {path.name: path.read_bytes() for path in (run / "final").iterdir()} == before
+    assert [path.parent.name for path in run.rglob("*.safetensors")] == ["final"], "nothing half-written beside it"
+    assert "step 1/1" in output and not (run / "eval.json").exists()
+
+
+@pytest.fixture
+def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks on two machines, as it were: no torchrun of this machine ends one because the other died."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    overrides = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "run.steps=500", "parallel.tp=2", *TINY)
+    place = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(TRAIN), *overrides], cwd=ROOT, env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_takes_the_others_with_it(victim: int, two_ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Killed between any two collectives, in the middle of training: the other one notices in seconds, not after parallel.timeout_s."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 150
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        assert time.monotonic() < deadline and two_ranks[0].poll() is None, two_ranks[0].communicate(timeout=5)
+        time.sleep(0.2)
+    two_ranks[victim].send_signal(signal.SIGKILL)
+    survivor = two_ranks[1 - victim]
+    output, _ = survivor.communicate(timeout=40)
+    assert survivor.returncode not in (0, None), output
+    assert not (tmp_path / "run" / "final").exists() and not (tmp_path / "run" / "eval.json").exists()
