@@ -17,6 +17,10 @@ class HostFault(RuntimeError):
     """Something of ours broke (engine, sandbox, judge): it fails the rollout and is never a score."""
 
 
+class RunFailed(RuntimeError):
+    """The run did what it was told and the outcome is not acceptable: too many failed rollouts, no improvement."""
+
+
 class Status(StrEnum):
     """How an episode ended, as far as credit is concerned."""
 
