@@ -1,0 +1,86 @@
+"""A user's own file: a task that this project does not know, in turns that share one context, and a run of it.
+
+    python own_task.py MODEL_FOLDER RUN_FOLDER
+test_own_task.py copies it out of the repository and runs it there. Nothing below is known to megatron_rl before `run` is called.
+"""
+
+import sys
+from dataclasses import dataclass, field
+
+from PIL import Image
+
+from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.rewards.rubric import Outcome, Rubric
+from megatron_rl.start import run
+from megatron_rl.tasks.base import Demonstration, Example, Message, Step
+
+COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
+
+
+async def vowels(outcome: Outcome) -> float:
+    """The share of vowels in all that was said."""
+    text = "".join(outcome.replies)
+    return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+
+async def brevity(outcome: Outcome) -> float:
+    """The environment's own opinion, turn by turn."""
+    return sum(outcome.turn_rewards)
+
+
+def show(color: str, size: tuple[int, int], question: str) -> Message:
+    picture = Image.new("RGB", size, COLORS[color])
+    picture.paste((255, 255, 255), (0, 0, size[0] // 2, size[1] // 3))
+    return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question}]}
+
+
+@dataclass
+class TwoLooks:
+    """First one picture, then a second of another size in the same context, then a question in words alone."""
+
+    color: str
+    said: list[str] = field(default_factory=list)
+
+    def reset(self, seed: int) -> list[Message]:
+        return [{"role": "system", "content": "You look twice."}, show(self.color, (112, 112), "What is this?")]
+
+    def step(self, text: str) -> Step:
+        self.said.append(text)
+        reward = -len(text) / 100
+        if len(self.said) == 1:
+            return Step(messages=[show("blue", (168, 84), "And this?")], reward=reward, done=False)
+        if len(self.said) == 2:
+            return Step(messages=[{"role": "user", "content": "Are they alike?"}], reward=reward, done=False)
+        return Step(messages=[], reward=reward, done=True, reason="asked thrice")
+
+
+class TwoLooksTask:
+    def __init__(self, settings: TaskSettings) -> None:
+        self.name = settings.name
+        self.rubric = Rubric(rewards={"vowels": vowels, "brevity": brevity}, weights={"vowels": 1.0, "brevity": 0.5})
+
+    def examples(self, split: str) -> list[Example]:
+        return [Example(id=color, payload={"color": color}) for color in (COLORS if split == "train" else ["green"])]
+
+    def env(self, example: Example) -> TwoLooks:
+        return TwoLooks(str(example.payload["color"]))
+
+    def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
+        raise NotImplementedError("this task has no warm start")
+
+    def gold(self, example: Example) -> list[str]:
+        return ["a", "e", "i"]
+
+    def success(self, reward: float) -> bool:
+        return reward > 0.5
+
+
+if __name__ == "__main__":
+    settings = Settings(
+        model=ModelSettings(path=sys.argv[1], min_pixels=3136, max_pixels=20000),
+        engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
+        algo=AlgoSettings(lr=3e-3, prompts_per_step=3, group_size=4, minibatches=3),
+        task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
+        run=RunSettings(dir=sys.argv[2], steps=4, record_best=12),
+    )
+    run(settings, tasks={"mine": TwoLooksTask})

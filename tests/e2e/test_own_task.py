@@ -1,0 +1,83 @@
+"""A task from a user's own file, outside the repository: a continued context with a second image, through a real engine and real updates."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.recorder import RecordedRollout, read
+
+OWN = Path(__file__).with_name("own_task.py")
+
+
+@pytest.fixture(scope="module")
+def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of own_task.py, run where nothing of the repository is in sight but the installed package."""
+    home = tmp_path_factory.mktemp("elsewhere")
+    shutil.copy(OWN, home / "mine.py")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "mine.py", str(random_model), "run"], cwd=home, env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    return home / "run"
+
+
+def steps(folder: Path) -> list[dict[str, float]]:
+    return read_metrics(folder / "metrics.jsonl")[:-1]
+
+
+def rollouts(folder: Path) -> list[list[RecordedRollout]]:
+    return [read(path) for path in sorted((folder / "rollouts").glob("step_*.jsonl"))]
+
+
+def test_engine_and_trainer_agree_on_a_context_with_two_images(folder: Path) -> None:
+    """At every step, each of them after three more updates that did change the policy."""
+    assert len(steps(folder)) == 4
+    for step in steps(folder):
+        assert step["engine/logprob_gap_max"] <= 1e-4
+        assert step["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+        assert step["grad_norm"] > 0 and step["policy/ratio_gap_max"] > 1e-3
+
+
+def test_the_context_was_continued(folder: Path) -> None:
+    """Three turns in one sequence, each after the other; the second picture is another one and keeps its shape."""
+    for records in rollouts(folder):
+        assert len(records) == 12, "every rollout of the step is recorded"
+        for record in records:
+            (sequence,) = record.sequences
+            assert [turn.sequence for turn in record.turns] == [0, 0, 0]
+            spans = [turn.span for turn in record.turns]
+            ends = [0, *(end for _, end in spans)]
+            assert all(start > end for (start, _), end in zip(spans, ends[:-1], strict=True)), "an observation lies before each reply"
+            assert sequence.num_sampled == sum(end - start for start, end in spans) and spans[-1][1] == sequence.num_tokens
+            sizes = [Image.open(folder / name).size for name in sequence.images]
+            assert sizes == [(112, 112), (168, 84)]
+            assert record.reason == "asked thrice" and record.task == "mine"
+        assert {record.example_id for record in records} == {"red", "green", "blue"}, "dealt without repetition"
+
+
+def test_the_rubric_is_the_users(folder: Path) -> None:
+    """Recomputed here from the recorded replies."""
+    for records in rollouts(folder):
+        for record in records:
+            text = "".join(turn.text for turn in record.turns)
+            assert record.rewards["vowels"] == pytest.approx(sum(letter in "aeiou" for letter in text) / max(len(text), 1))
+            assert [turn.reward for turn in record.turns] == pytest.approx([-len(turn.text) / 100 for turn in record.turns])
+            assert record.reward == pytest.approx(record.rewards["vowels"] - 0.5 * len(text) / 100)
+    for step, records in zip(steps(folder), rollouts(folder), strict=True):
+        assert step["reward/mean"] == pytest.approx(sum(record.reward for record in records) / 12)
+        assert step["reward/vowels"] == pytest.approx(sum(record.rewards["vowels"] for record in records) / 12)
+
+
+def test_the_evaluation_is_the_users(folder: Path) -> None:
+    evaluation = json.loads((folder / "eval.json").read_text())
+    assert evaluation["greedy_success"] == float(evaluation["greedy_return"] > 0.5), "one example, one greedy episode"
+    assert (folder / "final" / "config.json").exists()
