@@ -1,4 +1,4 @@
-"""TRL's side of benchmarks/vs_trl.py: NumberLine's single turns through GRPOTrainer. Runs in .venv-trl (requirements-trl.txt), without Megatron.
+"""TRL's side of benchmarks/vs_trl.py: NumberLine's single turns through GRPOTrainer, in .venv-trl (requirements-trl.txt).
 
 What must be equal is taken from the trainer it is compared with: prompts dealt by the same function, pictures resized by the same renderer,
 replies judged by the same environment. Before training, TRL's prompt ids and pixel values are compared with that renderer's.

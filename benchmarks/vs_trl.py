@@ -12,7 +12,7 @@ One move is judged: 1 at the goal, 0 for a step closer, -1 for a wrong or invali
     peak RSS         of the process tree, sampled; memory that processes share counts once for each of them
     CPU s a step     processor seconds of the whole tree in the same steps: what a busy machine disturbs least
 
-What differs: TRL also ends a reply at <|endoftext|>, does not remove the banned ids from the distribution, and its micro-batches are padded.
+What differs: TRL also ends a reply at <|endoftext|>, and bans only the image token, and that only while it samples.
 """
 
 import argparse
@@ -84,10 +84,14 @@ def launcher(venv: str, processes: int) -> list[str]:
 
 def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side:
     settings = {
-        "model.path": given.model, "model.min_pixels": PIXELS[0], "model.max_pixels": PIXELS[1], "run.dir": folder, "run.steps": given.steps,
-        "run.seed": given.seed, "run.require_improvement": "false", "task.max_turns": 1, "task.max_tokens_per_turn": MAX_TOKENS,
-        "task.eval_samples": 1, "algo.prompts_per_step": PROMPTS, "algo.group_size": GROUP_SIZE, "algo.lr": LEARNING_RATE,
-        "algo.std_eps": TRL_STD_EPS, "algo.aggregation": "token_mean",
+        "model.path": given.model, "model.min_pixels": PIXELS[0], "model.max_pixels": PIXELS[1],
+        "run.dir": folder, "run.steps": given.steps, "run.seed": given.seed, "run.require_improvement": "false",
+        "task.max_turns": 1, "task.max_tokens_per_turn": MAX_TOKENS, "task.eval_samples": 1,
+        "algo.prompts_per_step": PROMPTS, "algo.group_size": GROUP_SIZE, "algo.minibatches": 1, "algo.epochs": 1,
+        "algo.lr": LEARNING_RATE, "algo.schedule": "constant", "algo.warmup_steps": 0, "algo.weight_decay": 0.0, "algo.clip_grad": 1.0,
+        "algo.beta1": 0.9, "algo.beta2": 0.999, "algo.eps": 1e-8, "algo.std_eps": TRL_STD_EPS, "algo.normalize_std": "true",
+        "algo.aggregation": "token_mean", "algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.kl_coef": 0.0, "algo.entropy_coef": 0.0,
+        "algo.temperature": 1.0,
     }  # fmt: skip
     assignments = [f"{key}={value}" for key, value in settings.items()]
     command = [*launcher(".venv", processes), "launch/train.py", "experiment=numberline_grpo_cpu", *assignments]
@@ -127,12 +131,16 @@ def measure(side: Side, given: argparse.Namespace) -> Result:
     peak, seen = 0, {0: (0.0, 0.0)}
     with output.open("w") as file:
         process = psutil.Popen(side.command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        while process.poll() is None:
-            rss, cpu_s = look(process)
-            peak = max(peak, rss)
-            num_steps = side.log.read_bytes().count(b"\n") if side.log.exists() else 0
-            seen.setdefault(num_steps, (time.perf_counter() - started, cpu_s))
-            time.sleep(SAMPLE_S)
+        try:
+            while process.poll() is None:
+                rss, cpu_s = look(process)
+                peak = max(peak, rss)
+                num_steps = side.log.read_bytes().count(b"\n") if side.log.exists() else 0
+                seen.setdefault(num_steps, (time.perf_counter() - started, cpu_s))
+                time.sleep(SAMPLE_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its workers
     if process.returncode:
         raise RuntimeError(f"{side.name} ended with {process.returncode}:\n{output.read_text()[-2000:]}")
     lines = [line for line in map(json.loads, side.log.read_text().splitlines()) if line["step"] < given.steps]
@@ -174,19 +182,21 @@ def time_to_solved(seconds: list[float], solved: list[float]) -> float | None:
 def report(results: list[Result], given: argparse.Namespace) -> None:
     """One line a side (medians over its rounds), then what the comparison rests on."""
     print(f"\n{'':24s} {'s/step':>7} {'samples/s':>9} {'CPU s/step':>10} {'to 95%':>7} {'first step':>10} {'peak RSS':>9} {'solved':>15}")
-    names = list(dict.fromkeys(result.side for result in results))
-    by_name = {name: [result for result in results if result.side == name] for name in names}
-    for name, own in by_name.items():
+    for name in dict.fromkeys(result.side for result in results):
+        own = [result for result in results if result.side == name]
+        times = [(result.step_s, result.cpu_step_s, result.first_step_s) for result in own]
+        step_s, cpu_s, first_s = (statistics.median(values) for values in zip(*times, strict=True))
         reached = [result.to_solved_s for result in own if result.to_solved_s is not None]
-        to_solved = f"{statistics.median(reached):5.0f} s" if len(reached) == len(own) else "-"
-        step_s = statistics.median(result.step_s for result in own)
-        first, last = own[0].solved[0], statistics.fmean(statistics.fmean(result.solved[-WINDOW:]) for result in own)
+        to_solved = f"{statistics.median(reached):.0f} s" if len(reached) == len(own) else "-"
+        solved = statistics.fmean(statistics.fmean(result.solved[-WINDOW:]) for result in own)
+        peak = max(result.peak_rss_gb for result in own)
         print(
-            f"{name:24s} {step_s:7.2f} {PROMPTS * GROUP_SIZE / step_s:9.0f} {statistics.median(r.cpu_step_s for r in own):10.2f} {to_solved:>7} "
-            f"{statistics.median(r.first_step_s for r in own):8.0f} s {max(r.peak_rss_gb for r in own):6.2f} GB {first:6.1%} > {last:6.1%}"
+            f"{name:24s} {step_s:7.2f} {PROMPTS * GROUP_SIZE / step_s:9.0f} {cpu_s:10.2f} {to_solved:>7} {first_s:8.0f} s "
+            f"{peak:6.2f} GB {own[0].solved[0]:6.1%} > {solved:6.1%}"
         )
     loads = ", ".join(f"{result.load[0]:.1f}" for result in results)
-    print(f"{given.steps} steps of {PROMPTS} prompts x {GROUP_SIZE} samples, at most {MAX_TOKENS} tokens each; load average before each run: {loads}")
+    print(f"{given.steps} steps of {PROMPTS} prompts x {GROUP_SIZE} samples, at most {MAX_TOKENS} tokens each")
+    print(f"load average before each run: {loads}")
 
 
 def compare(results: list[Result], ours: str, theirs: str) -> None:
@@ -201,7 +211,8 @@ def compare(results: list[Result], ours: str, theirs: str) -> None:
     mean = (us + them) / 2
     noise = math.sqrt(2 * mean * (1 - mean) / (PROMPTS * GROUP_SIZE))
     verdict = "the same policy" if abs(us - them) <= 3 * noise else "NOT the same policy"
-    print(f"step 0 solved: ours {us:.1%}, TRL {them:.1%}, standard error of the difference {noise:.1%}: {verdict}; prompt ids and pixels were equal")
+    print(f"step 0 solved: ours {us:.1%}, TRL {them:.1%}, standard error of the difference {noise:.1%}: {verdict}")
+    print("prompt ids and pixels: equal (benchmarks/trl_side.py ends with an error otherwise)")
 
 
 def main() -> None:

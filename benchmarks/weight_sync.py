@@ -31,7 +31,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, ParallelSettings, Settings
+    from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings, Settings
     from megatron_rl.policy.parallel import build_layout
     from megatron_rl.policy.policy import Policy
     from megatron_rl.rollout.renderer import Renderer
@@ -39,9 +39,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
     from megatron_rl.world import connect, place
 
     tp, pp, engine_tp = LAYOUTS[name]
-    settings = Settings(
-        model=ModelSettings(path=given.model), parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp), algo=AlgoSettings()
-    )
+    settings = Settings(model=ModelSettings(path=given.model), parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))
     world = place()
     connect(world, timeout_s=settings.parallel.timeout_s)
     renderer = Renderer(settings.model)
@@ -78,9 +76,8 @@ def measure(name: str, given: argparse.Namespace) -> None:
     if world.is_main:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6
         worst = max(row[-1] for row in rounds)
-        print(
-            f"{name:22s} {len(tensors):8d} {size:6.1f} {copied:8.2f} {exported:9.2f} {synced:8.2f} {worst:8.2f} {synced / copied:12.1f}", flush=True
-        )
+        row = f"{name:22s} {len(tensors):8d} {size:6.1f} {copied:8.2f} {exported:9.2f} {synced:8.2f} {worst:8.2f} {synced / copied:12.1f}"
+        print(row, flush=True)
     engine.close()
 
 
@@ -93,10 +90,12 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(given.layout, given)
         return
-    print(f"{'layout':22s} {'tensors':>8} {'MB':>6} {'copy ms':>8} {'export ms':>9} {'sync ms':>8} {'worst ms':>8} {'sync / copy':>12}", flush=True)
+    columns = f"{'tensors':>8} {'MB':>6} {'copy ms':>8} {'export ms':>9} {'sync ms':>8} {'worst ms':>8} {'sync / copy':>12}"
+    print(f"{'layout':22s} {columns}", flush=True)
     for name in [given.layout] if given.layout else LAYOUTS:
         tp, pp, _ = LAYOUTS[name]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(tp * pp)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        torchrun += ["--nproc_per_node", str(tp * pp)]
         own = [__file__, "--model", given.model, "--repeats", str(given.repeats), "--layout", name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         run = subprocess.run([*torchrun, *own], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False)

@@ -33,10 +33,17 @@ def torchrun():  # noqa: ANN201
 
 
 def start(num_processes: int, script: str | Path, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a script in a world of its own; standard error joins standard output."""
+    """Run a script in a world of its own; standard error joins standard output. Raises TimeoutExpired with nobody left behind."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes), str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False,
-    )  # fmt: skip
+    world = subprocess.Popen(
+        [*command, *map(str, arguments)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = world.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as late:
+        world.terminate()  # torchrun passes it on to its workers and kills them after 30 s; killed itself, it would orphan them
+        late.output, _ = world.communicate()
+        print(late.output)
+        raise
+    return subprocess.CompletedProcess(world.args, world.returncode, output)
