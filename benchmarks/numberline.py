@@ -40,7 +40,8 @@ def run_seed(seed: int, out: Path) -> dict[str, float]:
     for stage in ("sft", "grpo"):
         run = folder / stage
         if not (run / "eval.json").exists():
-            seconds = train(f"experiment=numberline_{stage}_cpu", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}")
+            overrides = ["run.require_improvement=true"] if stage == "grpo" else []
+            seconds = train(f"experiment=numberline_{stage}_cpu", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}", *overrides)
             (run / "seconds").write_text(f"{seconds:.1f}\n")
         result = json.loads((run / "eval.json").read_text())
         row |= {f"{stage} greedy": result["greedy_success"], f"{stage} sampled": result["sampled_success"]}

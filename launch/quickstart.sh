@@ -46,7 +46,7 @@ if finished grpo; then
     if (($#)); then say "note: $* not applied; remove $RUNS/grpo to train again"; fi
 else
     say "3/3 GRPO"
-    train experiment=numberline_grpo_cpu "$@"
+    train experiment=numberline_grpo_cpu run.require_improvement=true "$@"
 fi
 
 curve=$(python -m megatron_rl.observe.plot "$RUNS/grpo")
