@@ -22,7 +22,7 @@ def test_ranks_and_tool_delays_change_nothing(tp: int, alone: list, torchrun, ra
     torchrun(2, SCRIPT, random_model, tp, tmp_path / "turns")
     files = sorted(tmp_path.glob("turns.*"))
     assert len(files) == (4 if tp == 1 else 2), "two attempts of each leader"
-    assert len(alone) == 8 and all(len(turns) == 3 for turns in alone)
+    assert len(alone) == 12 and all(len(turns) == 3 for turns in alone)
     for file in files:
         for expected, turns in zip(alone, json.loads(file.read_text()), strict=True):
             for (token_ids, logprobs), (own_ids, own_logprobs) in zip(expected, turns, strict=True):
