@@ -73,7 +73,7 @@ def check_frequencies(expected: torch.Tensor, counts: Counter[int]) -> None:
 def test_a_seed_decides_whatever_the_company(engine: Engine, renderer: Renderer) -> None:
     """Alone, and behind 70 prompts with images (more than one step holds: prompts are computed in parts); other seeds, other tokens."""
     sequences = prompts(renderer)
-    samplings = [Sampling(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(4)]
+    samplings = [Sampling(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(sequences))]
     alone = [generate(engine, [s], [sampling])[0].token_ids for s, sampling in zip(sequences, samplings, strict=True)]
     engine.sleep()
     engine.wake()
@@ -81,7 +81,7 @@ def test_a_seed_decides_whatever_the_company(engine: Engine, renderer: Renderer)
     others = [Sampling(max_tokens=3, temperature=1.0, seed=i) for i in range(70)]
     together = generate(engine, crowd + sequences, others + samplings)
     assert [c.token_ids for c in together[70:]] == alone
-    reseeded = generate(engine, sequences, [Sampling(max_tokens=16, temperature=1.0, seed=i) for i in range(4)])
+    reseeded = generate(engine, sequences, [Sampling(max_tokens=16, temperature=1.0, seed=i) for i in range(len(sequences))])
     assert all(c.token_ids != ids for c, ids in zip(reseeded, alone, strict=True))
 
 
@@ -255,7 +255,7 @@ def test_sleep_and_wake_change_nothing(engine: Engine, renderer: Renderer) -> No
 
 def test_training_beside_the_engine_works(engine: Engine, renderer: Renderer, hf: HF) -> None:
     """Autograd, default dtype and the number of threads are the trainer's, also while rollouts go on."""
-    generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * 4)
+    generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
     weight = torch.full((3,), 2.0, requires_grad=True)
     (weight**3).sum().backward()
     assert torch.equal(weight.grad, torch.full((3,), 12.0))
@@ -271,7 +271,7 @@ def test_training_beside_the_engine_works(engine: Engine, renderer: Renderer, hf
 
 def test_busy_seconds_only_grow(engine: Engine, renderer: Renderer) -> None:
     before = engine.busy_s
-    generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * 4)
+    generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
     assert before < engine.busy_s
 
 
