@@ -90,12 +90,13 @@ class OptimizerSettings:
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def __post_init__(self) -> None:
-        require_choice("algo.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(self.lr >= 0, "algo.lr", self.lr, "must not be negative")
-        require(self.warmup_steps >= 0, "algo.warmup_steps", self.warmup_steps, "must not be negative")
-        require(0 <= self.min_lr <= self.lr or self.lr == 0, "algo.min_lr", self.min_lr, f"must lie between 0 and algo.lr={self.lr}")
-        require(self.clip_grad > 0, "algo.clip_grad", self.clip_grad, "must be positive; a large number switches clipping off")
+    def check_optimizer(self, room: str) -> None:
+        """Called by the settings that are optimizers' (`algo`, `sft`), so that the key in the message is the one to change."""
+        require_choice(f"{room}.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require(self.lr >= 0, f"{room}.lr", self.lr, "must not be negative")
+        require(self.warmup_steps >= 0, f"{room}.warmup_steps", self.warmup_steps, "must not be negative")
+        require(0 <= self.min_lr <= self.lr, f"{room}.min_lr", self.min_lr, f"must lie between 0 and {room}.lr={self.lr}")
+        require(self.clip_grad > 0, f"{room}.clip_grad", self.clip_grad, "must be positive; a large number switches clipping off")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,7 +127,7 @@ class AlgoSettings(OptimizerSettings):
     """Of the policy as a distribution: sampling and training use the same one."""
 
     def __post_init__(self) -> None:
-        OptimizerSettings.__post_init__(self)
+        self.check_optimizer("algo")
         for key in ("prompts_per_step", "minibatches", "epochs", "micro_batch_tokens"):
             require(getattr(self, key) >= 1, f"algo.{key}", getattr(self, key), "must be at least 1")
         require(self.group_size >= 2, "algo.group_size", self.group_size, "must be at least 2: a group of one has no baseline")
@@ -154,7 +155,7 @@ class SftSettings(OptimizerSettings):
     """...and the optimizer steps of each."""
 
     def __post_init__(self) -> None:
-        OptimizerSettings.__post_init__(self)
+        self.check_optimizer("sft")
         require(self.batch_size >= 1, "sft.batch_size", self.batch_size, "must be at least 1")
         require(len(self.splits) == len(self.steps), "sft.steps", self.steps, f"needs one number for each of sft.splits={self.splits}")
 

@@ -3,7 +3,7 @@
 from megatron_rl.config import Settings
 from megatron_rl.rollout.collect import Crew, collect, episode_settings
 from megatron_rl.tasks.base import Example, Task
-from megatron_rl.types import Rollout, Status
+from megatron_rl.types import Rollout, RunFailed, Status
 
 
 def evaluate(task: Task, settings: Settings, *, crew: Crew) -> dict[str, float]:
@@ -24,7 +24,7 @@ def summarize(task: Task, examples: list[Example], rollouts: list[Rollout]) -> d
     """Weighted mean success and return; group numbers are positions in `examples`. Failed rollouts are an error: a score needs all."""
     failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
     if failed:
-        raise RuntimeError(f"evaluation: {len(failed)} of {len(rollouts)} episodes failed on our side, first: {failed[0]}")
+        raise RunFailed(f"evaluation: {len(failed)} of {len(rollouts)} episodes failed on our side, first: {failed[0]}")
     weights = [1.0 if example.probability is None else example.probability for example in examples]
     total = sum(weights[rollout.group] for rollout in rollouts)
     success = sum(weights[rollout.group] * task.success(rollout.reward) for rollout in rollouts)

@@ -55,10 +55,10 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         evaluation = evaluate(task, settings, crew=crew)
     with record.spans("save"), writing(record.folder):
         policy.save(record.final)
-    record.finish(evaluation)
-    crew.engine.close()
     if not is_sft and settings.run.require_improvement:
         check_improvement(record.returns)
+    record.finish(evaluation)
+    crew.engine.close()
 
 
 def check(settings: Settings, world_size: int) -> None:

@@ -11,7 +11,7 @@ from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.policy.policy import Loss, Policy
 from megatron_rl.rollout.collect import Crew, collect, deal, episode_settings
-from megatron_rl.run import Run, check_failures, check_improvement, rollout_metrics
+from megatron_rl.run import Run, check_failures, rollout_metrics
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Batch
 

@@ -53,6 +53,8 @@ class Policy:
         config = Qwen2_5_VLConfig.from_pretrained(settings.path)
         text = config.text_config
         model = Qwen2_5_VL(config, layout, getattr(torch, settings.dtype))
+        if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
+            model.cuda()
         heads = Heads(text.num_attention_heads, text.num_key_value_heads, text.hidden_size // text.num_attention_heads)
         source = HfTensors(settings.path)
         vision_names = sorted(name.removeprefix("visual.") for name in source.names() if name.startswith("visual."))
