@@ -19,11 +19,17 @@ def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     require(value in choices, key, value, f"choose one of {', '.join(choices)}")
 
 
+PARTS = ("vision", "merger", "language")
+"""What can be frozen or have its own learning rate: the vision tower's blocks, its merger (projector), the language model."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelSettings:
     path: str = MISSING
     """A Hugging Face Qwen2.5-VL folder: the policy's start, the reference of the KL term, the tokenizer and the processor."""
     dtype: str = "float32"
+    frozen: list[str] = field(default_factory=list)
+    """Parts that are not trained: any of vision (the tower), merger (its projector into the language model), language."""
     min_pixels: int = 3136
     max_pixels: int = 1003520
     """Every image, first prompt or later observation, is resized once to lie between these (sides are multiples of 28; leave the upper
@@ -31,7 +37,34 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
+        for part in self.frozen:
+            require_choice("model.frozen", part, PARTS)
+        require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves nothing to train; take one part out")
         require(0 < self.min_pixels <= self.max_pixels, "model.max_pixels", self.max_pixels, f"must be at least model.min_pixels={self.min_pixels}")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraSettings:
+    """Low-rank adapters (arXiv 2106.09685) on a frozen base; the reference policy is the base with the adapters off."""
+
+    rank: int = 0
+    """0 trains the model itself."""
+    alpha: float = 32.0
+    """Adapters count alpha / rank."""
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=lambda: ["attention", "mlp"])
+    """Linear layers that get one: any of attention and mlp (of the language model), vision (the tower's blocks), projector (its merger)."""
+    path: str = ""
+    """A PEFT folder to start from; its rank, alpha and targets must be those stated here."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model itself")
+        require(self.alpha > 0, "lora.alpha", self.alpha, "must be positive")
+        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must lie in [0, 1)")
+        require(len(self.targets) > 0, "lora.targets", self.targets, "names no layer; use lora.rank=0 to train without adapters")
+        for target in self.targets:
+            require_choice("lora.targets", target, ("attention", "mlp", "vision", "projector"))
+        require(not self.path or self.rank > 0, "lora.path", self.path, "needs lora.rank, that of the adapter")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,13 +73,27 @@ class ParallelSettings:
 
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+    """Model chunks a pipeline stage holds; above 1 the schedule is interleaved."""
     sequence_parallel: bool = False
+    recompute: str = "none"
+    """Activations computed again in the backward pass: none, selective (attention), or full (every layer, and the vision blocks)."""
+    logprob_rows: int = 2048
+    """Rows whose logits exist at a time; a row is one sampled token."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state and fp32 weights on the host (a GPU only; on a CPU they are there)."""
+    offload_parameters: bool = False
+    """Move parameters and gradient buffers to the host while the engine rolls out."""
     timeout_s: float = 600.0
     """A collective that waits longer ends the run instead of hanging it."""
 
     def __post_init__(self) -> None:
         require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")
         require(self.pp >= 1, "parallel.pp", self.pp, "must be at least 1")
+        require(self.vpp >= 1, "parallel.vpp", self.vpp, "must be at least 1")
+        require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "needs parallel.pp of at least 2")
+        require_choice("parallel.recompute", self.recompute, ("none", "selective", "full"))
+        require(self.logprob_rows >= 1, "parallel.logprob_rows", self.logprob_rows, "must be at least 1")
         require(not self.sequence_parallel or self.tp > 1, "parallel.sequence_parallel", True, "needs parallel.tp of at least 2")
 
 
@@ -80,6 +127,8 @@ class EngineSettings:
 @dataclass(kw_only=True, slots=True)
 class OptimizerSettings:
     lr: float = 1e-6
+    part_lr: dict[str, float] = field(default_factory=dict)
+    """Peak learning rates of single parts in place of lr, e.g. {vision: 1e-7}; the schedule's shape is the same."""
     schedule: str = "constant"
     """constant, linear or cosine, after the warm-up; the last two fall to min_lr at the last step."""
     warmup_steps: int = 0
@@ -94,6 +143,9 @@ class OptimizerSettings:
         """Called by the settings that are optimizers' (`algo`, `sft`), so that the key in the message is the one to change."""
         require_choice(f"{room}.schedule", self.schedule, ("constant", "linear", "cosine"))
         require(self.lr >= 0, f"{room}.lr", self.lr, "must not be negative")
+        for part, lr in self.part_lr.items():
+            require_choice(f"{room}.part_lr", part, PARTS)
+            require(lr >= self.min_lr, f"{room}.part_lr.{part}", lr, f"must be at least {room}.min_lr={self.min_lr}")
         require(self.warmup_steps >= 0, f"{room}.warmup_steps", self.warmup_steps, "must not be negative")
         require(0 <= self.min_lr <= self.lr, f"{room}.min_lr", self.min_lr, f"must lie between 0 and {room}.lr={self.lr}")
         require(self.clip_grad > 0, f"{room}.clip_grad", self.clip_grad, "must be positive; a large number switches clipping off")
@@ -195,6 +247,29 @@ class RunSettings:
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckpointSettings:
+    """Complete training states under run.dir/checkpoints: weights, optimizer, schedule, generators, the run's own memory."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 writes none."""
+    keep_last: int = 2
+    keep_best: int = 1
+    """Of those with an evaluation, the best so many are kept besides the last."""
+    background: bool = True
+    """Write while training goes on; the folder appears when it is complete."""
+    optimizer: str = "fully_reshardable"
+    """fully_reshardable: resumes at any layout; dp_reshardable: faster to write, only the data-parallel size may change."""
+    resume: bool = True
+    """Continue from the newest complete checkpoint of run.dir, if there is one."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 writes none")
+        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "must be at least 1")
+        require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must not be negative")
+        require_choice("checkpoint.optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable"))
+
+
+@dataclass(kw_only=True, slots=True)
 class WandbSettings:
     mode: str = "disabled"
     project: str = "megatron-rl"
@@ -208,12 +283,14 @@ class Settings:
     stage: str = "grpo"
     """grpo, or sft for the supervised warm start."""
     model: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     algo: AlgoSettings = field(default_factory=AlgoSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
 
     def __post_init__(self) -> None:

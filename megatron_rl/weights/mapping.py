@@ -45,8 +45,16 @@ class Row:
     """Dimension that tensor parallelism cuts; None for a replicated parameter."""
     fuse_shards: bool = False
     """Fuse after cutting (gate and up interleave by rank) instead of before."""
+    fused_norm: str = ""
+    """The name of a norm's weight under the Transformer Engine spec, which fuses norms into the linear layers that follow them."""
     exported: bool = True
     """False for the last stage's copy of tied embeddings: it is read, never written."""
+
+    @property
+    def key(self) -> str:
+        """Its key in a Megatron distributed checkpoint, where layers have global numbers and both specs share one spelling
+        (megatron-core 0.16.1, gpt_layer_specs.py, sharded_state_dict_keys_map). The tensor there is `to_mcore(tensors, 0, 1)`."""
+        return self.fused_norm or self.mcore
 
     def to_mcore(self, tensors: Tensors, rank: int, size: int) -> torch.Tensor:
         """Full HF tensors -> this rank's Megatron shard."""
@@ -111,11 +119,17 @@ def _layer_rows(layer: int, heads: Heads) -> list[Row]:
 
     gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return [
-        Row(f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage),
+        Row(
+            f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage,
+            fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight",
+        ),  # fmt: skip
         qkv("weight"),
         qkv("bias"),
         Row(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
-        Row(f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage),
+        Row(
+            f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage,
+            fused_norm=f"{mcore}mlp.linear_fc1.layer_norm_weight",
+        ),  # fmt: skip
         Row(f"{mcore}mlp.linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
         Row(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), stage, shard_dim=1),
     ]
