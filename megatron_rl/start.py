@@ -36,7 +36,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     num_updates = sum(settings.sft.steps) if is_sft else settings.run.steps * settings.algo.epochs * settings.algo.minibatches
     policy = Policy(
         settings.model, layout,
-        optimizer=settings.sft if is_sft else settings.algo, num_updates=num_updates,
+        parallel=settings.parallel, optimizer=settings.sft if is_sft else settings.algo, num_updates=num_updates,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
         temperature=1.0 if is_sft else settings.algo.temperature,
         keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
@@ -54,6 +54,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     with record.spans("evaluate"):
         evaluation = evaluate(task, settings, crew=crew)
     with record.spans("save"), writing(record.folder):
+        policy.wake()
         policy.save(record.final)
     if not is_sft and settings.run.require_improvement:
         check_improvement(record.returns)

@@ -22,6 +22,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
     examples = task.examples("train")
     with spans("sync"):
         engine.load_weights(policy.hf_weights(), version=0)
+        policy.sleep()
 
     for step in range(settings.run.steps):
         dealt = deal(examples, algo.prompts_per_step, seed=settings.run.seed, step=step)
@@ -34,6 +35,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
 
         with spans("update"):
             engine.sleep()
+            policy.wake()
             minibatches = cut_minibatches(rollouts, advantages, algo)
             minibatches = [policy.pack(pieces, max_tokens=algo.micro_batch_tokens) for pieces in minibatches]
             if algo.minibatches * algo.epochs > 1:  # otherwise old = current, and the loss reads it from its own forward pass
@@ -44,6 +46,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
 
         with spans("sync"):
             engine.load_weights(policy.hf_weights(), version=step + 1)
+            policy.sleep()
             engine.wake()
 
         metrics = {**rollout_metrics(rollouts, report), **merge_updates(updates)}

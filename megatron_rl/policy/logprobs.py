@@ -1,13 +1,54 @@
-"""Log-probabilities and entropy of the policy's distribution, from logits whose vocabulary is cut over tensor-parallel ranks.
+"""Log-probabilities and entropy of the policy's distribution, over a vocabulary that is cut over tensor-parallel ranks.
 
 The distribution is softmax(logits / temperature) over the ids that may be sampled: the engine bans the same ids.
+
+Shapes: R rows (sampled tokens), V this rank's part of the vocabulary, H hidden size.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from torch.utils.checkpoint import checkpoint
 
 _REMOVED = -1e30
+
+
+@dataclass(slots=True, frozen=True)
+class Distribution:
+    """What turns hidden states into the logprob and entropy of sampled tokens, a block of rows at a time."""
+
+    banned_V: torch.Tensor
+    """bool: ids that are never sampled."""
+    temperature: float
+    first_id: int
+    """Global id of this rank's first entry."""
+    group: dist.ProcessGroup
+    rows: int
+    """Rows whose logits exist at a time."""
+
+    def __call__(
+        self, head: Callable[[torch.Tensor], torch.Tensor], hidden_RH: torch.Tensor, target_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob of each target (global ids) and entropy of each row, both fp32 [R], equal on every tensor-parallel rank.
+
+        `head` gives the logits [*, V] of hidden states. With more than `rows` rows a block's logits are computed again in the backward
+        pass, so that never more than one block's exist.
+        """
+
+        def block(hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return vocab_parallel_logprobs(
+                head(hidden), target, banned_V=self.banned_V, temperature=self.temperature, first_id=self.first_id, group=self.group
+            )
+
+        if target_R.numel() <= self.rows:
+            return block(hidden_RH, target_R)
+        blocks = zip(hidden_RH.split(self.rows), target_R.split(self.rows), strict=True)
+        pairs = [checkpoint(block, hidden, target, use_reentrant=False, preserve_rng_state=False) for hidden, target in blocks]
+        logprobs, entropies = zip(*pairs, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
 
 def vocab_parallel_logprobs(

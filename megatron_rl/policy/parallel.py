@@ -22,7 +22,10 @@ class Layout:
     dp_rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    vpp: int
+    """Chunks of the model on each stage; above 1 the pipeline is interleaved."""
     sequence_parallel: bool
+    recompute: str
 
     @property
     def is_first_stage(self) -> bool:
@@ -44,7 +47,9 @@ def check_layout(parallel: ParallelSettings, model: Qwen2_5_VLConfig, world_size
     for key, size in (("attention heads", text.num_attention_heads), ("key/value heads", text.num_key_value_heads), ("vocabulary entries", text.vocab_size)):
         fitting = [str(tp) for tp in (1, 2, 4, 8, 16) if text.num_key_value_heads % tp == 0 and text.num_attention_heads % tp == 0]
         require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide the model's {size} {key}; use one of {', '.join(fitting)}")
-    require(text.num_hidden_layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the model's {text.num_hidden_layers} layers")
+    layers, chunks = text.num_hidden_layers, parallel.pp * parallel.vpp
+    require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the model's {layers} layers")
+    require(layers % chunks == 0, "parallel.vpp", parallel.vpp, f"cuts the model's {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}")
     block = parallel.tp * parallel.pp
     require(
         world_size % block == 0, "parallel.tp*parallel.pp", block,
@@ -57,8 +62,9 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
     """Create Megatron's process groups (all ranks together, once a process) and seed its generators."""
     if not parallel_state.model_parallel_is_initialized():
         minutes = max(1, round(parallel.timeout_s / 60))
-        parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, distributed_timeout_minutes=minutes)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        virtual = parallel.vpp if parallel.vpp > 1 else None
+        parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, virtual, distributed_timeout_minutes=minutes)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     return Layout(
         tp=parallel.tp,
         pp=parallel.pp,
@@ -68,5 +74,7 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        vpp=parallel.vpp,
         sequence_parallel=parallel.sequence_parallel,
+        recompute=parallel.recompute,
     )

@@ -11,18 +11,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import nn
 from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.algo.losses import LossMetrics
 from megatron_rl.batch import Piece, balance, cut, loads_of, pack
-from megatron_rl.config import ModelSettings, OptimizerSettings
+from megatron_rl.config import ModelSettings, OptimizerSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
-from megatron_rl.policy.logprobs import banned_mask, vocab_parallel_logprobs
+from megatron_rl.policy.logprobs import Distribution, banned_mask
+from megatron_rl.policy.offload import Offload
+from megatron_rl.policy.optimizer import build_optimizer, build_schedule, freeze
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.qwen2_5_vl import Qwen2_5_VL
+from megatron_rl.policy.qwen2_5_vl import Qwen2_5_VL, uses_transformer_engine
 from megatron_rl.types import Batch
 from megatron_rl.weights.mapping import Heads, table
 from megatron_rl.weights.stream import Export, Shards, load_hf
@@ -41,6 +42,7 @@ class Policy:
         settings: ModelSettings,
         layout: Layout,
         *,
+        parallel: ParallelSettings,
         optimizer: OptimizerSettings,
         num_updates: int,
         banned_ids: list[int],
@@ -49,29 +51,43 @@ class Policy:
         keep_reference: bool = False,
         bucket_mib: int = 256,
     ) -> None:
-        self.layout, self.settings, self.temperature, self.image_token_id = layout, settings, temperature, image_token_id
+        self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
         config = Qwen2_5_VLConfig.from_pretrained(settings.path)
         text = config.text_config
-        model = Qwen2_5_VL(config, layout, getattr(torch, settings.dtype))
+        self.chunks = nn.ModuleList(Qwen2_5_VL(config, layout, getattr(torch, settings.dtype), chunk=chunk) for chunk in range(layout.vpp))
         if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
-            model.cuda()
+            self.chunks.cuda()
         heads = Heads(text.num_attention_heads, text.num_key_value_heads, text.hidden_size // text.num_attention_heads)
         source = HfTensors(settings.path)
         vision_names = sorted(name.removeprefix("visual.") for name in source.names() if name.startswith("visual."))
         rows = table(num_layers=text.num_hidden_layers, heads=heads, tied=text.tie_word_embeddings, vision_names=vision_names)
-        shards = Shards(layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, text.num_hidden_layers // layout.pp)
-        load_hf(model, rows, shards, source)
+        shards = Shards(
+            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group,
+            chunks=layout.vpp, layers_per_chunk=text.num_hidden_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(),
+        )  # fmt: skip
+        load_hf(self.chunks, rows, shards, source)
+        self.device = next(self.chunks.parameters()).device
         vocabulary = text.vocab_size // layout.tp
-        self.first_id = layout.tp_rank * vocabulary
-        self.device = next(model.parameters()).device
-        self.banned_V = banned_mask(banned_ids, first_id=self.first_id, size=vocabulary, device=self.device)
-        self.model = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
-        model.config.finalize_model_grads_func = finalize_model_grads
-        self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, model.config.params_dtype), [self.model])
-        self.schedule = _schedule(self.optimizer, optimizer, num_updates)
-        model.config.grad_scale_func = self.optimizer.scale_loss
-        self.export = Export(model, rows, shards, bucket_bytes=bucket_mib << 20)
-        self.reference = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()] if keep_reference else None
+        first_id = layout.tp_rank * vocabulary
+        banned_V = banned_mask(banned_ids, first_id=first_id, size=vocabulary, device=self.device)
+        self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.logprob_rows)
+        self.model = self._with_gradients()
+        self.optimizer = build_optimizer(optimizer, self.model, offload=parallel.offload_optimizer and self.device.type == "cuda")
+        self.schedule = build_schedule(self.optimizer, optimizer, num_updates)
+        for chunk in self.chunks:
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+        self.export = Export(self.chunks, rows, shards, bucket_bytes=bucket_mib << 20)
+        self.offload = Offload(self.model) if parallel.offload_parameters else None
+        self.reference = [parameter.detach().to("cpu", copy=True) for parameter in self.chunks.parameters()] if keep_reference else None
+
+    def _with_gradients(self) -> list[DistributedDataParallel]:
+        """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32."""
+        for chunk in self.chunks:
+            freeze(chunk, self.settings.frozen)
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+        in_fp32 = self.chunks[0].config.params_dtype != torch.float32
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32)
+        return [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
 
     def pack(self, pieces: list[Piece], *, max_tokens: int) -> list[Batch]:
         """Deal one optimizer step's pieces to data-parallel ranks and pack this rank's into micro-batches; at least one.
@@ -92,7 +108,7 @@ class Policy:
         if weights == "current":
             return self._logprobs(batches)
         assert weights == "reference" and self.reference is not None, "the policy was built without keep_reference"
-        parameters = list(self.model.parameters())
+        parameters = list(self.chunks.parameters())
         with torch.no_grad():
             current = [parameter.to("cpu", copy=True) for parameter in parameters]
             _copy_into(parameters, self.reference)
@@ -102,8 +118,8 @@ class Policy:
                 _copy_into(parameters, current)
 
     def _logprobs(self, batches: list[Batch]) -> list[torch.Tensor]:
-        def collect(batch: Batch, rows_R: torch.Tensor, logits_RV: torch.Tensor, **_: object) -> torch.Tensor:
-            logprob_R, _entropy = self._distribution(logits_RV, batch, rows_R)
+        def collect(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
+            logprob_R, _entropy = self.distribution(self.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
             return torch.zeros_like(batch.weight_T).index_copy(0, rows_R, logprob_R)
 
         with torch.no_grad():
@@ -123,44 +139,56 @@ class Policy:
         """
         collected: list[LossMetrics] = []
 
-        def summed(batch: Batch, rows_R: torch.Tensor, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            value, metrics = loss(*self._distribution(logits_RV, batch, rows_R), batch, rows_R)
+        def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            value, metrics = loss(*self.distribution(self.chunks[-1].head, hidden_RH, batch.target_T[rows_R]), batch, rows_R)
             metrics.sums.update({"loss": value.detach(), "tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
             collected.append(metrics)
             return value, torch.tensor(batch.denominator, dtype=torch.int, device=value.device), {}
 
         self.schedule.step(1)
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(batches, summed, forward_only=False)
         succeeded, grad_norm, _ = self.optimizer.step()
         assert succeeded, "the optimizer skipped a step"
-        return {**_reduce(collected if self.layout.tp_rank == 0 else []), "grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
+        return {**_reduce(collected if self.layout.tp_rank == 0 else []), "grad_norm": float(grad_norm), "lr": self.schedule.get_lr({})}
 
-    def _run(self, batches: list[Batch], on_logits: Callable, *, forward_only: bool) -> list:
-        """Megatron's schedule over the micro-batches; on_logits runs on the last stage only."""
+    def _run(self, batches: list[Batch], on_hidden: Callable, *, forward_only: bool) -> list:
+        """Megatron's schedule over the micro-batches; on_hidden runs on the last stage only and gets the hidden states of rows_R.
 
-        def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        An interleaved pipeline takes micro-batches by the pipeline's size; what is lacking runs empty, and its result is left out.
+        """
+        lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
+        multiple = self.layout.tp if self.layout.sequence_parallel else 1
+        padded = batches + [pack([], image_token_id=self.image_token_id, multiple_of=multiple, device=self.device)] * lacking
+
+        def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(iterator)
             rows_R = batch.mask_T.nonzero()[:, 0]
-            return model(batch, rows_R), partial(on_logits, batch, rows_R)
+            return model(batch, rows_R), partial(on_hidden, batch, rows_R)
 
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[self.model],
-            num_microbatches=len(batches),
-            seq_length=max(batch.num_tokens for batch in batches),
+            data_iterator=[iter(padded) for _ in self.model],
+            model=self.model,
+            num_microbatches=len(padded),
+            seq_length=max(batch.num_tokens for batch in padded),
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results[: len(batches)]
 
-    def _distribution(self, logits_RV: torch.Tensor, batch: Batch, rows_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return vocab_parallel_logprobs(
-            logits_RV, batch.target_T[rows_R],
-            banned_V=self.banned_V, temperature=self.temperature, first_id=self.first_id, group=self.layout.tp_group,
-        )  # fmt: skip
+    def sleep(self) -> None:
+        """Leave the device to the engine, where parallel.offload_parameters says so; only `wake` may follow."""
+        if self.offload:
+            self.offload.leave()
+
+    def wake(self) -> None:
+        """Take the device back."""
+        if self.offload:
+            self.offload.come_back()
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream (hf_name, full tensor); a tensor may be a view of the live weights."""
@@ -184,39 +212,6 @@ class Policy:
 def _copy_into(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
-
-
-def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.eps,
-        clip_grad=settings.clip_grad,
-        use_distributed_optimizer=True,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-    )
-
-
-def _schedule(optimizer: object, settings: OptimizerSettings, num_updates: int) -> OptimizerParamScheduler:
-    """Stepped before each update: update number warmup_steps is the first at full lr, the last one has min_lr (unless constant)."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(num_updates, settings.warmup_steps + 1),
-        lr_decay_style=settings.schedule,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
 
 
 def _reduce(collected: list[LossMetrics]) -> dict[str, float]:

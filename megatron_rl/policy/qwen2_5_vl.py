@@ -1,13 +1,9 @@
-"""Qwen2.5-VL over processes: Hugging Face's vision tower, its images shared out over tensor-parallel ranks, and Megatron's GPTModel.
-
-The tower is replicated and lives on the first pipeline stage. Each tensor-parallel rank encodes its share of the micro-batch's distinct
-images; the embeddings are gathered, so every rank's tower holds a partial gradient, and Megatron reduces it (finalize_model_grads).
-"""
+"""Qwen2.5-VL over processes: Hugging Face's vision tower and Megatron's GPTModel, whole or cut into pipeline chunks."""
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,10 +11,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers import Qwen2_5_VLConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from megatron_rl.policy.attention import VISION_ATTENTION, PackedCoreAttention, SharedPromptParams
+from megatron_rl.policy.attention import PackedCoreAttention, SharedPromptParams
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.vision import encode_images, vision_tower
 from megatron_rl.types import Batch
 
 
@@ -35,6 +31,11 @@ class RMSNorm(nn.Module):
         x_float = x.float()
         normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+def uses_transformer_engine() -> bool:
+    """Whether the language model's layers are Transformer Engine's: where it is installed and has a GPU to run on."""
+    return HAVE_TE and torch.cuda.is_available()
 
 
 def megatron_config(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -61,6 +62,11 @@ def megatron_config(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype)
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        # Two neighbors of an interleaved pipeline may be one process: batched sends and receives would meet the wrong partner.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        **_recompute(layout.recompute),
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -77,7 +83,20 @@ def megatron_config(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype)
     )
 
 
+def _recompute(what: str) -> dict[str, object]:
+    """Megatron's words for "none", "selective" (attention) and "full" (every layer)."""
+    if what == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if what == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {}
+
+
 def _layer_specs(num_layers: int) -> TransformerBlockSubmodules:
+    if uses_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(layer_specs=[get_gpt_layer_with_transformer_engine_spec()] * num_layers, layer_norm=TENorm)
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
@@ -85,19 +104,25 @@ def _layer_specs(num_layers: int) -> TransformerBlockSubmodules:
 
 
 class Qwen2_5_VL(MegatronModule):
-    """This rank's part of the policy. `forward` gives hidden states between stages and vocabulary-parallel logits on the last."""
+    """One chunk of the policy: all of it, a pipeline stage's part, or one of several parts of a stage under an interleaved schedule.
 
-    def __init__(self, model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> None:
+    `forward` gives the hidden states that travel on to the next chunk; on the last chunk those of the asked rows, for `head`.
+    """
+
+    def __init__(self, model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, chunk: int = 0) -> None:
         config = megatron_config(model, layout, dtype)
         super().__init__(config=config)
         text = model.text_config
         self.layout = layout
         self.model_type = ModelType.encoder_or_decoder
-        self.pre_process, self.post_process = layout.is_first_stage, layout.is_last_stage
+        self.pre_process = layout.is_first_stage and chunk == 0
+        self.post_process = layout.is_last_stage and chunk == layout.vpp - 1
+        self.vp_stage = chunk
+        self.num_images_encoded = 0
         self.share_embeddings_and_output_weights = text.tie_word_embeddings
         self.language = GPTModel(
             config,
-            _layer_specs(text.num_hidden_layers // layout.pp),
+            _layer_specs(text.num_hidden_layers // (layout.pp * layout.vpp)),
             vocab_size=text.vocab_size,
             max_sequence_length=text.max_position_embeddings,
             pre_process=self.pre_process,
@@ -106,10 +131,11 @@ class Qwen2_5_VL(MegatronModule):
             position_embedding_type="mrope",
             rotary_base=text.rope_parameters["rope_theta"],
             scatter_embedding_sequence_parallel=False,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
-        self.vision = _vision_tower(model, layout, dtype) if self.pre_process else None
+        self.vision = vision_tower(model, layout, dtype) if self.pre_process else None
         if self.post_process:
-            # The logits' input is gathered and cut to the rows that matter here, not inside the output layer.
+            # The head's input is gathered and cut to the rows that matter in forward, not inside the output layer.
             self.language.output_layer.sequence_parallel = False
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
@@ -120,7 +146,7 @@ class Qwen2_5_VL(MegatronModule):
         return self.language.shared_embedding_or_output_weight()
 
     def forward(self, batch: Batch, rows_R: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, 1, H] to the next stage ([T / tp, 1, H] under sequence parallelism), or the logits [R, vocabulary / tp] of rows_R."""
+        """Hidden states [T, 1, H] to the next chunk ([T / tp, 1, H] under sequence parallelism); on the last one those of rows_R, [R, H]."""
         hidden = self._embed(batch) if self.pre_process else None
         rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
         hidden = self.language.decoder(
@@ -130,92 +156,39 @@ class Qwen2_5_VL(MegatronModule):
             return hidden
         if self.layout.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[rows_R, 0]
+
+    def head(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocabulary / tp] on the last chunk."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.language.output_layer(hidden[rows_R], weight=weight)
+        logits, _ = self.language.output_layer(hidden_RH[:, None], weight=weight)
         return logits[:, 0]
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places."""
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
-            vision_VH = encode_images(self.vision, batch.patch_PC.to(embedded.dtype), batch.grid_I3, self.layout)
+            vision_VH, encoded = encode_images(self.vision, batch.patch_PC.to(embedded.dtype), batch.grid_I3, self.layout)
+            self.num_images_encoded += encoded
             embedded = embedded.index_copy(0, batch.vision_position_V, vision_VH[batch.vision_row_V][:, None].to(embedded.dtype))
+        if self.layout.recompute == "full" and torch.is_grad_enabled() and not embedded.requires_grad:
+            # Megatron's recomputation is reentrant: a layer whose input needs no gradient would give its weights none.
+            embedded.requires_grad_()
         return scatter_to_sequence_parallel_region(embedded) if self.layout.sequence_parallel else embedded
 
 
-def _vision_tower(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> Qwen2_5_VisionTransformerPretrainedModel:
-    tower = Qwen2_5_VisionTransformerPretrainedModel(model.vision_config).to(dtype)
-    tower.config._attn_implementation = VISION_ATTENTION
-    for parameter in tower.parameters():
-        # Megatron averages these gradients over tensor-parallel ranks after backward; encode_images makes the average the sum.
-        parameter.average_gradients_across_tp_domain = True
-    return tower
-
-
 def _packed(cu_seqlens_S1: torch.Tensor, prefix_S: list[int]) -> SharedPromptParams:
-    """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences."""
-    whole = cu_seqlens_S1[[0, -1]]
+    """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences;
+    Transformer Engine's attention reads them too, and gets the sequences' own."""
+    whole = cu_seqlens_S1 if uses_transformer_engine() else cu_seqlens_S1[[0, -1]]
+    longest = int((cu_seqlens_S1[1:] - cu_seqlens_S1[:-1]).max())
     return SharedPromptParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens_S1,
         cu_seqlens_kv=cu_seqlens_S1,
         cu_seqlens_q_padded=whole,
         cu_seqlens_kv_padded=whole,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         prefix_S=prefix_S,
     )
-
-
-def share_out(patches_I: list[int], ranks: int) -> list[list[int]]:
-    """Deal images to ranks, largest first to the least loaded. Example: share_out([4, 16, 8, 4], 2) == [[1], [2, 0, 3]]."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for image in sorted(range(len(patches_I)), key=lambda image: -patches_I[image]):
-        rank = loads.index(min(loads))
-        shares[rank].append(image)
-        loads[rank] += patches_I[image]
-    return shares
-
-
-def encode_images(tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Embeddings [V, H] of all images in order; each tensor-parallel rank runs the tower on its share only."""
-    if layout.tp == 1:
-        return tower(patch_PC, grid_thw=grid_I3).pooler_output
-    patches_I = grid_I3.prod(1).tolist()
-    shares = share_out(patches_I, layout.tp)
-    starts = [0]
-    for patches in patches_I:
-        starts.append(starts[-1] + patches)
-    mine = shares[layout.tp_rank]
-    if mine:
-        patches = torch.cat([patch_PC[starts[image] : starts[image + 1]] for image in mine])
-        local = tower(patches, grid_thw=grid_I3[mine]).pooler_output
-    else:
-        local = patch_PC.new_zeros(0, tower.config.out_hidden_size)
-    # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
-    local = _scale_gradient(local, layout.tp)
-    longest = max(sum(patches_I[image] for image in share) // 4 for share in shares)
-    padded = torch.cat([local, local.new_zeros(longest - local.shape[0], local.shape[1])])
-    gathered = gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=False)
-    places = {}
-    for rank, share in enumerate(shares):
-        offset = rank * longest
-        for image in share:
-            places[image] = range(offset, offset + patches_I[image] // 4)
-            offset += patches_I[image] // 4
-    return gathered[[row for image in sorted(places) for row in places[image]]]
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ANN001
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN001
-        return gradient * ctx.factor, None
-
-
-def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """The identity whose gradient is multiplied by factor."""
-    return _ScaleGradient.apply(x, factor)

@@ -19,7 +19,11 @@ class Shards:
     tp_group: dist.ProcessGroup
     pp_rank: int
     pp_group: dist.ProcessGroup
-    layers_per_stage: int
+    chunks: int
+    """Chunks of the model on each stage: layers go round the stages chunk by chunk (Megatron's interleaved pipeline)."""
+    layers_per_chunk: int
+    fused_norms: bool = False
+    """Transformer Engine's spelling of the norms (Row.fused_norm)."""
 
     @property
     def tp(self) -> int:
@@ -31,21 +35,30 @@ class Shards:
 
     def owner(self, row: Row) -> int:
         """The pipeline stage that holds a row of the table."""
-        return {"first": 0, "last": self.pp - 1}[row.stage] if ":" not in row.stage else _layer(row) // self.layers_per_stage
+        return self._place(row)[0]
 
     def local_name(self, row: Row) -> str:
-        """The parameter's name in its stage's module: layers count from the stage's first."""
+        """The parameter's name in its stage's list of chunks: `1.language...`; layers count from the chunk's first."""
+        _, chunk = self._place(row)
+        name = row.fused_norm if self.fused_norms and row.fused_norm else row.mcore
+        if ":" in row.stage:
+            layer = _layer(row)
+            name = name.replace(f".layers.{layer}.", f".layers.{layer % self.layers_per_chunk}.", 1)
+        return f"{chunk}.{name}"
+
+    def _place(self, row: Row) -> tuple[int, int]:
+        """(pipeline stage, chunk on it)."""
         if ":" not in row.stage:
-            return row.mcore
-        layer = _layer(row)
-        return row.mcore.replace(f".layers.{layer}.", f".layers.{layer % self.layers_per_stage}.", 1)
+            return {"first": (0, 0), "last": (self.pp - 1, self.chunks - 1)}[row.stage]
+        chunk, stage = divmod(_layer(row) // self.layers_per_chunk, self.pp)
+        return stage, chunk
 
 
 def _layer(row: Row) -> int:
     return int(row.stage.removeprefix("layer:"))
 
 
-def load_hf(model: nn.Module, rows: list[Row], shards: Shards, source: HfTensors) -> None:
+def load_hf(chunks: nn.ModuleList, rows: list[Row], shards: Shards, source: HfTensors) -> None:
     """Fill this rank's parameters from a Hugging Face folder.
 
     Raises ValueError naming the tensors of either side that have no partner, or whose shapes differ.
@@ -57,7 +70,7 @@ def load_hf(model: nn.Module, rows: list[Row], shards: Shards, source: HfTensors
             f"model.path={source.folder}: the checkpoint and the model differ. Missing in the checkpoint: {missing[:4]} ({len(missing)}); "
             f"unknown to the model: {unknown[:4]} ({len(unknown)}). Its config.json must describe these tensors"
         )
-    parameters = dict(model.named_parameters())
+    parameters = dict(chunks.named_parameters())
     for row in _mine(rows, shards, parameters):
         parameter = parameters.pop(shards.local_name(row))
         value = row.to_mcore(tuple(source.read(name) for name in row.hf), shards.tp_rank, shards.tp)
@@ -83,9 +96,9 @@ class Export:
     Rows are gathered in buckets: one all-gather over tensor-parallel ranks and one broadcast from the owning stage a bucket.
     """
 
-    def __init__(self, model: nn.Module, rows: list[Row], shards: Shards, *, bucket_bytes: int) -> None:
+    def __init__(self, chunks: nn.ModuleList, rows: list[Row], shards: Shards, *, bucket_bytes: int) -> None:
         self.shards = shards
-        parameters = dict(model.named_parameters())
+        parameters = dict(chunks.named_parameters())
         rows = [row for row in rows if row.exported]
         mine = {row.mcore: parameters[shards.local_name(row)] for row in rows if shards.owner(row) == shards.pp_rank}
         plans: list[dict[str, torch.Size]] = [{}] * shards.pp

@@ -33,7 +33,8 @@ def full_logits(policy: Policy, batch: Batch) -> torch.Tensor | None:
     """Logits [R, vocabulary] on the last stage, None elsewhere."""
     layout: Layout = policy.layout
 
-    def collect(_batch: Batch, _rows_R: torch.Tensor, logits_RV: torch.Tensor, **_: object) -> torch.Tensor:
+    def collect(_batch: Batch, _rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
+        logits_RV = policy.chunks[-1].head(hidden_RH)
         parts = [torch.empty_like(logits_RV) for _ in range(layout.tp)]
         dist.all_gather(parts, logits_RV.contiguous(), group=layout.tp_group)
         return torch.cat(parts, 1)
@@ -51,15 +52,18 @@ def reduce_whole_gradients(*arguments: object, **options: object) -> None:
 def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
     """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule and reduction."""
 
-    def summed(batch: Batch, rows_R: torch.Tensor, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        value, _ = weighted_nll(*policy._distribution(logits_RV, batch, rows_R), batch, rows_R)
+    def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        value, _ = weighted_nll(*policy.distribution(policy.chunks[-1].head, hidden_RH, batch.target_T[rows_R]), batch, rows_R)
         return value, torch.tensor(batch.denominator, dtype=torch.int), {}
 
-    policy.model.config.finalize_model_grads_func = reduce_whole_gradients
+    for chunk in policy.chunks:
+        chunk.config.finalize_model_grads_func = reduce_whole_gradients
     with megatron_on_cpu():
-        policy.model.zero_grad_buffer()
+        for chunk in policy.model:
+            chunk.zero_grad_buffer()
         policy._run(batches, summed, forward_only=False)
-    policy.model.config.finalize_model_grads_func = finalize_model_grads
+    for chunk in policy.chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
     live = policy.export.parameters
     policy.export.parameters = {name: parameter.main_grad for name, parameter in live.items()}
     named = {name: gradient.clone() for name, gradient in policy.hf_weights()}
@@ -69,7 +73,7 @@ def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
 
 def make_policy(model: Path, layout: Layout, renderer: Renderer, *, eps: float) -> Policy:
     return Policy(
-        ModelSettings(path=str(model)), layout, optimizer=AlgoSettings(lr=0.1, eps=eps), num_updates=1,
+        ModelSettings(path=str(model)), layout, parallel=ParallelSettings(logprob_rows=100), optimizer=AlgoSettings(lr=0.1, eps=eps), num_updates=1,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7,
     )  # fmt: skip
 

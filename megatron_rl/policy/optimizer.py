@@ -1,0 +1,63 @@
+"""Megatron's optimizer and learning-rate schedule from our settings; which parts are trained, and how fast."""
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from torch import nn
+
+from megatron_rl.config import OptimizerSettings
+
+_NAMES = {"vision": ("vision.patch_embed.*", "vision.blocks.*"), "merger": ("vision.merger.*",), "language": ("language.*",)}
+"""Parts of the model (config.PARTS) as patterns over a chunk's parameter names."""
+
+
+def freeze(chunk: nn.Module, parts: list[str]) -> None:
+    """Switch gradients off before the gradient buffers are made: frozen parts get none, and no optimizer state."""
+    prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in _NAMES[part])
+    for name, parameter in chunk.named_parameters():
+        if name.startswith(prefixes):
+            parameter.requires_grad = False
+
+
+def build_optimizer(settings: OptimizerSettings, chunks: list[DistributedDataParallel], *, offload: bool) -> MegatronOptimizer:
+    """AdamW over data-parallel shards (Megatron's distributed optimizer). bfloat16 parameters have fp32 main weights and fp32 moments."""
+    dtype = chunks[0].config.params_dtype
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        use_distributed_optimizer=True,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=1.0 if offload else 0.0,
+    )
+    part_lrs = {
+        ParamKey(name=tuple(f"*module.{pattern}" for pattern in _NAMES[part])): ParamGroupOverride(max_lr=lr)
+        for part, lr in settings.part_lr.items()
+    }
+    return get_megatron_optimizer(config, chunks, config_overrides=part_lrs or None)
+
+
+def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, num_updates: int) -> OptimizerParamScheduler:
+    """Stepped before each update: update number warmup_steps is the first at full lr, the last one has min_lr (unless constant)."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(num_updates, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,78 @@
+"""Hugging Face's vision tower in the policy: replicated on the first pipeline stage, its images shared out over tensor-parallel ranks.
+
+Each tensor-parallel rank encodes its share of a micro-batch's distinct images; the embeddings are gathered, so every rank's tower holds
+a partial gradient, and Megatron reduces it (finalize_model_grads).
+"""
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import nn
+from transformers import Qwen2_5_VLConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+from megatron_rl.policy.attention import VISION_ATTENTION
+from megatron_rl.policy.parallel import Layout
+
+
+def vision_tower(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> Qwen2_5_VisionTransformerPretrainedModel:
+    tower = Qwen2_5_VisionTransformerPretrainedModel(model.vision_config).to(dtype)
+    tower.config._attn_implementation = VISION_ATTENTION
+    if layout.recompute == "full":
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in tower.parameters():
+        # Megatron averages these gradients over tensor-parallel ranks after backward; encode_images makes the average the sum.
+        parameter.average_gradients_across_tp_domain = True
+    return tower
+
+
+def share_out(patches_I: list[int], ranks: int) -> list[list[int]]:
+    """Deal images to ranks, largest first to the least loaded. Example: share_out([4, 16, 8, 4], 2) == [[1], [2, 0, 3]]."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for image in sorted(range(len(patches_I)), key=lambda image: -patches_I[image]):
+        rank = loads.index(min(loads))
+        shares[rank].append(image)
+        loads[rank] += patches_I[image]
+    return shares
+
+
+def encode_images(tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, int]:
+    """Embeddings [V, H] of all images in order, and how many of them this rank's tower encoded: its share only."""
+    if layout.tp == 1:
+        return tower(patch_PC, grid_thw=grid_I3).pooler_output, grid_I3.shape[0]
+    patches_I = grid_I3.prod(1).tolist()
+    shares = share_out(patches_I, layout.tp)
+    starts = [0]
+    for patches in patches_I:
+        starts.append(starts[-1] + patches)
+    mine = shares[layout.tp_rank]
+    if mine:
+        patches = torch.cat([patch_PC[starts[image] : starts[image + 1]] for image in mine])
+        local = tower(patches, grid_thw=grid_I3[mine]).pooler_output
+    else:
+        local = patch_PC.new_zeros(0, tower.config.out_hidden_size)
+    # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
+    local = _ScaleGradient.apply(local, layout.tp)
+    longest = max(sum(patches_I[image] for image in share) // 4 for share in shares)
+    padded = torch.cat([local, local.new_zeros(longest - local.shape[0], local.shape[1])])
+    gathered = gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=False)
+    places = {}
+    for rank, share in enumerate(shares):
+        offset = rank * longest
+        for image in share:
+            places[image] = range(offset, offset + patches_I[image] // 4)
+            offset += patches_I[image] // 4
+    return gathered[[row for image in sorted(places) for row in places[image]]], len(mine)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity whose gradient is multiplied by factor."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ANN001
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN001
+        return gradient * ctx.factor, None
