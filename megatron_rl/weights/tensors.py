@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,52 +14,94 @@ from safetensors.torch import save_file
 from megatron_rl.weights.mapping import canonical
 
 INDEX = "model.safetensors.index.json"
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+"""Safetensors' names of the number types that a model is trained from."""
 
 
 class HfTensors:
-    """The tensors of a Hugging Face folder by canonical name, read one at a time."""
+    """The tensors of a Hugging Face folder by canonical name, read one at a time.
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._files: dict[str, tuple[Path, str]] = {}
-        for path in self._weight_files():
-            for name in _names(path):
-                if canonical(name) in self._files:
-                    raise ValueError(f"{path}: tensor {name} stands in {self._files[canonical(name)][0].name} as well; remove one of the two files")
-                self._files[canonical(name)] = (path, name)
+    Headers are checked at once. Raises ValueError under the setting's or option's name `key`.
+    """
 
-    def _weight_files(self) -> list[Path]:
-        index = self.folder / INDEX
-        if index.exists():
-            files = sorted({self.folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-            missing = [file.name for file in files if not file.exists()]
-            if missing:
-                raise ValueError(f"model.path={self.folder}: {INDEX} names {', '.join(missing)}, not in the folder; copy the whole checkpoint")
-            return files
-        files = sorted(self.folder.glob("*.safetensors"))
+    def __init__(self, folder: str | Path, *, key: str = "model.path") -> None:
+        self.folder, self.key = Path(folder), key
+        self._tensors: dict[str, _Stored] = {}
+        index = self._index()
+        for path in self._weight_files(index):
+            for stored in self._stored_in(path):
+                name = canonical(stored.name)
+                if name in self._tensors:
+                    raise self._error(f"tensor {stored.name} stands in {self._tensors[name].path.name} and in {path.name}; remove one of the two")
+                self._tensors[name] = stored
+        listed = {canonical(name): file for name, file in index.items()}
+        present = {name: stored.path.name for name, stored in self._tensors.items()}
+        differ = sorted(name for name in listed.keys() | present.keys() if index and listed.get(name) != present.get(name))
+        if differ:
+            places = f"says {listed.get(differ[0], 'nothing')}, the files say {present.get(differ[0], 'nowhere')}"
+            raise self._error(f"{INDEX} and the files differ in {len(differ)} tensors; of {differ[0]} it {places}; copy the whole checkpoint")
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"{self.key}={self.folder}: {what}")
+
+    def _index(self) -> dict[str, str]:
+        """{tensor: file}, as stored; empty without an index."""
+        path = self.folder / INDEX
+        try:
+            return dict(json.loads(path.read_text())["weight_map"]) if path.exists() else {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._error(f"{INDEX} is damaged ({error}); copy it again") from error
+
+    def _weight_files(self, index: dict[str, str]) -> list[Path]:
+        files = sorted({self.folder / file for file in index.values()}) or sorted(self.folder.glob("*.safetensors"))
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise self._error(f"{INDEX} names {', '.join(missing)}, not in the folder; copy the whole checkpoint")
+        if not files and any(self.folder.glob("*.bin")):
+            raise self._error("its weights are *.bin pickles, which can run code; save it as safetensors (transformers' save_pretrained) first")
         if not files:
-            raise ValueError(f"model.path={self.folder}: no *.safetensors file in it; give a Hugging Face model folder")
+            raise self._error("no *.safetensors file in it; give a Hugging Face model folder")
         return files
 
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor of that canonical name, on CPU in the stored dtype."""
-        path, stored = self._files[name]
+    def _stored_in(self, path: Path) -> list["_Stored"]:
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(stored)
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                return [_Stored(path, name, torch.Size(part.get_shape()), DTYPES[part.get_dtype()]) for name, part in slices.items()]
         except SafetensorError as error:
-            raise ValueError(f"model.path={path.parent}: {path.name} is corrupt ({error}); copy it again") from error
+            raise self._error(f"{path.name} is corrupt ({error}); copy it again") from error
+        except KeyError as error:
+            raise self._error(f"{path.name} holds numbers of type {error}; quantized checkpoints cannot be trained") from error
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def stored_name(self, name: str) -> str:
+        """The file's own spelling of a canonical name."""
+        return self._tensors[name].name
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that canonical name, on CPU in the stored dtype. The file is mapped for as long as the tensor lives."""
+        stored = self._tensors[name]
+        try:
+            with safe_open(stored.path, framework="pt") as file:
+                return file.get_tensor(stored.name)
+        except SafetensorError as error:
+            raise self._error(f"{stored.path.name} is corrupt ({error}); copy it again") from error
 
 
-def _names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise ValueError(f"model.path={path.parent}: {path.name} is corrupt ({error}); copy it again") from error
+@dataclass(slots=True, frozen=True)
+class _Stored:
+    path: Path
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def write_hf_folder(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], *, like: Path, shard_bytes: int = 4 << 30) -> None:
