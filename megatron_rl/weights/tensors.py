@@ -1,21 +1,14 @@
-"""Reading and writing folders of safetensors: completeness is checked, nothing half-written can be loaded."""
+"""Reading folders of safetensors, completeness checked."""
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megatron_rl.weights.mapping import canonical
-
-INDEX = "model.safetensors.index.json"
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""Safetensors' names of the number types that a model is trained from."""
+from megatron_rl.weights.write_hf import DTYPES, INDEX, write_hf_folder  # noqa: F401 (found here by older callers)
 
 
 class HfTensors:
@@ -102,67 +95,3 @@ class _Stored:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-
-
-def write_hf_folder(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], *, like: Path, shard_bytes: int = 4 << 30) -> None:
-    """Write a complete Hugging Face folder at `out`: the tensors, and everything else (config, tokenizer, processor) from `like`.
-
-    It is written beside its final name, flushed to disk, and renamed last, so that a folder called `out` is whole or absent.
-    Raises OSError (disk full, no permission); what was written until then is removed.
-    """
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _write_shards(partial, tensors, shard_bytes)
-        for path in like.iterdir():
-            if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX:
-                shutil.copyfile(path, partial / path.name)
-        for path in partial.iterdir():
-            _flush(path)
-        _flush(partial)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-        _flush(out.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
-    weight_map: dict[str, str] = {}
-    total, shard, shard_size, number = 0, {}, 0, 0
-
-    def flush_shard() -> None:
-        nonlocal shard, shard_size, number
-        number += 1
-        file = f"model-{number:05d}.safetensors"
-        _save(shard, folder / file)
-        weight_map.update(dict.fromkeys(shard, file))
-        shard, shard_size = {}, 0
-
-    for name, tensor in tensors:
-        assert name not in weight_map and name not in shard, f"{name} was exported twice"
-        size = tensor.numel() * tensor.element_size()
-        if shard and shard_size + size > shard_bytes:
-            flush_shard()
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        shard_size, total = shard_size + size, total + size
-    flush_shard()
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
