@@ -135,9 +135,22 @@ def _layer_rows(layer: int, heads: Heads) -> list[Row]:
     ]
 
 
+PEFT_PREFIX = "base_model.model."
+"""What PEFT (0.21, PeftModel) puts before the base model's names."""
+
+
 def canonical(name: str) -> str:
-    """The released checkpoints' spelling of an HF tensor name, from either spelling."""
+    """The released checkpoints' spelling of an HF tensor name, from either spelling, with or without PEFT's prefix."""
+    name = name.removeprefix(PEFT_PREFIX)
     for newer, released in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(newer):
             return released + name.removeprefix(newer)
+    return name
+
+
+def nested(name: str) -> str:
+    """The newer spelling of a canonical name: that of transformers' own modules since 4.52."""
+    for newer, released in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+        if name.startswith(released):
+            return newer + name.removeprefix(released)
     return name

@@ -1,0 +1,86 @@
+"""Opening a checkpoint of whatever format as Hugging Face tensors: ours (torch_dist), classic Megatron, verl's FSDP shards, Hugging Face."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.weights.classic import ClassicShards, megatron_tower_rows, rank_folders
+from megatron_rl.weights.fsdp import FsdpTensors, rank_paths
+from megatron_rl.weights.hf_config import hf_shapes, rows_of
+from megatron_rl.weights.mapping import Heads, Row
+from megatron_rl.weights.source import MegatronSource, NamedSource, Source, Spec, WholeShards
+from megatron_rl.weights.tensors import HfTensors
+from megatron_rl.weights.torch_dist import METADATA
+
+
+class HfSource:
+    """The tensors of a Hugging Face folder as they are."""
+
+    def __init__(self, folder: Path, *, key: str) -> None:
+        tensors = HfTensors(folder, key=key)
+        self.folder = folder
+        self.specs = {name: Spec(tensors.dtype(name), tensors.shape(name)) for name in sorted(tensors.names())}
+        self.read = tensors.read
+
+    def where(self, name: str) -> str:
+        return str(self.folder)
+
+
+def kind_of(folder: Path, *, key: str) -> str:
+    """'torch_dist', 'classic', 'fsdp' or 'hf', by the files in the folder. Raises ValueError where there are none of these."""
+    if not folder.is_dir():
+        raise ValueError(f"{key}={folder}: no such folder")
+    if (folder / METADATA).is_file():
+        return "torch_dist"
+    if rank_folders(folder):
+        return "classic"
+    if rank_paths(folder):
+        return "fsdp"
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+        return "hf"
+    raise ValueError(
+        f"{key}={folder}: holds no checkpoint: no {METADATA} (Megatron's torch_dist), no mp_rank_* folders (classic Megatron), "
+        "no model_world_size_*_rank_*.pt (FSDP shards) and no *.safetensors; give the folder that has these files in it"
+    )
+
+
+def hf_part(folder: Path) -> Path | None:
+    """Where a checkpoint keeps config, tokenizer and processor: `hf` in ours, `huggingface` in verl's, the folder itself elsewhere."""
+    return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
+
+
+def open_source(folder: Path, config: Qwen2_5_VLConfig, *, key: str) -> Source:
+    """The checkpoint's tensors, proven to be exactly those of the model that `config` (of read_config) describes."""
+    kind, shapes = kind_of(folder, key=key), hf_shapes(config)
+    if kind in ("hf", "fsdp"):
+        return NamedSource(HfSource(folder, key=key) if kind == "hf" else FsdpTensors(folder), shapes)
+    rows = rows_of(config)
+    if kind == "torch_dist":
+        return MegatronSource(WholeShards(folder), rows, shapes)
+    shards = ClassicShards(folder)
+    return MegatronSource(shards, _with_megatron_tower(rows, config) if shards.has_megatron_tower else rows, shapes)
+
+
+def _with_megatron_tower(rows: list[Row], config: Qwen2_5_VLConfig) -> list[Row]:
+    vision = config.vision_config
+    heads = Heads(vision.num_heads, vision.num_heads, vision.hidden_size // vision.num_heads)
+    return megatron_tower_rows(depth=vision.depth, heads=heads) + [row for row in rows if not row.mcore.startswith("vision.")]
+
+
+def check_same(source: Source, other: Source, *, what: str) -> None:
+    """Raise ValueError naming a tensor that only one of two checkpoints has, or whose shapes differ."""
+    for name in sorted(source.specs.keys() | other.specs.keys()):
+        shapes = [list(side.specs[name].shape) if name in side.specs else "nothing" for side in (source, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{what}: for {name} one side has {shapes[0]}, the other {shapes[1]}")
+
+
+def as_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """A config.json that says the weights are of this dtype, wherever it says so (`torch_dtype` until transformers 4.55, then `dtype`)."""
+    changed: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = as_dtype(value, dtype)
+        changed[key] = str(dtype).removeprefix("torch.") if key in ("dtype", "torch_dtype") else value
+    return changed

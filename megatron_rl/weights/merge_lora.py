@@ -1,0 +1,72 @@
+"""Merging a LoRA adapter in PEFT's format into a base model's tensors, one at a time: W + scale * B @ A, computed in fp32.
+
+PEFT's format: adapter_config.json, and adapter_model.safetensors with `base_model.model.<module>.lora_A.weight` [rank, in] and
+`.lora_B.weight` [out, rank]; the scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft 0.17, tuners/lora/layer.py, update_layer).
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from megatron_rl.weights.source import Source
+from megatron_rl.weights.tensors import HfTensors
+
+REFUSED = (
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "layer_replication",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
+)  # fmt: skip
+"""Settings that change what an adapter means. Whatever they are set to, if they are set, is refused by name."""
+HALVES = (".lora_A.weight", ".lora_B.weight")
+
+
+class Merged:
+    """A source with an adapter added to it. Raises ValueError unless every tensor of the adapter has exactly one place in it."""
+
+    def __init__(self, base: Source, adapter: Path) -> None:
+        self.base, self.specs = base, base.specs
+        self.rank, self.scale = _settings(adapter)
+        self.adapter = HfTensors(adapter, key="--lora")
+        halves: dict[str, set[str]] = {}
+        for name in sorted(self.adapter.names()):
+            end = next((end for end in HALVES if name.endswith(end)), "")
+            target = name.removesuffix(end) + ".weight"
+            if not end or target not in self.specs:
+                raise ValueError(f"--lora={adapter}: {self.adapter.stored_name(name)} has no place in the base model; give its own base")
+            halves.setdefault(target, set()).add(end)
+        self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
+
+    def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
+        """The names of A and B that are added to a tensor of the base."""
+        a, b = (target.removesuffix(".weight") + end for end in HALVES)
+        missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
+        if missing is not None:
+            raise ValueError(f"--lora={self.adapter.folder}: {missing} is missing beside the other half, for {target}")
+        outputs, *inputs = self.specs[target].shape
+        sizes = [list(self.adapter.shape(name)) for name in (a, b)]
+        if sizes != [[self.rank, *inputs], [outputs, self.rank]]:
+            raise ValueError(f"--lora={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} do not fit {target} {self.specs[target]}")
+        return a, b
+
+    def read(self, name: str) -> torch.Tensor:
+        weight = self.base.read(name)
+        if name not in self.pairs:
+            return weight
+        a, b = (self.adapter.read(half).float() for half in self.pairs[name])
+        return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)
+
+
+def _settings(adapter: Path) -> tuple[int, float]:
+    """(rank, scale). Raises ValueError naming a setting that is not merged here."""
+    path = adapter / "adapter_config.json"
+    if not path.is_file():
+        raise ValueError(f"--lora={adapter}: there is no adapter_config.json; give a folder in PEFT's format")
+    config = json.loads(path.read_text())
+    unknown = [key for key in REFUSED if config.get(key)]
+    unknown += ["bias"] if config.get("bias", "none") != "none" else []
+    unknown += ["peft_type"] if config.get("peft_type") != "LORA" else []
+    if unknown:
+        raise ValueError(f"{path}: {', '.join(f'{key}={config[key]}' for key in unknown)} is not merged here; merge it with PEFT itself")
+    rank = config["r"]
+    return rank, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,163 @@
+"""Makes a complete Hugging Face folder of a checkpoint: this trainer's, classic Megatron (mp_rank_*), verl's FSDP shards, or another folder.
+
+Every tensor of the checkpoint is used exactly once and every tensor of the model is written exactly once, with the shape that config.json
+asks for; the written files are read back before the folder gets its name. Anything else is an error, and no folder is left.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_rl.weights.checkpoints import HfSource, as_dtype, check_same, hf_part, kind_of, open_source
+from megatron_rl.weights.hf_config import read_config
+from megatron_rl.weights.mapping import nested
+from megatron_rl.weights.merge_lora import Merged
+from megatron_rl.weights.source import Source, Spec, check_names
+from megatron_rl.weights.tensors import HfTensors
+from megatron_rl.weights.write_hf import INDEX, write_hf_folder
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STYLES = {"released": str, "nested": nested}
+"""How tensors are called. Both are loaded by transformers 5.19 and vLLM 0.32; released is what Qwen published, and what older ones load too."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Merge:
+    """What one call of the merger is asked for."""
+
+    checkpoint: Path
+    out: Path
+    dtype: torch.dtype | None
+    reference: Path | None
+    style: str
+    lora: Path | None
+    verify: bool
+    force: bool
+
+
+def merge(asked: Merge) -> str:
+    """Write the folder and return a line that says what was written. Raises ValueError and OSError; then there is no folder."""
+    _check_out(asked)
+    kind = kind_of(asked.checkpoint, key="--checkpoint")
+    like = asked.reference or hf_part(asked.checkpoint)
+    if like is None:
+        raise ValueError(f"--checkpoint={asked.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR")
+    config = read_config(like, key="--reference" if asked.reference else "--checkpoint")
+    source = open_source(asked.checkpoint, config, key="--checkpoint")
+    if asked.reference is not None:
+        check_same(source, HfSource(asked.reference, key="--reference"), what=f"--checkpoint={asked.checkpoint} and --reference={asked.reference}")
+    if asked.lora is not None:
+        source = Merged(source, asked.lora)
+    specs = {name: Spec(asked.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
+    size = sum(spec.nbytes for spec in specs.values())
+
+    def check(partial: Path) -> None:
+        _check_written(partial, specs)
+        if asked.verify:
+            _verify(asked, partial, kind)
+
+    stored = json.loads((like / "config.json").read_text())
+    with progress_bar() as progress:
+        task = progress.add_task(asked.out.name, total=size)
+        lacking = write_hf_folder(
+            asked.out, _tensors(source, specs, STYLES[asked.style], lambda nbytes: progress.advance(task, nbytes)),
+            like=like, config=as_dtype(stored, asked.dtype) if asked.dtype else None, check=check,
+        )  # fmt: skip
+    for part in lacking:
+        print(f"warning: {like} has no {part}, so {asked.out} has none", file=sys.stderr)
+    return f"{asked.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {asked.checkpoint}"
+
+
+def _check_out(asked: Merge) -> None:
+    """Refuse to overwrite what was not meant."""
+    out = asked.out.resolve()
+    for option, path in (("--checkpoint", asked.checkpoint), ("--reference", asked.reference), ("--lora", asked.lora)):
+        if path is not None and (out == path.resolve() or out in path.resolve().parents):
+            raise ValueError(f"--out={asked.out}: holds {option}={path}; choose another folder")
+    if asked.out.exists():
+        if not asked.force:
+            raise ValueError(f"--out={asked.out}: exists; choose another folder, or --force to replace it")
+        if not (asked.out / "config.json").is_file():
+            raise ValueError(f"--out={asked.out}: is no Hugging Face folder (it has no config.json), so --force does not replace it")
+
+
+def _tensors(source: Source, specs: dict[str, Spec], rename: Callable[[str], str], advance: Callable[[int], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor once, under its name in the result."""
+    for name, spec in specs.items():
+        tensor = source.read(name).to(spec.dtype)
+        assert tensor.shape == spec.shape, f"{name}: {tuple(tensor.shape)} was read, {spec} was planned"
+        yield rename(name), tensor
+        advance(spec.nbytes)
+
+
+def _check_written(folder: Path, specs: dict[str, Spec]) -> None:
+    """Raise ValueError unless the files hold what was planned, tensor by tensor and in bytes."""
+    written = HfTensors(folder, key="--out")
+    check_names(written.names(), specs, source=f"--out={folder}", target="the checkpoint")
+    for name, spec in specs.items():
+        found = Spec(written.dtype(name), written.shape(name))
+        if found != spec:
+            raise ValueError(f"--out={folder}: {name} was written as {found}, the checkpoint gives {spec}")
+    planned, total = sum(spec.nbytes for spec in specs.values()), json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
+    if total != planned:
+        raise ValueError(f"--out={folder}: {total} bytes were written, the checkpoint gives {planned}")
+
+
+def progress_bar() -> Progress:
+    """On standard error, and gone when it is done."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="merger",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --checkpoint run/checkpoints/step_00000300 --out merged                   a checkpoint of this trainer
+  %(prog)s --checkpoint global_step_80/actor --out merged --dtype bf16               verl's FSDP shards (fp32) or its mp_rank folders
+  %(prog)s --checkpoint iter_0000100 --reference Qwen2.5-VL-7B-Instruct --out merged  Megatron-LM's, which have no config.json
+  %(prog)s --checkpoint mcore --out merged --lora run/adapter                        with a PEFT adapter added to the weights
+  %(prog)s --checkpoint mcore --out merged --verify                                  and the logits of both compared
+
+exit codes: 0 the folder is complete; 1 an error, in one line, and no folder; 2 wrong arguments""",
+    )
+    add_options(parser)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the folder with the checkpoint's files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    return parser.parse_args(arguments)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that merging one checkpoint and merging many have in common."""
+    parser.add_argument("--dtype", choices=DTYPES, help="number type of the result (default: as stored)")
+    parser.add_argument("--reference", type=Path, metavar="HF_DIR", help="take config, tokenizer and processor from here, and hold names and shapes against it")
+    parser.add_argument("--style", choices=STYLES, default="released", help="tensor names: released (default, visual.*, model.*) or nested (model.visual.*, model.language_model.*)")
+    parser.add_argument("--lora", type=Path, metavar="PEFT_DIR", help="merge this LoRA adapter into the weights")
+    parser.add_argument("--verify", action="store_true", help="compare logits of the result in transformers with the checkpoint's in Megatron")
+    parser.add_argument("--force", action="store_true", help="replace a Hugging Face folder at --out")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = vars(parse_arguments(arguments))
+    options["dtype"] = DTYPES.get(options["dtype"])
+    try:
+        print(merge(Merge(**options)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
