@@ -6,6 +6,8 @@ Tensors keep their identity: only their storage is emptied and filled again, so 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_rl.cpu import on_cpu_too
+
 
 class Offload:
     """What leaves and returns: the storages under all parameters (with their content), those of the gradient buffers (without)."""
@@ -14,6 +16,7 @@ class Offload:
         self.chunks = chunks
         self.host: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
+    @on_cpu_too
     def leave(self) -> None:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for chunk in self.chunks for p in chunk.parameters()}
         for storage in storages.values():
@@ -22,6 +25,7 @@ class Offload:
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
 
+    @on_cpu_too
     def come_back(self) -> None:
         for storage, copy in self.host:
             storage.resize_(copy.nbytes())

@@ -1,0 +1,66 @@
+"""bfloat16 parameters over fp32 main weights, and parameters that leave the device while the engine works."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from packed import example_pieces
+from test_policy import hf_logits
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.rollout.renderer import Renderer
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def results(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+    out = tmp_path_factory.mktemp("precision")
+    torchrun(1, HERE / "precision.py", random_model, out)
+    return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
+
+
+def logits_of_hf(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+    renderer = Renderer(ModelSettings(path=str(folder)))
+    rows = []
+    with torch.no_grad():
+        for piece in example_pieces(renderer):
+            keep = [t for t in range(piece.num_tokens - 1) if piece.sequence.loss_mask[t + 1]]
+            rows.append(hf_logits(model, renderer, piece.sequence)[keep].float())
+    return torch.cat(rows)
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_hf_is(results: dict, random_model: Path) -> None:
+    """Two bfloat16 implementations differ by rounding; neither may be farther from HF's fp32 logits than the other by much."""
+    truth, theirs = (logits_of_hf(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
+    ours = results["bfloat16"]["logits"].float()
+    assert 0 < (ours - truth).norm() <= 1.2 * (theirs - truth).norm()
+
+
+def test_small_steps_add_up_in_fp32(results: dict) -> None:
+    run = results["bfloat16"]
+    assert run["main_after_1"].dtype == torch.float32
+    assert run["main_grad_dtypes"] == {"torch.float32"}
+    step = (run["main_after_1"] - run["main_before"]).abs()
+    assert step.max() == pytest.approx(1e-5, rel=1e-2)  # Adam's first step is the learning rate, as near as fp32 can hold it
+    assert (step > 0.9e-5).float().mean() > 0.9
+    unmoved = torch.cat([(run["after_1"][name] == tensor).flatten() for name, tensor in run["before"].items()]).float().mean()
+    moved_later = torch.cat([(run["after_8"][name] != tensor).flatten() for name, tensor in run["after_1"].items()]).float().mean()
+    assert unmoved > 0.8
+    assert moved_later > 0.1
+
+
+def test_parameters_are_the_main_weights_rounded(results: dict) -> None:
+    run = results["bfloat16"]
+    assert torch.equal(run["order"].bfloat16(), run["main_after_8"].bfloat16())
+    assert torch.equal(run["order"], run["order"].bfloat16().float())
+
+
+def test_away_and_back_changes_nothing(results: dict) -> None:
+    run = results["offload"]
+    assert run["held"] == [0, 0, 0, 0]
+    assert run["stays"].keys() == run["leaves"].keys()
+    for name, tensor in run["stays"].items():
+        assert torch.equal(tensor, run["leaves"][name]), name
