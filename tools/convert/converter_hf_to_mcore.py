@@ -1,0 +1,117 @@
+"""Converts a Hugging Face Qwen2.5-VL folder to a Megatron distributed checkpoint (torch_dist), which loads at any layout.
+
+Memory stays at a few times the largest tensor whatever the model's size. The result holds the tensors and, in hf/, everything else of the
+source (config, tokenizer, processor). It appears under its name when it is complete and was checked, or not at all.
+"""
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_rl.config import ParallelSettings, require
+from megatron_rl.weights.checkpoints import HfSource, as_dtype
+from megatron_rl.weights.folders import copy_companions, whole_or_absent
+from megatron_rl.weights.hf_config import hf_shapes, read_config, rows_of
+from megatron_rl.weights.source import EMBEDDINGS, NamedSource
+from megatron_rl.weights.to_mcore import Import
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
+
+
+def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None, force: bool, check_logits: bool, console: Console) -> str:
+    """Write the checkpoint at `out` and return a line about it. Raises ValueError and OSError; then `out` is as it was before."""
+    from megatron_rl.policy.parallel import check_layout  # brings Megatron, whose warnings main() silences
+    from megatron_rl.policy.verify import verify
+
+    check_out(out, force=force)
+    config = read_config(hf, key="--hf")
+    check_layout(ParallelSettings(tp=tp, pp=pp), config, world_size=tp * pp)
+    stored = HfSource(hf, key="--hf")
+    source = NamedSource(stored, hf_shapes(config))
+    plan = Import(source, rows_of(config), dtype=dtype)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with whole_or_absent(out) as partial:
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("converting", total=plan.num_bytes)
+            plan.write(partial, tp=tp, progress=lambda num_bytes: bar.advance(task, num_bytes))
+        for part in copy_companions(hf, partial / "hf"):
+            console.print(f"warning: {hf} has no {part}; training needs one beside the weights", **PLAIN)
+        if dtype is not None:
+            described = partial / "hf" / "config.json"
+            described.write_text(json.dumps(as_dtype(json.loads(described.read_text()), dtype), indent=2))
+        if check_logits:
+            console.print(verify(hf, partial, dtype=dtype), **PLAIN)
+    padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]
+    left_out = f"; {padding} rows of vocabulary padding (beyond config.vocab_size) left out" if padding else ""
+    return f"{len(source.specs)} tensors as {len(plan.written)}, {plan.num_bytes:,} bytes, in {out}{left_out}"
+
+
+def check_out(out: Path, *, force: bool) -> None:
+    """Refuse to replace what is there, and, even with --force, what is no checkpoint."""
+    require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
+    replaceable = not out.exists() or (out / "metadata.json").is_file()
+    require(replaceable, "--out", out, "is no checkpoint (it has no metadata.json), so --force does not replace it")
+
+
+def find(hf: str) -> Path:
+    """A folder as it is; the name of a repository (organization/name) as the folder it was downloaded to."""
+    if Path(hf).is_dir():
+        return Path(hf)
+    require(re.fullmatch(r"[\w.-]+/[\w.-]+", hf) is not None, "--hf", hf, "is no folder, and no name on the Hugging Face Hub either")
+    try:
+        return Path(snapshot_download(hf, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"--hf={hf}: is no folder here, and the Hub did not give it ({type(error).__name__}); download it first") from error
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --hf checkpoints/Qwen2.5-VL-7B-Instruct --out checkpoints/7b_mcore
+  %(prog)s --hf Qwen/Qwen2.5-VL-3B-Instruct --out checkpoints/3b_mcore            downloads it first
+  %(prog)s --hf DIR --out DIR --tp 4 --pp 2        cut for the ranks of that layout; refused where the model does not divide
+  %(prog)s --hf DIR --out DIR --dtype bf16 --verify
+
+exit code: 0 the checkpoint is there and complete; 1 an error, said in one line, and nothing was written; 2 wrong options""",
+    )  # fmt: skip
+    parser.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder (safetensors), or a name on the Hub")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size that will read it most; any other can")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size that will read it most")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of every tensor in the result; default: as stored")
+    parser.add_argument("--verify", action="store_true", help="load the result into Megatron and compare logits with Hugging Face's")
+    parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse_arguments(arguments)
+    warnings.filterwarnings("ignore", module="megatron")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        said = convert(
+            find(given.hf), given.out, tp=given.tp, pp=given.pp, dtype=DTYPES[given.dtype] if given.dtype else None,
+            force=given.force, check_logits=given.verify, console=Console(stderr=True),
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(said)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
