@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,13 +22,14 @@ from megatron_rl.world import World
 class Run:
     """The run folder, written by the main rank alone; the clock and the returns exist on every rank."""
 
-    def __init__(self, settings: Settings, world: World, *, num_steps: int) -> None:
+    def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, returns: Sequence[float] = ()) -> None:
+        """`first_step` steps were done by an earlier life of the run, with these mean returns; what it left of later ones is forgotten."""
         self.folder = Path(settings.run.dir)
         self.final = self.folder / "final"
-        self.returns: list[float] = []
-        self.num_steps = num_steps
+        self.returns = list(returns)
+        self.num_steps, self.first_step = num_steps, first_step
         self.is_main = world.is_main
-        self.progress = Progress(num_steps, title=settings.stage) if self.is_main else None
+        self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
         if not self.is_main:
             return
@@ -36,8 +37,9 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             config = asdict(settings)
             write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            self.log = MetricsLog(self.folder, settings.wandb, config)
-            self.recorder = Recorder(self.folder, best=settings.run.record_best, worst=settings.run.record_worst)
+            self.log = MetricsLog(self.folder, settings.wandb, config, start_step=first_step)
+            best, worst = settings.run.record_best, settings.run.record_worst
+            self.recorder = Recorder(self.folder, best=best, worst=worst, start_step=first_step)
 
     @contextmanager
     def rolling_out(self, engine: Engine) -> Iterator[None]:

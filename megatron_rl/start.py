@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2_5_VLConfig
 
+from megatron_rl.checkpoints import Checkpoints, find
 from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
 from megatron_rl.evaluate import evaluate
 from megatron_rl.policy.parallel import build_layout, check_layout
@@ -30,6 +31,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     task = build_task(settings.task, {**TASKS, **(tasks or {})})
     check(settings, world.size)
     connect(world, timeout_s=settings.parallel.timeout_s)
+    checkpoint, memory = find(settings)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     renderer = Renderer(settings.model)
     is_sft = settings.stage == "sft"
@@ -41,21 +43,25 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         temperature=1.0 if is_sft else settings.algo.temperature,
         keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
     )  # fmt: skip
-    record = Run(settings, world, num_steps=sum(settings.sft.steps) if is_sft else settings.run.steps)
+    num_steps = sum(settings.sft.steps) if is_sft else settings.run.steps
+    record = Run(settings, world, num_steps=num_steps, first_step=memory.step, returns=memory.returns)
+    checkpoints = Checkpoints(settings, policy, start=checkpoint)
     if is_sft:
-        warm_start(settings, task=task, policy=policy, renderer=renderer, run=record)
+        warm_start(settings, task=task, policy=policy, renderer=renderer, run=record, checkpoints=checkpoints)
     with record.spans("start"):
         crew = build_crew(settings, renderer, world)
     if is_sft:
         with record.spans("sync"):
             crew.engine.load_weights(policy.hf_weights(), version=0)
     else:
-        train(settings, task=task, policy=policy, crew=crew, run=record)
+        train(settings, task=task, policy=policy, crew=crew, run=record, checkpoints=checkpoints)
+    with record.spans("checkpoint"):
+        checkpoints.settle()
     with record.spans("evaluate"):
         evaluation = evaluate(task, settings, crew=crew)
     with record.spans("save"), writing(record.folder):
         policy.wake()
-        policy.save(record.final)
+        policy.save_hf(record.final)
     if not is_sft and settings.run.require_improvement:
         check_improvement(record.returns)
     record.finish(evaluation)

@@ -7,6 +7,7 @@ no asynchrony. Every rank runs this function; rollouts and their credit are the 
 from megatron_rl.algo.advantages import credit, credit_report
 from megatron_rl.algo.losses import LossMetrics, grpo_loss
 from megatron_rl.batch import cut_minibatches
+from megatron_rl.checkpoints import Checkpoints
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.policy.policy import Loss, Policy
@@ -16,15 +17,16 @@ from megatron_rl.tasks.base import Task
 from megatron_rl.types import Batch
 
 
-def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Run) -> None:
+def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Run, checkpoints: Checkpoints) -> None:
     """The run's GRPO steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights."""
     algo, engine, spans = settings.algo, crew.engine, run.spans
     examples = task.examples("train")
     with spans("sync"):
-        engine.load_weights(policy.hf_weights(), version=0)
+        checkpoints.restore()
+        engine.load_weights(policy.hf_weights(), version=run.first_step)
         policy.sleep()
 
-    for step in range(settings.run.steps):
+    for step in range(run.first_step, settings.run.steps):
         dealt = deal(examples, algo.prompts_per_step, seed=settings.run.seed, step=step)
         with run.rolling_out(engine):
             rollouts = collect(task, dealt, crew=crew, samples=algo.group_size, settings=episode_settings(settings, step=step))
@@ -44,6 +46,9 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
                 attach_logprobs(policy, minibatches, "reference")
             updates = [policy.update(batches, objective(algo)) for _ in range(algo.epochs) for batches in minibatches]
 
+        with spans("checkpoint"):
+            checkpoints.begin(step + 1)
+
         with spans("sync"):
             engine.load_weights(policy.hf_weights(), version=step + 1)
             policy.sleep()
@@ -55,6 +60,8 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
                 metrics |= evaluate(task, settings, crew=crew)
         with spans("record"):
             run.record(step, rollouts, metrics)
+        with spans("checkpoint"):
+            checkpoints.step_done(step + 1, returns=run.returns, metrics=metrics)
 
 
 def objective(algo: AlgoSettings) -> Loss:

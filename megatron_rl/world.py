@@ -1,6 +1,7 @@
 """This process's place among its peers, and the group they talk through. Knows nothing of Megatron."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,3 +39,16 @@ def connect(world: World, *, timeout_s: float) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def on_main_rank(write: Callable[[], None]) -> None:
+    """Let rank 0 write something while the others wait; where it cannot, every rank raises the same OSError."""
+    error = [""]
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except OSError as reason:
+            error = [str(reason)]
+    dist.broadcast_object_list(error, src=0)
+    if error[0]:
+        raise OSError(error[0])

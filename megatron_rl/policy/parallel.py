@@ -64,7 +64,7 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
         minutes = max(1, round(parallel.timeout_s / 60))
         virtual = parallel.vpp if parallel.vpp > 1 else None
         parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, virtual, distributed_timeout_minutes=minutes)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    seed_generators(seed)
     return Layout(
         tp=parallel.tp,
         pp=parallel.pp,
@@ -78,3 +78,8 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
         sequence_parallel=parallel.sequence_parallel,
         recompute=parallel.recompute,
     )
+
+
+def seed_generators(seed: int) -> None:
+    """Megatron's streams: pipeline stages differ, data-parallel replicas do not; tensor-parallel ranks share one and own one each."""
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())

@@ -1,4 +1,4 @@
-"""The policy's verbs: logprobs, update, hf_weights, save. All of Megatron lies behind them.
+"""The policy's verbs: logprobs, update, hf_weights, save, load. All of Megatron lies behind them.
 
 Every rank calls every verb together, each with the micro-batches of its own data-parallel rank (the same ones on all its tensor- and
 pipeline-parallel peers). What comes back is on every rank.
@@ -19,6 +19,7 @@ from megatron_rl.algo.losses import LossMetrics
 from megatron_rl.batch import Piece, balance, cut, loads_of, pack
 from megatron_rl.config import ModelSettings, OptimizerSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
+from megatron_rl.policy.checkpoint import Save, TrainingState, load
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, freeze
@@ -194,7 +195,20 @@ class Policy:
         """Stream (hf_name, full tensor); a tensor may be a view of the live weights."""
         return self.export.tensors()
 
-    def save(self, out: Path) -> None:
+    @on_cpu_too
+    def save(self, folder: Path, *, optimizer: str, background: bool) -> Save:
+        """Begin to write the training state into `folder`, which exists; see checkpoint.Save. The policy may be trained on at once."""
+        return Save(self._training_state(), folder, optimizer=optimizer, background=background)
+
+    @on_cpu_too
+    def load(self, folder: Path, *, seed: int) -> None:
+        """Go on from a training state, written at whatever layout; see checkpoint.load. The reference stays what settings.path holds."""
+        load(self._training_state(), folder, seed=seed)
+
+    def _training_state(self) -> TrainingState:
+        return TrainingState(self.chunks, self.optimizer, self.schedule, self.layout)
+
+    def save_hf(self, out: Path) -> None:
         """Write a complete Hugging Face folder at `out`: this one or what was there before. Where the disk is full every rank raises OSError."""
         stream, error = self.hf_weights(), [None]
         if dist.get_rank() == 0:

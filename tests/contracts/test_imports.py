@@ -27,9 +27,10 @@ MAY_IMPORT = {
     "policy": {"weights", "cpu", "algo", "batch", *DATA},
     "run": {"observe", "algo", "rollout", *DATA},
     "evaluate": {"rollout", "tasks", *DATA},
-    "sft": {"algo", "batch", "policy", "rollout", "run", "tasks", *DATA},
-    "train": {"algo", "batch", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
-    "start": {"evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
+    "checkpoints": {"policy", "run", "weights", *DATA},
+    "sft": {"algo", "batch", "checkpoints", "policy", "rollout", "run", "tasks", *DATA},
+    "train": {"algo", "batch", "checkpoints", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
+    "start": {"checkpoints", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
 }
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
 DOORS = {"vllm": ("rollout/vllm_core.py", "rollout/sampler.py", "rollout/transfer.py"), "megatron": ("policy/", "weights/", "cpu.py")}

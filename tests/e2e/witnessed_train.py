@@ -11,7 +11,7 @@ from megatron_rl.config import OptimizerSettings, ParallelSettings
 from megatron_rl.policy.policy import Policy
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
-save = Policy.save
+save = Policy.save_hf
 
 
 def save_and_compare(self: Policy, out: Path) -> None:
@@ -29,6 +29,6 @@ def save_and_compare(self: Policy, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    Policy.save = save_and_compare
+    Policy.save_hf = save_and_compare
     sys.argv[0] = str(TRAIN)
     runpy.run_path(str(TRAIN), run_name="__main__")

@@ -1,0 +1,231 @@
+"""The policy's training state on disk: Megatron's `torch_dist` format, planned together, written by a thread, readable at any layout.
+
+A folder holds the weights under `Row.key`, optimizer tensors under keys that begin with `optimizer.`, and in common.pt what is neither:
+the number of updates, the layout, and the generators of every rank. AdamW's step and the learning rate follow from the number of updates.
+
+Writing in the background is a thread of this process with torch's FileSystemWriter, not megatron-core 0.16.1's AsyncCallsQueue
+(dist_checkpointing/strategies/async_utils.py). Its persistent worker divides by the number of GPUs and would share live CPU tensors with
+training; its temporal worker forks a process that has threads and holds gloo's sockets, so the peers of a killed rank hear of its death
+only when the fork ends, and each rank's queue is a manager process that a killed rank leaves behind.
+"""
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_rl.config import require
+from megatron_rl.policy.parallel import Layout, seed_generators
+from megatron_rl.world import on_main_rank
+
+_METADATA = {"non_homogeneous_layers": True, "distrib_optim_fully_reshardable_mem_efficient": True}
+"""Of Megatron's sharded state dicts: a key for each layer; a data-parallel group's optimizer state is gathered on its first rank's host."""
+
+
+@dataclass(slots=True, frozen=True)
+class TrainingState:
+    """What is saved and loaded: all of it lives in the policy, and loading fills it in place."""
+
+    chunks: nn.ModuleList
+    """The bare model chunks of this rank, in the order of the virtual pipeline."""
+    optimizer: ChainedOptimizer
+    schedule: OptimizerParamScheduler
+    layout: Layout
+
+
+def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
+    """Megatron's description of this rank's weights, by the number of the chunk; `dist_checkpointing.load` fills it at any layout.
+
+    The linear layers' `_extra_state` (empty but for fp8) is left out, so that files do not depend on the layer spec.
+    """
+    states = {str(number): chunk.sharded_state_dict(metadata=dict(_METADATA)) for number, chunk in enumerate(chunks)}
+    return {number: {name: part for name, part in state.items() if not name.endswith("_extra_state")} for number, state in states.items()}
+
+
+class Save:
+    """A checkpoint on its way to disk. Every rank makes it, asks it and finishes it together with the others.
+
+    What is written is the state at construction: training may go on at once.
+    """
+
+    def __init__(self, state: TrainingState, folder: Path, *, optimizer: str, background: bool) -> None:
+        """`folder` exists; `optimizer` is settings.checkpoint.optimizer. In the background, CPU tensors are copied first."""
+        self._folder = folder
+        self._common = io.BytesIO()
+        torch.save(_common(state, optimizer), self._common)
+        weights = sharded_weights(state.chunks)
+        moments = _optimizer_tensors(state.optimizer, weights, optimizer, is_loading=False)
+        sharded, _ = save_preprocess({"weights": weights, "optimizer": moments})
+        self._writer = FileSystemWriter(folder)
+        planner = MCoreSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner(mcore_to_pyt_state_dict(_own(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
+        plan, self._metadata = _plan(self._writer, planner)
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._written = self._thread.submit(lambda: self._writer.write_data(plan, planner).value())
+
+    def is_written(self) -> bool:
+        """Whether the tensors of all ranks are on disk (or one of them could not be written): `finish` will not wait for long."""
+        waiting = torch.tensor(int(not self._written.done()))
+        dist.all_reduce(waiting)
+        return int(waiting) == 0
+
+    def finish(self) -> None:
+        """Wait for all ranks and complete the folder. Where one of them could not write, every rank raises OSError."""
+        error = self._written.exception()
+        self._thread.shutdown()
+        errors: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, "" if error is None else f"rank {dist.get_rank()}: {error}")
+        failed = [text for text in errors if text]
+        if failed:
+            raise OSError(failed[0])
+        results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(self._written.result(), results)
+        on_main_rank(partial(self._complete, results))
+
+    def _complete(self, results: list) -> None:
+        self._writer.finish(self._metadata, results)
+        (self._folder / "common.pt").write_bytes(self._common.getvalue())
+        save_config(CheckpointingConfig("torch_dist"), str(self._folder))
+
+
+@torch.no_grad()
+def load(state: TrainingState, folder: Path, *, seed: int) -> None:
+    """Fill the policy from a checkpoint, whatever layout wrote it.
+
+    The generators go on where they stopped at the layout that wrote them; at another one they start anew, seeded by `seed` and the number
+    of updates. ValueError: the checkpoint is not of this model, or its optimizer state is of another layout (dp_reshardable).
+    """
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+        kind, wrote = common["optimizer_format"], common["layout"]
+        require(
+            kind == "fully_reshardable" or _told(wrote) == _told(_sizes(state)), "checkpoint.optimizer", kind,
+            f"{folder.name} was written at {_told(wrote)}, not {_told(_sizes(state))}, and only the data-parallel size may change; "
+            f"resume at {_told(wrote)} with checkpoint.optimizer=fully_reshardable and change the layout after the next checkpoint",
+        )  # fmt: skip
+        _prepare(state.optimizer)
+        sharded = sharded_weights(state.chunks)
+        wanted = {"weights": sharded, "optimizer": _optimizer_tensors(state.optimizer, sharded, kind, is_loading=True)}
+        loaded = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RAISE_ALL)
+    except (CheckpointException, CheckpointingException) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder}: cannot be loaded into this model; resume with the settings that wrote it ({reason})") from error
+    for number, chunk in enumerate(state.chunks):
+        unfilled = chunk.load_state_dict(loaded["weights"][str(number)], strict=False)
+        assert all(name.endswith("_extra_state") for name in (*unfilled.missing_keys, *unfilled.unexpected_keys)), unfilled
+    _restore(state, loaded.get("optimizer", {}), kind, common["updates"])
+    if wrote == _sizes(state):
+        _set_generators(common["generators"][dist.get_rank()])
+    else:
+        seed_generators(seed + common["updates"])
+
+
+def _common(state: TrainingState, optimizer: str) -> dict[str, object]:
+    """What is no tensor of the model: plain values and byte tensors, because Megatron reads it with weights_only."""
+    generators: list = [None] * dist.get_world_size()
+    dist.all_gather_object(generators, _generators())
+    return {"updates": state.schedule.num_steps, "optimizer_format": optimizer, "layout": _sizes(state), "generators": generators}
+
+
+def _sizes(state: TrainingState) -> dict[str, int]:
+    layout = state.layout
+    return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp}
+
+
+def _told(sizes: dict[str, int]) -> str:
+    return f"tp={sizes['tp']} pp={sizes['pp']} vpp={sizes['vpp']}"
+
+
+def _trained(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
+    """The optimizer of this rank's parameters, or nothing where all of them are frozen."""
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    assert len(parts) <= 1, "dense parameters have one distributed optimizer"
+    return parts
+
+
+def _optimizer_tensors(optimizer: ChainedOptimizer, sharded: dict[str, ShardedStateDict], kind: str, *, is_loading: bool) -> dict:
+    """Main weights and both moments, sharded as `kind` says. Empty on ranks whose data-parallel group writes elsewhere."""
+    for part in _trained(optimizer):
+        if kind == "dp_reshardable":
+            return part.sharded_param_state_dp_reshardable(sharded, is_loading, _METADATA)
+        return part.sharded_param_state_fully_reshardable(sharded, is_loading, _METADATA) or {}
+    return {}
+
+
+def _own(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
+    """What this rank writes, by key: of replicas the first; tensors on the host, and its own if `copy`."""
+    own: dict[str, list[ShardedTensor | ShardedObject]] = {}
+    for part in nested_values(sharded):
+        if not is_main_replica(part.replica_id):
+            continue
+        if isinstance(part, ShardedTensor):
+            part.data = part.data.detach().to("cpu", copy=copy)
+        own.setdefault(part.key if isinstance(part, ShardedTensor) else part.unique_key, []).append(part)
+    return own
+
+
+def _plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan, Metadata | None]:
+    """Rank 0 checks that the ranks' parts make whole tensors and hands out file names. The metadata is rank 0's, None elsewhere."""
+    is_main = dist.get_rank() == 0
+    writer.set_up_storage_writer(is_main)
+    plans = [None] * dist.get_world_size() if is_main else None
+    dist.gather_object(writer.prepare_local_plan(planner.create_local_plan()), plans)
+    metadata = None
+    if is_main:
+        plans, metadata = planner.create_global_plan(plans)
+        plans = writer.prepare_global_plan(plans)
+    mine: list = [None]
+    dist.scatter_object_list(mine, plans)
+    return planner.finish_plan(mine[0]), metadata
+
+
+def _prepare(optimizer: ChainedOptimizer) -> None:
+    """Zero moments for all that is trained, without AdamW's own step: megatron-core 0.16.1 copies by the names that the state has
+    (optimizer/distrib_optimizer.py, _set_main_param_and_optimizer_states), and its reshardable formats have no step."""
+    for part in _trained(optimizer):
+        part.optimizer.state.clear()
+        part.init_state_fn(part.optimizer, part.config)
+
+
+def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> None:
+    for part in _trained(state.optimizer):
+        if kind == "dp_reshardable":
+            part.load_parameter_state_from_dp_reshardable(tensors)
+        else:
+            part.load_parameter_state_from_fully_reshardable(tensors)
+        for moments in part.optimizer.state.values():  # where torch's AdamW looks...
+            moments["step"] = torch.tensor(float(updates))
+        for group in part.optimizer.param_groups:  # ...and Transformer Engine's
+            group["step"] = updates
+    state.schedule.num_steps = updates
+    state.schedule.step(0)
+
+
+def _generators() -> dict[str, torch.Tensor]:
+    """States of the host's and the device's generator and of Megatron's own streams (dropout under tensor parallelism)."""
+    streams = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **{f"stream {name}": s for name, s in streams.items()}}
+
+
+def _set_generators(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["host"])
+    torch.cuda.set_rng_state(states["device"])
+    streams = {name.removeprefix("stream "): s for name, s in states.items() if name.startswith("stream ")}
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams)
