@@ -42,6 +42,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
         temperature=1.0 if is_sft else settings.algo.temperature,
         keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
+        lora=settings.lora, seed=settings.run.seed,
     )  # fmt: skip
     num_steps = sum(settings.sft.steps) if is_sft else settings.run.steps
     record = Run(settings, world, num_steps=num_steps, first_step=memory.step, returns=memory.returns)
@@ -62,6 +63,8 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     with record.spans("save"), writing(record.folder):
         policy.wake()
         policy.save_hf(record.final)
+        if settings.lora.rank:
+            policy.save_adapter(record.folder / "adapter")
     if not is_sft and settings.run.require_improvement:
         check_improvement(record.returns)
     record.finish(evaluation)
@@ -77,6 +80,8 @@ def check(settings: Settings, world_size: int) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path={folder}: its config.json cannot be read; copy the folder again ({error})") from error
     check_layout(settings.parallel, model, world_size)
+    frozen = settings.model.frozen
+    require(not frozen or not settings.lora.rank, "model.frozen", frozen, "with lora.rank the whole base is frozen; choose what is trained by lora.targets")
     engine: EngineSettings = settings.engine
     require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
     heads = model.text_config.num_key_value_heads

@@ -8,16 +8,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import nn
 
 from megatron_rl.config import OptimizerSettings
+from megatron_rl.weights.stream import is_adapter
 
 _NAMES = {"vision": ("vision.patch_embed.*", "vision.blocks.*"), "merger": ("vision.merger.*",), "language": ("language.*",)}
 """Parts of the model (config.PARTS) as patterns over a chunk's parameter names."""
 
 
-def freeze(chunk: nn.Module, parts: list[str]) -> None:
-    """Switch gradients off before the gradient buffers are made: frozen parts get none, and no optimizer state."""
+def freeze(chunk: nn.Module, parts: list[str], *, all_but_adapters: bool) -> None:
+    """Switch gradients off before the gradient buffers are made: what is frozen gets none, and no optimizer state."""
     prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in _NAMES[part])
     for name, parameter in chunk.named_parameters():
-        if name.startswith(prefixes):
+        if name.startswith(prefixes) or (all_but_adapters and not is_adapter(name)):
             parameter.requires_grad = False
 
 

@@ -13,19 +13,21 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
-from transformers import Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextConfig
 
 from megatron_rl.algo.losses import LossMetrics
 from megatron_rl.batch import Piece, balance, cut, loads_of, pack
-from megatron_rl.config import ModelSettings, OptimizerSettings, ParallelSettings
+from megatron_rl.config import LoraSettings, ModelSettings, OptimizerSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.checkpoint import Save, TrainingState, load
 from megatron_rl.policy.logprobs import Distribution, banned_mask
+from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, freeze
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.qwen2_5_vl import Qwen2_5_VL, uses_transformer_engine
 from megatron_rl.types import Batch
+from megatron_rl.weights.adapters import adapter_table, load_peft, peft_config, start_adapters, write_peft
 from megatron_rl.weights.mapping import Heads, table
 from megatron_rl.weights.stream import Export, Shards, load_hf
 from megatron_rl.weights.tensors import HfTensors, write_hf_folder
@@ -46,27 +48,18 @@ class Policy:
         parallel: ParallelSettings,
         optimizer: OptimizerSettings,
         num_updates: int,
+        lora: LoraSettings | None = None,
+        seed: int = 0,
         banned_ids: list[int],
         image_token_id: int,
         temperature: float = 1.0,
         keep_reference: bool = False,
         bucket_mib: int = 256,
     ) -> None:
+        """Without `lora` the model itself is trained. `seed` is that of new adapters."""
         self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
-        config = Qwen2_5_VLConfig.from_pretrained(settings.path)
-        text = config.text_config
-        self.chunks = nn.ModuleList(Qwen2_5_VL(config, layout, getattr(torch, settings.dtype), chunk=chunk) for chunk in range(layout.vpp))
-        if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
-            self.chunks.cuda()
-        heads = Heads(text.num_attention_heads, text.num_key_value_heads, text.hidden_size // text.num_attention_heads)
-        source = HfTensors(settings.path)
-        vision_names = sorted(name.removeprefix("visual.") for name in source.names() if name.startswith("visual."))
-        rows = table(num_layers=text.num_hidden_layers, heads=heads, tied=text.tie_word_embeddings, vision_names=vision_names)
-        shards = Shards(
-            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group,
-            chunks=layout.vpp, layers_per_chunk=text.num_hidden_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(),
-        )  # fmt: skip
-        load_hf(self.chunks, rows, shards, source)
+        self.lora = lora or LoraSettings()
+        text = self._load(seed=seed, bucket_bytes=bucket_mib << 20)
         self.device = next(self.chunks.parameters()).device
         vocabulary = text.vocab_size // layout.tp
         first_id = layout.tp_rank * vocabulary
@@ -77,14 +70,41 @@ class Policy:
         self.schedule = build_schedule(self.optimizer, optimizer, num_updates)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
-        self.export = Export(self.chunks, rows, shards, bucket_bytes=bucket_mib << 20)
         self.offload = Offload(self.model) if parallel.offload_parameters else None
-        self.reference = [parameter.detach().to("cpu", copy=True) for parameter in self.chunks.parameters()] if keep_reference else None
+        keep = keep_reference and not self.lora.rank
+        self.reference = [parameter.detach().to("cpu", copy=True) for parameter in self.chunks.parameters()] if keep else None
+
+    def _load(self, *, seed: int, bucket_bytes: int) -> Qwen2_5_VLTextConfig:
+        """The chunks with their weights and adapters, and how these leave again."""
+        settings, layout, lora = self.settings, self.layout, self.lora
+        config = Qwen2_5_VLConfig.from_pretrained(settings.path)
+        text, dtype = config.text_config, getattr(torch, settings.dtype)
+        self.chunks = nn.ModuleList(Qwen2_5_VL(config, layout, dtype, lora=lora, chunk=chunk) for chunk in range(layout.vpp))
+        if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
+            self.chunks.cuda()
+        heads = Heads(text.num_attention_heads, text.num_key_value_heads, text.hidden_size // text.num_attention_heads)
+        source = HfTensors(settings.path)
+        vision_names = sorted(name.removeprefix("visual.") for name in source.names() if name.startswith("visual."))
+        rows = table(num_layers=text.num_hidden_layers, heads=heads, tied=text.tie_word_embeddings, vision_names=vision_names)
+        shards = Shards(
+            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group,
+            chunks=layout.vpp, layers_per_chunk=text.num_hidden_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
+        )  # fmt: skip
+        load_hf(self.chunks, rows, shards, source)
+        targets = lora.targets if lora.rank else []
+        adapter_rows = adapter_table(targets=targets, num_layers=text.num_hidden_layers, vision_names=vision_names)
+        if lora.path:
+            load_peft(self.chunks, adapter_rows, shards, Path(lora.path), rank=lora.rank, alpha=lora.alpha)
+        else:
+            start_adapters(self.chunks, adapter_rows, shards, seed=seed)
+        self.export = Export(self.chunks, rows, shards, bucket_bytes=bucket_bytes, merged=merged_weights(self.chunks))
+        self.adapters = Export(self.chunks, adapter_rows, shards, bucket_bytes=bucket_bytes)
+        return text
 
     def _with_gradients(self) -> list[DistributedDataParallel]:
         """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32."""
         for chunk in self.chunks:
-            freeze(chunk, self.settings.frozen)
+            freeze(chunk, self.settings.frozen, all_but_adapters=self.lora.rank > 0)
             chunk.config.finalize_model_grads_func = finalize_model_grads
         in_fp32 = self.chunks[0].config.params_dtype != torch.float32
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32)
@@ -105,9 +125,12 @@ class Policy:
 
     @on_cpu_too
     def logprobs(self, batches: list[Batch], *, weights: str = "current") -> list[torch.Tensor]:
-        """Logprob of each target [T] under the current or the reference weights; 0 where mask_T is False."""
+        """Logprob of each target [T] under the current or the reference weights; 0 where mask_T is False. Without dropout."""
         if weights == "current":
             return self._logprobs(batches)
+        if self.lora.rank:
+            with adapters_off(self.chunks):
+                return self._logprobs(batches)
         assert weights == "reference" and self.reference is not None, "the policy was built without keep_reference"
         parameters = list(self.chunks.parameters())
         with torch.no_grad():
@@ -169,6 +192,7 @@ class Policy:
             rows_R = batch.mask_T.nonzero()[:, 0]
             return model(batch, rows_R), partial(on_hidden, batch, rows_R)
 
+        self.chunks.train(not forward_only)
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(padded) for _ in self.model],
@@ -192,7 +216,7 @@ class Policy:
             self.offload.come_back()
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream (hf_name, full tensor); a tensor may be a view of the live weights."""
+        """Stream (hf_name, full tensor), adapters merged in; a tensor may be a view of the live weights."""
         return self.export.tensors()
 
     @on_cpu_too
@@ -210,17 +234,28 @@ class Policy:
 
     def save_hf(self, out: Path) -> None:
         """Write a complete Hugging Face folder at `out`: this one or what was there before. Where the disk is full every rank raises OSError."""
-        stream, error = self.hf_weights(), [None]
-        if dist.get_rank() == 0:
-            try:
-                write_hf_folder(out, stream, like=Path(self.settings.path))
-            except OSError as reason:
-                error = [str(reason)]
-        for _ in stream:
-            pass
-        dist.broadcast_object_list(error, src=0)
-        if error[0] is not None:
-            raise OSError(error[0])
+        _write_on_main(self.hf_weights(), lambda stream: write_hf_folder(out, stream, like=Path(self.settings.path)))
+
+    def save_adapter(self, out: Path) -> None:
+        """Write the adapters as a PEFT folder at `out`, under the same promise as `save`."""
+        lora = self.lora
+        config = peft_config(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path)
+        _write_on_main(self.adapters.tensors(), lambda stream: write_peft(out, stream, config))
+
+
+def _write_on_main(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+    """Hand rank 0's stream to `write`; every rank takes part in it to its end, and raises the OSError that rank 0 met."""
+    error = [None]
+    if dist.get_rank() == 0:
+        try:
+            write(stream)
+        except OSError as reason:
+            error = [str(reason)]
+    for _ in stream:
+        pass
+    dist.broadcast_object_list(error, src=0)
+    if error[0] is not None:
+        raise OSError(error[0])
 
 
 def _copy_into(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:

@@ -12,7 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers import Qwen2_5_VLConfig
 
+from megatron_rl.config import LoraSettings
 from megatron_rl.policy.attention import PackedCoreAttention, SharedPromptParams
+from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.vision import encode_images, vision_tower
 from megatron_rl.types import Batch
@@ -33,9 +35,9 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def uses_transformer_engine() -> bool:
-    """Whether the language model's layers are Transformer Engine's: where it is installed and has a GPU to run on."""
-    return HAVE_TE and torch.cuda.is_available()
+def uses_transformer_engine(lora: LoraSettings) -> bool:
+    """Whether the language model's layers are Transformer Engine's: where it is installed, has a GPU to run on, and no adapters to carry."""
+    return HAVE_TE and torch.cuda.is_available() and not lora.rank
 
 
 def megatron_config(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -92,14 +94,16 @@ def _recompute(what: str) -> dict[str, object]:
     return {}
 
 
-def _layer_specs(num_layers: int) -> TransformerBlockSubmodules:
-    if uses_transformer_engine():
+def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings) -> TransformerBlockSubmodules:
+    if uses_transformer_engine(lora):
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=[get_gpt_layer_with_transformer_engine_spec()] * num_layers, layer_norm=TENorm)
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    if lora.rank:
+        adapt_layers(layer, lora, config)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
@@ -109,7 +113,7 @@ class Qwen2_5_VL(MegatronModule):
     `forward` gives the hidden states that travel on to the next chunk; on the last chunk those of the asked rows, for `head`.
     """
 
-    def __init__(self, model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, chunk: int = 0) -> None:
+    def __init__(self, model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, chunk: int = 0) -> None:
         config = megatron_config(model, layout, dtype)
         super().__init__(config=config)
         text = model.text_config
@@ -119,10 +123,11 @@ class Qwen2_5_VL(MegatronModule):
         self.post_process = layout.is_last_stage and chunk == layout.vpp - 1
         self.vp_stage = chunk
         self.num_images_encoded = 0
+        self.uses_transformer_engine = uses_transformer_engine(lora)
         self.share_embeddings_and_output_weights = text.tie_word_embeddings
         self.language = GPTModel(
             config,
-            _layer_specs(text.num_hidden_layers // (layout.pp * layout.vpp)),
+            _layer_specs(text.num_hidden_layers // (layout.pp * layout.vpp), config, lora),
             vocab_size=text.vocab_size,
             max_sequence_length=text.max_position_embeddings,
             pre_process=self.pre_process,
@@ -133,7 +138,7 @@ class Qwen2_5_VL(MegatronModule):
             scatter_embedding_sequence_parallel=False,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
-        self.vision = vision_tower(model, layout, dtype) if self.pre_process else None
+        self.vision = vision_tower(model, layout, dtype, lora=lora) if self.pre_process else None
         if self.post_process:
             # The head's input is gathered and cut to the rows that matter in forward, not inside the output layer.
             self.language.output_layer.sequence_parallel = False
@@ -150,7 +155,7 @@ class Qwen2_5_VL(MegatronModule):
         hidden = self._embed(batch) if self.pre_process else None
         rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
         hidden = self.language.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=_packed(batch.cu_seqlens_S1, batch.prefix_S)
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=self._packed(batch)
         )
         if not self.post_process:
             return hidden
@@ -171,24 +176,25 @@ class Qwen2_5_VL(MegatronModule):
             vision_VH, encoded = encode_images(self.vision, batch.patch_PC.to(embedded.dtype), batch.grid_I3, self.layout)
             self.num_images_encoded += encoded
             embedded = embedded.index_copy(0, batch.vision_position_V, vision_VH[batch.vision_row_V][:, None].to(embedded.dtype))
-        if self.layout.recompute == "full" and torch.is_grad_enabled() and not embedded.requires_grad:
-            # Megatron's recomputation is reentrant: a layer whose input needs no gradient would give its weights none.
+        if torch.is_grad_enabled() and not embedded.requires_grad:
+            # Where embeddings are frozen, tensor-parallel ranks without an image must still meet the others' all-reduces in the backward
+            # pass; and Megatron's recomputation is reentrant: a layer whose input needs no gradient would give its weights none.
             embedded.requires_grad_()
         return scatter_to_sequence_parallel_region(embedded) if self.layout.sequence_parallel else embedded
 
-
-def _packed(cu_seqlens_S1: torch.Tensor, prefix_S: list[int]) -> SharedPromptParams:
-    """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences;
-    Transformer Engine's attention reads them too, and gets the sequences' own."""
-    whole = cu_seqlens_S1 if uses_transformer_engine() else cu_seqlens_S1[[0, -1]]
-    longest = int((cu_seqlens_S1[1:] - cu_seqlens_S1[:-1]).max())
-    return SharedPromptParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens_S1,
-        cu_seqlens_kv=cu_seqlens_S1,
-        cu_seqlens_q_padded=whole,
-        cu_seqlens_kv_padded=whole,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        prefix_S=prefix_S,
-    )
+    def _packed(self, batch: Batch) -> SharedPromptParams:
+        """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences;
+        Transformer Engine's attention reads them too, and gets the sequences' own."""
+        cu_seqlens_S1 = batch.cu_seqlens_S1
+        whole = cu_seqlens_S1 if self.uses_transformer_engine else cu_seqlens_S1[[0, -1]]
+        longest = int((cu_seqlens_S1[1:] - cu_seqlens_S1[:-1]).max())
+        return SharedPromptParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens_S1,
+            cu_seqlens_kv=cu_seqlens_S1,
+            cu_seqlens_q_padded=whole,
+            cu_seqlens_kv_padded=whole,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            prefix_S=batch.prefix_S,
+        )

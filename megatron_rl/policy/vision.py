@@ -10,15 +10,21 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+from megatron_rl.config import LoraSettings
 from megatron_rl.policy.attention import VISION_ATTENTION
+from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
 
-def vision_tower(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> Qwen2_5_VisionTransformerPretrainedModel:
+def vision_tower(
+    model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings
+) -> Qwen2_5_VisionTransformerPretrainedModel:
     tower = Qwen2_5_VisionTransformerPretrainedModel(model.vision_config).to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     if layout.recompute == "full":
         tower.gradient_checkpointing_enable({"use_reentrant": False})
+    if lora.rank:
+        adapt_vision(tower, lora)
     for parameter in tower.parameters():
         # Megatron averages these gradients over tensor-parallel ranks after backward; encode_images makes the average the sum.
         parameter.average_gradients_across_tp_domain = True

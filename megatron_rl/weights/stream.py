@@ -1,13 +1,13 @@
 """Weights in and out of a live Megatron model through the table: Hugging Face tensors in, (hf_name, tensor) stream out in bounded memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.weights.mapping import Row
+from megatron_rl.weights.mapping import Row, Tensors
 from megatron_rl.weights.tensors import HfTensors
 
 
@@ -70,17 +70,32 @@ def load_hf(chunks: nn.ModuleList, rows: list[Row], shards: Shards, source: HfTe
             f"model.path={source.folder}: the checkpoint and the model differ. Missing in the checkpoint: {missing[:4]} ({len(missing)}); "
             f"unknown to the model: {unknown[:4]} ({len(unknown)}). Its config.json must describe these tensors"
         )
-    parameters = dict(chunks.named_parameters())
+    base = {name: parameter for name, parameter in chunks.named_parameters() if not is_adapter(name)}
+    fill(base, rows, shards, lambda row, _shape: tuple(source.read(name) for name in row.hf))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, or a key of a distributed checkpoint, is a LoRA adapter's (weights/adapters.py)."""
+    return ".lora_" in name
+
+
+def fill(parameters: dict[str, nn.Parameter], rows: list[Row], shards: Shards, tensors: Callable[[Row, torch.Size], Tensors]) -> None:
+    """Give every one of these parameters its value. `tensors` gives a row's full HF tensors; it is told the size of the whole parameter.
+
+    Raises ValueError where the shapes differ.
+    """
+    left = dict(parameters)
     for row in _mine(rows, shards, parameters):
-        parameter = parameters.pop(shards.local_name(row))
-        value = row.to_mcore(tuple(source.read(name) for name in row.hf), shards.tp_rank, shards.tp)
+        parameter = left.pop(shards.local_name(row))
+        whole = [size * shards.tp if dim == row.shard_dim else size for dim, size in enumerate(parameter.shape)]
+        value = row.to_mcore(tensors(row, torch.Size(whole)), shards.tp_rank, shards.tp)
         if value.shape != parameter.shape:
             raise ValueError(f"{', '.join(row.hf)}: shape {tuple(value.shape)} after conversion, but {row.mcore} has {tuple(parameter.shape)}")
         with torch.no_grad():
             parameter.copy_(value)
         # Megatron's own initialization, which is skipped, would say so; the gradient norm counts unmarked parameters as copies.
         parameter.tensor_model_parallel = row.shard_dim is not None
-    assert not parameters, f"parameters in no row of the table: {sorted(parameters)}"
+    assert not left, f"parameters in no row of the table: {sorted(left)}"
 
 
 def _mine(rows: list[Row], shards: Shards, parameters: dict[str, nn.Parameter]) -> Iterator[Row]:
@@ -96,7 +111,11 @@ class Export:
     Rows are gathered in buckets: one all-gather over tensor-parallel ranks and one broadcast from the owning stage a bucket.
     """
 
-    def __init__(self, chunks: nn.ModuleList, rows: list[Row], shards: Shards, *, bucket_bytes: int) -> None:
+    def __init__(
+        self, chunks: nn.ModuleList, rows: list[Row], shards: Shards, *,
+        bucket_bytes: int, merged: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+    ) -> None:  # fmt: skip
+        """`merged`: for parameters that leave in another form than they are stored (adapters merged in), by local name, their makers."""
         self.shards = shards
         parameters = dict(chunks.named_parameters())
         rows = [row for row in rows if row.exported]
@@ -107,6 +126,8 @@ class Export:
         any_parameter = next(iter(parameters.values()))
         self.dtype, self.device = any_parameter.dtype, any_parameter.device
         self.parameters = mine
+        names = {row.mcore: shards.local_name(row) for row in rows}
+        self.merged = {name: merged[names[name]] for name in mine if merged and names[name] in merged}
         self.buckets = _buckets(rows, shapes, shards, bucket_bytes // self.dtype.itemsize)
         self.shapes = shapes
 
@@ -115,7 +136,11 @@ class Export:
         for bucket in self.buckets:
             shards_by_row = self._gather(bucket)
             for row in bucket:
-                yield from zip(row.hf, row.to_hf([shard.detach() for shard in shards_by_row[row.mcore]]), strict=True)
+                yield from zip(row.hf, row.to_hf(shards_by_row[row.mcore]), strict=True)
+
+    def _value(self, row: Row) -> torch.Tensor:
+        """This rank's shard."""
+        return self.merged[row.mcore]() if row.mcore in self.merged else self.parameters[row.mcore].detach()
 
     def _gather(self, bucket: list[Row]) -> dict[str, list[torch.Tensor]]:
         """Every tensor-parallel shard of each row of the bucket, in rank order (replicated rows: one)."""
@@ -123,11 +148,11 @@ class Export:
         is_cut = bucket[0].shard_dim is not None
         copies = self.shards.tp if is_cut else 1
         if self.shards.pp == 1 and copies == 1:
-            return {row.mcore: [self.parameters[row.mcore]] for row in bucket}
+            return {row.mcore: [self._value(row)] for row in bucket}
         sizes = [self.shapes[row.mcore].numel() for row in bucket]
         flat = torch.empty(copies, sum(sizes), dtype=self.dtype, device=self.device)
         if owner == self.shards.pp_rank:
-            local = torch.cat([self.parameters[row.mcore].detach().flatten() for row in bucket])
+            local = torch.cat([self._value(row).flatten() for row in bucket])
             if copies > 1:
                 dist.all_gather(list(flat.unbind(0)), local, group=self.shards.tp_group)
             else:

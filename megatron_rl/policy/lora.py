@@ -1,0 +1,211 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on the linear layers of a frozen model, at any tensor-parallel size.
+
+A layer's output grows by alpha / rank * B A dropout(x). Every Hugging Face projection has its own A [rank, inputs] and B [outputs, rank],
+as in PEFT, so a Megatron linear that fuses several projections holds several, and computes them as one: the A's stacked, the B's on the
+blocks of a matrix whose rows are then ordered as the fused weight's are. What crosses tensor-parallel ranks is A's output alone,
+[tokens, projections * rank]. Projections that a linear fuses share one dropout mask (PEFT draws one each).
+
+Parameters: `<linear>.adapter.lora_a.<projection>` and `lora_b`; those of the base keep their names.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import nn
+from torch.nn.functional import dropout, linear
+
+from megatron_rl.config import LoraSettings
+from megatron_rl.weights.adapters import is_vision_target, projection
+from megatron_rl.weights.mapping import Heads, Tensors, fuse_halves, fuse_qkv
+
+Fuse = Callable[[Tensors], torch.Tensor]
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+Randomness = Callable[[], AbstractContextManager]
+
+
+def _same_on_ranks() -> AbstractContextManager:
+    """Tensor-parallel ranks draw the same numbers; recomputation draws them again (megatron-core 0.16.1, tensor_parallel/random.py)."""
+    return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
+
+
+def _own_of_rank() -> AbstractContextManager:
+    return get_cuda_rng_tracker().fork()
+
+
+class Adapter(nn.Module):
+    """The adapters of one linear layer; sizes are this rank's."""
+
+    def __init__(
+        self, lora: LoraSettings, num_inputs: int, num_outputs: dict[str, int], *,
+        dtype: torch.dtype, fuse: Fuse | None = None, exchange: Exchange | None = None, randomness: Randomness = nullcontext,
+    ) -> None:  # fmt: skip
+        """num_outputs: by projection, in the order in which `fuse` takes them. `exchange` carries A's output [..., projections * rank]
+        between ranks. Dropout draws under `randomness`."""
+        super().__init__()
+        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.fuse, self.exchange, self.randomness = fuse, exchange, randomness
+        self.enabled = True
+        # From pairs: a ParameterDict sorts the keys of a dict, and `fuse` reads the values in order.
+        self.lora_a = nn.ParameterDict([(name, nn.Parameter(torch.empty(lora.rank, num_inputs, dtype=dtype))) for name in num_outputs])
+        self.lora_b = nn.ParameterDict([(name, nn.Parameter(torch.empty(size, lora.rank, dtype=dtype))) for name, size in num_outputs.items()])
+
+    def forward(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output for x with the adapters' part; while they are off, the output itself."""
+        if not self.enabled:
+            return output
+        if self.training and self.dropout > 0:
+            with self.randomness():
+                x = dropout(x, self.dropout)
+        low = linear(x, self._stacked_a())
+        return output + self.scale * linear(self.exchange(low) if self.exchange else low, self._fused_b())
+
+    def _stacked_a(self) -> torch.Tensor:
+        return torch.cat(list(self.lora_a.values()))
+
+    def _fused_b(self) -> torch.Tensor:
+        blocks = list(self.lora_b.values())
+        diagonal = torch.block_diag(*blocks)
+        return self.fuse(diagonal.split([len(block) for block in blocks])) if self.fuse else diagonal
+
+    @torch.no_grad()
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """A new tensor: this rank's shard of the weight with the adapters in it, added up in fp32."""
+        return (weight.float() + self.scale * (self._fused_b().float() @ self._stacked_a().float())).to(weight.dtype)
+
+
+class LoraColumnParallelLinear(ColumnParallelLinear):
+    """Outputs are cut: so is B, while A is whole on every rank."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *,
+        config: TransformerConfig, lora: LoraSettings, num_outputs: dict[str, int], fuse: Fuse, **options: object,
+    ) -> None:  # fmt: skip
+        super().__init__(input_size, output_size, config=config, **options)
+        assert sum(num_outputs.values()) == self.output_size_per_partition
+        if self.sequence_parallel:
+            exchange, randomness = partial(gather_from_sequence_parallel_region, group=self.tp_group), _own_of_rank
+        else:
+            exchange, randomness = partial(copy_to_tensor_model_parallel_region, group=self.tp_group), _same_on_ranks
+        self.adapter = Adapter(
+            lora, input_size, num_outputs, dtype=config.params_dtype, fuse=fuse, exchange=exchange, randomness=randomness
+        )
+        for a in self.adapter.lora_a.values():
+            a.sequence_parallel = self.sequence_parallel  # each rank saw its own tokens: Megatron adds the gradients up
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return self.adapter(output, input_), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        axes = {"weight": 0, "bias": 0, **{f"adapter.lora_b.{name}": 0 for name in self.adapter.lora_b}}
+        return _sharded(self, axes, prefix, sharded_offsets, metadata)
+
+
+class LoraRowParallelLinear(RowParallelLinear):
+    """Inputs are cut: so is A, while B is whole on every rank."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, lora: LoraSettings, name: str, **options: object
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+        self.adapter = Adapter(
+            lora, self.input_size_per_partition, {name: output_size},
+            dtype=config.params_dtype, exchange=partial(reduce, group=self.tp_group), randomness=_own_of_rank,
+        )  # fmt: skip
+        for b in self.adapter.lora_b.values():
+            b.sequence_parallel = self.sequence_parallel
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return self.adapter(output, input_), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        axes = {"weight": 1, **{f"adapter.lora_a.{name}": 1 for name in self.adapter.lora_a}}
+        return _sharded(self, axes, prefix, sharded_offsets, metadata)
+
+
+def _sharded(
+    module: LoraColumnParallelLinear | LoraRowParallelLinear, axes: dict[str, int], prefix: str, offsets: tuple, metadata: dict
+) -> dict:
+    state = module.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(
+        state, prefix, axes, offsets, tp_group=module.tp_group, dp_cp_group=metadata["dp_cp_group"]
+    )
+
+
+class LoraLinear(nn.Linear):
+    """A linear of the vision tower, whole on every rank, with the parameters of the one it replaces."""
+
+    def __init__(self, base: nn.Linear, lora: LoraSettings, *, name: str) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.adapter = Adapter(lora, base.in_features, {name: base.out_features}, dtype=base.weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(super().forward(x), x)
+
+
+def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
+    """Put adapted linears into the (local) spec of a language model's layer, where the targets say so."""
+    tp, dim = config.tensor_model_parallel_size, config.kv_channels
+    heads = Heads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
+
+    def column(num_outputs: dict[str, int], fuse: Fuse) -> ModuleSpec:
+        return ModuleSpec(LoraColumnParallelLinear, params={"lora": lora, "num_outputs": num_outputs, "fuse": fuse})
+
+    def row(name: str) -> ModuleSpec:
+        return ModuleSpec(LoraRowParallelLinear, params={"lora": lora, "name": name})
+
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    if "attention" in lora.targets:
+        outputs = {"q_proj": heads.num_query * dim, "k_proj": heads.num_kv * dim, "v_proj": heads.num_kv * dim}
+        attention.linear_qkv, attention.linear_proj = column(outputs, partial(fuse_qkv, heads=heads)), row("o_proj")
+    if "mlp" in lora.targets:
+        rows = config.ffn_hidden_size // tp
+        mlp.linear_fc1, mlp.linear_fc2 = column({"gate_proj": rows, "up_proj": rows}, fuse_halves), row("down_proj")
+
+
+def adapt_vision(tower: nn.Module, lora: LoraSettings) -> None:
+    """Replace the vision tower's linears that the targets name."""
+    for name, module in list(tower.named_modules()):
+        if is_vision_target(name, lora.targets):
+            tower.set_submodule(name, LoraLinear(module, lora, name=projection(name)))
+
+
+def _adapters(chunks: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    return ((name, module) for name, module in chunks.named_modules() if isinstance(module, Adapter))
+
+
+@contextmanager
+def adapters_off(chunks: nn.Module) -> Iterator[None]:
+    """The base model, bit for bit."""
+    adapters: Sequence[Adapter] = [adapter for _, adapter in _adapters(chunks)]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
+
+
+def merged_weights(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
+    """By the name of each adapted weight: what makes this rank's shard of it with the adapters merged in."""
+    linears = ((name.removesuffix(".adapter"), adapter) for name, adapter in _adapters(chunks))
+    return {f"{name}.weight": partial(adapter.merged, chunks.get_submodule(name).weight) for name, adapter in linears}

@@ -1,0 +1,161 @@
+"""LoRA adapters (arXiv 2106.09685) in and out of PEFT's format, through a table of their own.
+
+PEFT keeps one adapter for each Hugging Face linear layer: lora_A [rank, inputs] and lora_B [outputs, rank]; the layer's output grows by
+alpha / rank * B A x. Ours sit beside Megatron's (fused) linears under the same cut: `<linear>.adapter.lora_a.<projection>`.
+"""
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from megatron_rl.weights.folders import whole_or_absent
+from megatron_rl.weights.mapping import PEFT_PREFIX, Row, Tensors
+from megatron_rl.weights.stream import Shards, fill, is_adapter
+from megatron_rl.weights.tensors import HfTensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+LANGUAGE = {
+    "attention": (
+        ("self_attention.linear_qkv", "self_attn.q_proj", 0),
+        ("self_attention.linear_qkv", "self_attn.k_proj", 0),
+        ("self_attention.linear_qkv", "self_attn.v_proj", 0),
+        ("self_attention.linear_proj", "self_attn.o_proj", 1),
+    ),
+    "mlp": (
+        ("mlp.linear_fc1", "mlp.gate_proj", 0),
+        ("mlp.linear_fc1", "mlp.up_proj", 0),
+        ("mlp.linear_fc2", "mlp.down_proj", 1),
+    ),
+}
+"""Targets in the language model: Megatron's linear, HF's projection, the dimension of its weight that tensor parallelism cuts."""
+VISION = {
+    "vision": r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(gate_proj|up_proj|down_proj))",
+    "projector": r"merger\.mlp\.[02]",
+}
+"""Targets in the vision tower, as patterns over the names of its modules, which are HF's own and not cut."""
+
+
+def projection(module: str) -> str:
+    """The last part of an HF module's name, by which an adapter is called: model.layers.0.self_attn.q_proj -> q_proj."""
+    return module.rpartition(".")[2]
+
+
+def is_vision_target(module: str, targets: Sequence[str]) -> bool:
+    return any(re.fullmatch(pattern, module) for target, pattern in VISION.items() if target in targets)
+
+
+def adapter_table(*, targets: Sequence[str], num_layers: int, vision_names: Sequence[str]) -> list[Row]:
+    """Every adapter tensor once; `vision_names` are the HF vision tower's parameters (without the `visual.` prefix)."""
+    rows = []
+    for layer in range(num_layers):
+        for linear, hf, cut in (entry for target, entries in LANGUAGE.items() if target in targets for entry in entries):
+            rows.extend(_pair(f"language.decoder.layers.{layer}.{linear}", f"model.layers.{layer}.{hf}", f"layer:{layer}", cut=cut))
+    modules = sorted(name.removesuffix(".weight") for name in vision_names if name.endswith(".weight"))
+    for module in modules:
+        if is_vision_target(module, targets):
+            rows.extend(_pair(f"vision.{module}", f"visual.{module}", "first", cut=None))
+    return rows
+
+
+def _pair(linear: str, hf: str, stage: str, *, cut: int | None) -> list[Row]:
+    """Rows of the weight cut: the ranks' own outputs, hence of B. Columns cut: their own inputs, hence of A."""
+    name = projection(hf)
+    return [
+        Row(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
+        Row(f"{linear}.adapter.lora_b.{name}", (f"{hf}.lora_B.weight",), stage, shard_dim=0 if cut == 0 else None),
+    ]
+
+
+def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in chunks.named_parameters() if is_adapter(name)}
+
+
+def start_adapters(chunks: nn.ModuleList, rows: list[Row], shards: Shards, *, seed: int) -> None:
+    """PEFT's start: B zero, A uniform in +-1 / sqrt(inputs). The numbers depend on the seed and the layer's name, not on the layout."""
+
+    def value(row: Row, shape: Sequence[int]) -> Tensors:
+        whole = torch.zeros(shape)
+        if ".lora_a." in row.mcore:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {row.hf[0]}".encode()))
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        return (whole,)
+
+    fill(_parameters(chunks), rows, shards, value)
+
+
+def load_peft(chunks: nn.ModuleList, rows: list[Row], shards: Shards, folder: Path, *, rank: int, alpha: float) -> None:
+    """Fill the adapters from a PEFT folder. Raises ValueError where rank, alpha, targets or kind differ from what is asked for."""
+    _check_config(folder, rank=rank, alpha=alpha)
+    source = HfTensors(folder, key="lora.path")
+    wanted = {name for row in rows for name in row.hf}
+    missing, unknown = sorted(wanted - source.names()), sorted(source.names() - wanted)
+    if missing or unknown:
+        raise ValueError(
+            f"lora.path={folder}: the adapter and lora.targets differ. Missing in the adapter: {missing[:3]} ({len(missing)}); "
+            f"not among the targets: {unknown[:3]} ({len(unknown)}). State the adapter's own targets"
+        )
+    fill(_parameters(chunks), rows, shards, lambda row, _shape: tuple(source.read(name) for name in row.hf))
+
+
+def _check_config(folder: Path, *, rank: int, alpha: float) -> None:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"lora.path={folder}: there is no {CONFIG} in it; give a PEFT folder")
+    config = json.loads(path.read_text())
+    if config["peft_type"] != "LORA":
+        raise ValueError(f"lora.path={folder}: its peft_type is {config['peft_type']}; only LORA is understood")
+    for key, stated in (("r", rank), ("lora_alpha", alpha)):
+        if config[key] != stated:
+            setting = {"r": "lora.rank", "lora_alpha": "lora.alpha"}[key]
+            raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {config[key]}; state the same")
+    foreign = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "fan_in_fan_out")
+    used = [key for key in foreign if config.get(key)]
+    if used or config.get("bias", "none") != "none":
+        raise ValueError(f"lora.path={folder}: the adapter uses {', '.join(used) or 'bias'}, which is not plain LoRA; train without")
+
+
+def peft_config(*, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str) -> dict[str, object]:
+    """adapter_config.json. `target_modules` is a pattern over whole module names: a list of endings would meet both towers' gate_proj."""
+    language = "|".join(re.escape(hf) for target, entries in LANGUAGE.items() if target in targets for _, hf, _ in entries)
+    vision = "|".join(pattern for target, pattern in VISION.items() if target in targets)
+    parts = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": "|".join(parts),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def write_peft(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object]) -> None:
+    """Write a PEFT folder at `out`, whole or not at all; tensors by canonical name. Raises OSError as write_hf_folder does."""
+    with whole_or_absent(out) as partial:
+        copies = {peft_name(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        try:
+            save_file(copies, partial / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{WEIGHTS}: {error}") from error
+        (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def peft_name(name: str) -> str:
+    """The name that PEFT looks for over transformers' present module names, from the canonical one."""
+    for released, newer in (("visual.", "model.visual."), ("model.", "model.language_model.")):
+        if name.startswith(released):
+            return PEFT_PREFIX + newer + name.removeprefix(released)
+    raise AssertionError(f"{name} belongs to no adapter")

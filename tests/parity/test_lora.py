@@ -1,0 +1,154 @@
+"""Adapters in Megatron against PEFT over Hugging Face's model, at every kind of layout: fp32, 1e-5."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_policy import HfRun, hf_logits, relative
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from megatron_rl.weights.mapping import canonical
+from tools.data.make_tiny_qwen2_5_vl import make
+
+HERE = Path(__file__).parent
+ONE_PROCESS = ["1,1,1,0,none,tied"]
+TWO_PROCESSES = ["2,1,1,0,none,tied", "2,1,1,1,selective,tied", "1,2,1,0,none,tied", "1,2,2,0,full,tied", "1,1,1,0,none,tied"]
+FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)) for layout in layouts]
+MODULES = (
+    r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+    r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(gate|up|down)_proj)|merger\.mlp\.(0|2))"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make(folder / "tied", preset="nano", init="random", seed=1, heads=8, kv_heads=4)
+    return folder
+
+
+def base_model(models: Path) -> Qwen2_5_VLForConditionalGeneration:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(models / "tied", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def adapter(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by PEFT alone, with B as large as A, so that no part of it is a no-op."""
+    folder = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(0)
+    model = get_peft_model(base_model(models), LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(models: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+    out = tmp_path_factory.mktemp("layouts")
+    for world, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
+        (out / str(world)).mkdir()
+        torchrun(world, HERE / "lora_layouts.py", models, adapter, out / str(world), *layouts)
+    return {file: {**torch.load(out / f"{file}.pt", weights_only=True), "folder": (out / file).parent / f"adapter {Path(file).name}"} for file in FILES}
+
+
+@pytest.fixture(scope="module")
+def peft(models: Path, adapter: Path) -> HfRun:
+    return HfRun(models / "tied", adapter)
+
+
+def released(name: str) -> str:
+    return canonical(name.replace(".default.", ".").replace(".base_layer.", "."))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_adapter_made_by_peft_gives_pefts_logits(file: str, results: dict, peft: HfRun) -> None:
+    result = results[file]
+    assert (result["logits"] - peft.logits).abs().max() <= 1e-5
+    assert (result["logprobs"][result["mask"]] - peft.logprobs).abs().max() <= 1e-5
+    assert (result["logprobs"] - result["base_logprobs"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_its_gradients_are_those_of_peft(file: str, results: dict, peft: HfRun) -> None:
+    truth = {released(name): gradient for name, gradient in peft.gradients.items() if gradient is not None}
+    gradients = results[file]["gradients"]
+    assert gradients.keys() == truth.keys()
+    worst = max((relative(gradient, truth[name]), name) for name, gradient in gradients.items())
+    assert worst[0] <= 1e-5, worst
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_merged_weights_are_those_of_peft(file: str, results: dict, models: Path, adapter: Path) -> None:
+    merged = PeftModel.from_pretrained(base_model(models), adapter).merge_and_unload()
+    truth = {released(name): parameter for name, parameter in merged.named_parameters()}
+    assert results[file]["merged"].keys() == truth.keys()
+    assert max((tensor - truth[name]).abs().max() for name, tensor in results[file]["merged"].items()) <= 1e-5
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: Path, peft: HfRun) -> None:
+    """The adapter's numbers come back bit for bit; PEFT finds no key missing or unknown and gives the same logits."""
+    folder = results[file]["folder"]
+    model = base_model(models)
+    loaded = PeftModel.from_pretrained(model, folder)
+    names = {name for name, _ in loaded.named_parameters() if "lora_" in name}
+    assert names == {name for name, _ in peft.model.named_parameters() if "lora_" in name}
+    for name, parameter in peft.model.named_parameters():
+        assert "lora_" not in name or torch.equal(loaded.get_parameter(name), parameter), name
+    with torch.no_grad():
+        sequence = peft.pieces[2].sequence
+        assert (hf_logits(loaded, peft.renderer, sequence) - hf_logits(peft.model, peft.renderer, sequence)).abs().max() <= 1e-5
+    assert json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] == 8
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_without_its_adapter_the_model_is_the_base(file: str, results: dict) -> None:
+    """Bit for bit: with the adapter off, and with a new one, whose B is zero."""
+    result = results[file]
+    assert torch.equal(result["reference_logprobs"], result["base_logprobs"])
+    assert torch.equal(result["fresh_logprobs"], result["base_logprobs"])
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_three_steps_train_the_adapter_alone_and_are_the_same_at_every_layout(file: str, results: dict) -> None:
+    one, other = results[FILES[0]]["three_steps"], results[file]["three_steps"]
+    assert other["base_unchanged"]
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    assert all(tensor.abs().max() > 1e-3 for tensor in other["adapters"].values())
+    worst = max((relative(tensor, one["adapters"][name]), name) for name, tensor in other["adapters"].items())
+    assert worst[0] <= 1e-3, worst
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_base_has_no_gradient_buffer_and_no_optimizer_state(file: str, results: dict) -> None:
+    sizes = results[file]["sizes"]
+    dp = 2 if file == "2/1,1,1,0,none,tied" else 1
+    assert sizes["adapters"] == sizes["trained"] == sizes["gradients"] > 1000
+    assert sizes["state"] <= (2 * sizes["adapters"] + 1000) // dp  # two moments, cut over data-parallel ranks, padding aside
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_copies_of_an_adapter_stay_bitwise_equal(file: str, results: dict) -> None:
+    for key in ("copies", "dropped_copies"):
+        digests: dict[str, set[str]] = {}
+        for what, digest in results[file][key]:
+            digests.setdefault(what, set()).add(digest)
+        assert {what: found for what, found in digests.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_dropout_is_drawn_in_training_only_and_again_in_recomputation(file: str, results: dict) -> None:
+    result = results[file]
+    for name in ("dropped", "dropped_again", "dropped_recomputed"):
+        assert torch.equal(result[f"{name}_logprobs"], result["logprobs"])
+    truth = result["dropped_again_gradients"]
+    assert max(relative(gradient, truth[name]) for name, gradient in result["gradients"].items()) > 0.1
+    for name in ("dropped", "dropped_recomputed"):
+        worst = max((relative(gradient, truth[key]), key) for key, gradient in result[f"{name}_gradients"].items())
+        assert worst[0] <= 1e-5, worst
