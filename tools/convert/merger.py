@@ -49,6 +49,7 @@ def merge(asked: Merge) -> str:
     like = asked.reference or hf_part(asked.checkpoint)
     if like is None:
         raise ValueError(f"--checkpoint={asked.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR")
+    _check_verify(asked, kind)
     config = read_config(like, key="--reference" if asked.reference else "--checkpoint")
     source = open_source(asked.checkpoint, config, key="--checkpoint")
     if asked.reference is not None:
@@ -61,7 +62,7 @@ def merge(asked: Merge) -> str:
     def check(partial: Path) -> None:
         _check_written(partial, specs)
         if asked.verify:
-            _verify(asked, partial, kind)
+            print(_verify(partial, asked.checkpoint), file=sys.stderr)
 
     stored = json.loads((like / "config.json").read_text())
     with progress_bar() as progress:
@@ -86,6 +87,25 @@ def _check_out(asked: Merge) -> None:
             raise ValueError(f"--out={asked.out}: exists; choose another folder, or --force to replace it")
         if not (asked.out / "config.json").is_file():
             raise ValueError(f"--out={asked.out}: is no Hugging Face folder (it has no config.json), so --force does not replace it")
+
+
+def _check_verify(asked: Merge, kind: str) -> None:
+    """Refuse to promise a comparison of logits that would not be one."""
+    if not asked.verify:
+        return
+    if kind != "torch_dist":
+        raise ValueError(
+            f"--verify: {asked.checkpoint} is no torch_dist checkpoint of this trainer, so its logits cannot be computed here; "
+            "leave it out, and compare names and shapes with --reference HF_DIR"
+        )
+    if asked.dtype or asked.lora:
+        raise ValueError("--verify: compares the weights as they are stored; merge without --dtype and --lora first")
+
+
+def _verify(partial: Path, checkpoint: Path) -> str:
+    from megatron_rl.policy.verify import verify  # Megatron takes seconds and memory to import
+
+    return verify(partial, checkpoint)
 
 
 def _tensors(source: Source, specs: dict[str, Spec], rename: Callable[[str], str], advance: Callable[[int], None]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,137 @@
+"""Compares two checkpoints tensor by tensor: Hugging Face folders or this trainer's torch_dist checkpoints, in any combination.
+
+Tensors are matched by the released checkpoints' names, whichever spelling a folder uses. One at a time is in memory.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.weights.checkpoints import HfSource, hf_part, kind_of, open_source
+from megatron_rl.weights.hf_config import read_config
+from megatron_rl.weights.source import Source
+
+
+@dataclass(slots=True, frozen=True)
+class Difference:
+    """One tensor on both sides."""
+
+    name: str
+    sides: tuple[str, str]
+    """dtype and shape on each side, or nothing."""
+    largest: float | None
+    """The largest absolute difference; None where it has no meaning (missing on one side, other shapes)."""
+    is_bitwise: bool
+
+    @property
+    def verdict(self) -> str:
+        if self.largest is None:
+            return "differs"
+        return "equal" if self.is_bitwise else f"{self.largest:.3g}"
+
+    def is_beyond(self, atol: float) -> bool:
+        return self.largest is None or not self.largest <= atol
+
+
+def open_any(folder: Path) -> Source:
+    """A Hugging Face folder as it is, or a checkpoint of this trainer through the table."""
+    if kind_of(folder, key="folder") == "hf":
+        return HfSource(folder, key="folder")
+    like = hf_part(folder)
+    if like is None:
+        raise ValueError(f"folder={folder}: no config.json in it or in its hf/; merge it with --reference first")
+    return open_source(folder, read_config(like, key="folder"), key="folder")
+
+
+def differences(first: Source, second: Source) -> Iterator[Difference]:
+    """Every name of either side, in the first's order."""
+    for name in [*first.specs, *sorted(second.specs.keys() - first.specs.keys())]:
+        sides = tuple(str(side.specs[name]) if name in side.specs else "nothing" for side in (first, second))
+        if name not in first.specs or name not in second.specs or first.specs[name].shape != second.specs[name].shape:
+            yield Difference(name, sides, None, False)
+            continue
+        yield Difference(name, sides, *_difference(first.read(name), second.read(name)))
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, bool]:
+    """(largest absolute difference, whether every bit is the same). NaN differs from everything but the same bits."""
+    if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
+        return 0.0, True
+    largest = 0.0
+    for part_a, part_b in zip(a.flatten().split(1 << 24), b.flatten().split(1 << 24), strict=True):
+        gap = (part_a.double() - part_b.double()).abs().max().item()
+        largest = gap if not gap <= largest else largest
+    return largest, False
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def compare(first: Path, second: Path, *, atol: float, show_all: bool, logits: bool) -> bool:
+    """Print the table and a summary; True where no difference is beyond atol."""
+    table = Table("tensor", str(first), str(second), "difference")
+    counts = {"equal": 0, "within": 0, "beyond": 0}
+    for difference in differences(open_any(first), open_any(second)):
+        beyond = difference.is_beyond(atol)
+        counts["beyond" if beyond else "equal" if difference.is_bitwise else "within"] += 1
+        if beyond or show_all:
+            table.add_row(difference.name, *difference.sides, difference.verdict)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    if table.rows:
+        console.print(table)
+    print(f"{counts['equal']} tensors equal to the last bit, {counts['within']} within {atol:g}, {counts['beyond']} beyond or on one side only")
+    same = counts["beyond"] == 0
+    if logits:
+        same &= compare_logits(first, second, atol=atol)
+    return same
+
+
+def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
+    """A text and a two-image prompt through both models in fp32; True where no logit differs by more than atol."""
+    from megatron_rl.policy.verify import hf_logits, mcore_logits  # Megatron takes seconds and memory to import
+
+    sides = [(hf_logits if kind_of(folder, key="folder") == "hf" else mcore_logits)(folder, key="folder") for folder in (first, second)]
+    gaps = {prompt: (sides[0][prompt] - sides[1][prompt]).abs().max().item() for prompt in sides[0]}
+    for prompt, gap in gaps.items():
+        print(f"logits of the {prompt}: largest difference {gap:.3g}, largest logit {sides[0][prompt].abs().max().item():.3g}")
+    return all(gap <= atol for gap in gaps.values())
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s Qwen2.5-VL-7B-Instruct merged                       every bit the same?
+  %(prog)s Qwen2.5-VL-7B-Instruct mcore --logits --atol 1e-4   weights, and what both compute (HF and Megatron round differently)
+  %(prog)s merged_step_100 merged_step_200 --all               how far did each tensor move
+
+exit codes: 0 no difference beyond --atol; 1 a difference, or an error in one line; 2 wrong arguments""",
+    )
+    parser.add_argument("first", type=Path, metavar="DIR", help="a Hugging Face folder or a torch_dist checkpoint of this trainer")
+    parser.add_argument("second", type=Path, metavar="DIR", help="the one to compare it with")
+    parser.add_argument("--atol", type=float, default=0.0, help="largest absolute difference that is no difference (default: 0), of weights and of logits")
+    parser.add_argument("--logits", action="store_true", help="also run a text and a two-image prompt through both, in fp32")
+    parser.add_argument("--all", action="store_true", dest="show_all", help="list every tensor, not only those that differ")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = vars(parse_arguments(arguments))
+    try:
+        return 0 if compare(options.pop("first"), options.pop("second"), **options) else 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Merges every checkpoint of a run: each `step_*` folder becomes a Hugging Face folder of the same name.
+
+Steps that were merged before are skipped (a folder with its name is complete), and one that fails does not stop the others.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from tools.convert.merger import DTYPES, Merge, add_options, merge
+
+
+def find_steps(run: Path) -> dict[int, Path]:
+    """Step -> checkpoint, in a run's folder or its checkpoints/. Raises ValueError where there is none."""
+    found = [*run.glob("checkpoints/*step_*"), *run.glob("*step_*")]
+    steps = {int(name[1]): path for path in found if path.is_dir() and (name := re.fullmatch(r"(?:global_)?step_(\d+)", path.name))}
+    if not steps:
+        raise ValueError(f"--run={run}: no step_* folders in it or in its checkpoints/; give a run's folder")
+    return dict(sorted(steps.items()))
+
+
+def choose(steps: dict[int, Path], wanted: list[int] | None, *, run: Path) -> dict[int, Path]:
+    missing = sorted(set(wanted or []) - steps.keys())
+    if missing:
+        raise ValueError(f"--steps={' '.join(map(str, missing))}: not in {run}; there are {' '.join(map(str, steps))}")
+    return {step: path for step, path in steps.items() if wanted is None or step in wanted}
+
+
+def merge_all(steps: dict[int, Path], out: Path, options: dict[str, object]) -> int:
+    """Merge each, say how it went, and return how many failed."""
+    counts = {"merged": 0, "skipped": 0, "failed": 0}
+    for path in steps.values():
+        target = out / path.name
+        if target.exists() and not options["force"]:
+            counts["skipped"] += 1
+            print(f"{path.name}: skipped, {target} is there")
+            continue
+        checkpoint = path / "actor" if (path / "actor").is_dir() else path
+        try:
+            print(merge(Merge(checkpoint=checkpoint, out=target, **options)))
+            counts["merged"] += 1
+        except (ValueError, OSError) as error:
+            print(f"error: {path.name}: {error}", file=sys.stderr)
+            counts["failed"] += 1
+    print(", ".join(f"{count} {how}" for how, count in counts.items()))
+    return counts["failed"]
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="merge_run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --run outputs/my_run --out outputs/my_run/merged
+  %(prog)s --run outputs/my_run --out merged --steps 100 200 --dtype bf16
+  %(prog)s --run verl_checkpoints --out merged --dtype bf16        verl's global_step_*/actor folders
+
+exit codes: 0 every chosen step is merged; 1 one failed or an error, in one line each; 2 wrong arguments""",
+    )
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="a run's folder (with checkpoints/step_*), or the folder of step_* folders")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that gets one Hugging Face folder a step")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="only these steps (default: all)")
+    add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = vars(parse_arguments(arguments))
+    run, out, wanted = options.pop("run"), options.pop("out"), options.pop("steps")
+    options["dtype"] = DTYPES.get(options["dtype"])
+    try:
+        failed = merge_all(choose(find_steps(run), wanted, run=run), out, options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
