@@ -1,9 +1,11 @@
 """Run under torchrun by test_policy.py: one world walks several layouts and writes what each computes.
 
-usage: layouts.py MODEL OUT TP,PP,SEQUENCE_PARALLEL ...
+usage: layouts.py MODELS OUT LAYOUT ...      a layout as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallel, recomputation, model
 """
 
+import hashlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +24,29 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.train import objective
 from megatron_rl.types import Batch
 from megatron_rl.world import connect, place
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model; the data-parallel size is what remains of the world."""
+
+    tp: int
+    pp: int
+    vpp: int
+    sequence_parallel: bool
+    recompute: str
+    model: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        tp, pp, vpp, sequence_parallel, recompute, model = text.split(",")
+        return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, model)
+
+    def settings(self) -> ParallelSettings:
+        """Logits exist 100 rows at a time: the example has more than 300."""
+        return ParallelSettings(
+            tp=self.tp, pp=self.pp, vpp=self.vpp, sequence_parallel=self.sequence_parallel, recompute=self.recompute, logprob_rows=100
+        )
 
 
 def weighted_nll(logprob_R: torch.Tensor, entropy_R: torch.Tensor, batch: Batch, rows_R: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
@@ -50,7 +75,7 @@ def reduce_whole_gradients(*arguments: object, **options: object) -> None:
 
 
 def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
-    """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule and reduction."""
+    """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule and reduction (frozen parts: zeros)."""
 
     def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         value, _ = weighted_nll(*policy.distribution(policy.chunks[-1].head, hidden_RH, batch.target_T[rows_R]), batch, rows_R)
@@ -65,50 +90,81 @@ def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
     for chunk in policy.chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     live = policy.export.parameters
-    policy.export.parameters = {name: parameter.main_grad for name, parameter in live.items()}
+    policy.export.parameters = {name: p.main_grad if p.requires_grad else torch.zeros_like(p) for name, p in live.items()}
     named = {name: gradient.clone() for name, gradient in policy.hf_weights()}
     policy.export.parameters = live
     return named
 
 
-def make_policy(model: Path, layout: Layout, renderer: Renderer, *, eps: float) -> Policy:
+def make_policy(model: Path, layout: Layout, parallel: ParallelSettings, *, lr: float, eps: float, **settings: object) -> Policy:
+    renderer = Renderer(ModelSettings(path=str(model)))
     return Policy(
-        ModelSettings(path=str(model)), layout, parallel=ParallelSettings(logprob_rows=100), optimizer=AlgoSettings(lr=0.1, eps=eps), num_updates=1,
+        ModelSettings(path=str(model), **settings), layout, parallel=parallel, optimizer=AlgoSettings(lr=lr, eps=eps), num_updates=3,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7,
     )  # fmt: skip
 
 
-def first_step(policy: Policy, pieces: list[Piece], *, max_tokens: int) -> dict[str, object]:
-    """One GRPO step: loss, gradient norm and the change of every tensor. lr 0.1 keeps the change far above fp32's rounding of weights."""
+def steps(policy: Policy, pieces: list[Piece], *, count: int, max_tokens: int) -> dict[str, object]:
+    """GRPO steps: losses, gradient norms and the change of every tensor. The lr keeps the change far above fp32's rounding of weights."""
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    metrics = policy.update(policy.pack(pieces, max_tokens=max_tokens), objective(AlgoSettings(entropy_coef=0.1)))
+    metrics = [policy.update(policy.pack(pieces, max_tokens=max_tokens), objective(AlgoSettings(entropy_coef=0.1))) for _ in range(count)]
     change = {name: tensor - before[name] for name, tensor in policy.hf_weights()}
-    return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "change": change}
+    return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
 
 
-def walk(model: Path, out: Path, tp: int, pp: int, sequence_parallel: bool) -> None:
-    layout = build_layout(ParallelSettings(tp=tp, pp=pp, sequence_parallel=sequence_parallel), seed=0)
+def copies(policy: Policy) -> list[tuple[str, str]]:
+    """(what, digest) of every parameter of every rank; entries of one `what` are copies of each other."""
+    shards, found = policy.export.shards, []
+    for name, parameter in policy.chunks.named_parameters():
+        chunk, local = name.split(".", 1)
+        layer = local.split(".")[3] if ".layers." in local and local.startswith("language") else ""
+        place = f"pp{shards.pp_rank} chunk{chunk}" if layer or "final_layernorm" in local else ""
+        what = local.replace("embedding.word_embeddings", "output_layer") if policy.chunks[0].share_embeddings_and_output_weights else local
+        cut = f"tp{shards.tp_rank}" if parameter.tensor_model_parallel else ""
+        found.append((f"{what} {place} {cut}", hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()))
+    return found
+
+
+def walk(models: Path, out: Path, text: str) -> None:
+    case = Case.parse(text)
+    parallel, model = case.settings(), models / case.model
+    layout = build_layout(parallel, seed=0)
     renderer = Renderer(ModelSettings(path=str(model)))
-    policy = make_policy(model, layout, renderer, eps=1e-4)
     pieces = example_pieces(renderer)
-    whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=tp)  # in order, nothing shared: HF's rows
-    result: dict[str, object] = {"logits": full_logits(policy, whole), "logprobs": policy.logprobs([whole])[0], "mask": whole.mask_T}
+    whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=case.tp)  # in order, nothing shared: HF's rows
+    policy = make_policy(model, layout, parallel, lr=0.1, eps=1e-4)
+    result: dict[str, object] = {"logits": full_logits(policy, whole), "mask": whole.mask_T}
+    encoded = [None] * dist.get_world_size()
+    dist.all_gather_object(encoded, (layout.pp_rank, layout.dp_rank, policy.chunks[0].num_images_encoded))
+    result["encoded"], result["images"] = encoded, whole.grid_I3.shape[0]
+    result["logprobs"] = policy.logprobs([whole])[0]
     for cut, max_tokens in (("one", 10_000), ("each", 1)):
         result[f"gradients_{cut}"] = gradients(policy, policy.pack(pieces, max_tokens=max_tokens))
-    result["step_eps1e-4_one"] = first_step(policy, pieces, max_tokens=10_000)
-    result["step_eps1e-4_each"] = first_step(make_policy(model, layout, renderer, eps=1e-4), pieces, max_tokens=1)
-    result["step_eps1e-8_one"] = first_step(make_policy(model, layout, renderer, eps=1e-8), pieces, max_tokens=10_000)
+    result["first_step"] = steps(policy, pieces, count=1, max_tokens=1)
+    policy = make_policy(model, layout, parallel, lr=1e-3, eps=1e-8)
+    result["three_steps"] = steps(policy, pieces, count=3, max_tokens=1)
+    replicas = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, copies(policy))
+    result["copies"] = [entry for found in replicas for entry in found]
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
-        torch.save(result, out / f"world{dist.get_world_size()}_tp{tp}_pp{pp}_sp{int(sequence_parallel)}.pt")
+        torch.save(result, out / f"{text}.pt")
+    forget_layout()
+
+
+def forget_layout() -> None:
+    """Close the layout's process groups; Megatron only forgets them, and a walk over many layouts would gather thousands of threads."""
+    dist.barrier()
+    for group in parallel_state._global_process_group_list:
+        if group is not None:
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
 def main() -> None:
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
-    connect(place(), timeout_s=120)
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    connect(place(), timeout_s=240)
     for layout in sys.argv[3:]:
-        tp, pp, sequence_parallel = (int(part) for part in layout.split(","))
-        walk(model, out, tp, pp, bool(sequence_parallel))
+        walk(models, out, layout)
 
 
 if __name__ == "__main__":

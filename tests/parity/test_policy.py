@@ -5,16 +5,36 @@ from pathlib import Path
 import pytest
 import torch
 from packed import example_pieces, picture, user
+from peft import PeftModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.batch import Piece
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Sequence
+from tools.data.make_tiny_qwen2_5_vl import make
 
 HERE = Path(__file__).parent
-LAYOUTS = ["world1_tp1_pp1_sp0", "world2_tp2_pp1_sp0", "world2_tp2_pp1_sp1", "world2_tp1_pp2_sp0", "world2_tp1_pp1_sp0", "world4_tp2_pp2_sp0"]
 TEMPERATURE = 0.7
+ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]
+EIGHT_PROCESSES = [
+    # tp, pp, vpp, sequence parallel, recomputation, model; data parallel: what remains of 8
+    "4,2,1,0,none,untied",
+    "4,2,2,1,full,tied",
+    "4,2,1,1,selective,untied",
+    "4,1,1,0,full,tied",
+    "4,1,1,1,none,untied",
+    "2,2,1,0,selective,tied",
+    "2,2,2,1,none,untied",
+    "2,2,2,0,full,untied",
+    "2,2,1,1,full,tied",
+    "2,1,1,1,selective,tied",
+    "2,1,1,0,none,untied",
+    "1,2,2,0,selective,tied",
+    "1,2,1,0,full,untied",
+    "1,1,1,0,full,tied",
+]
+LAYOUTS = ONE_PROCESS + EIGHT_PROCESSES
 
 
 def hf_logits(model: Qwen2_5_VLForConditionalGeneration, renderer: Renderer, sequence: Sequence) -> torch.Tensor:
@@ -40,9 +60,12 @@ def sampled_distribution(logits: torch.Tensor, banned_ids: list[int]) -> torch.T
 class HfRun:
     """What HF computes on the same pieces, one sequence at a time, with torch's own autograd."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
+        """With the LoRA adapter of a PEFT folder, its gradients alone."""
         self.renderer = Renderer(ModelSettings(path=str(folder)))
         self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        if adapter:
+            self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
         self.pieces: list[Piece] = example_pieces(self.renderer)
         logits, logprobs, loss = [], [], 0.0
         for piece in self.pieces:
@@ -68,16 +91,24 @@ class HfRun:
 
 
 @pytest.fixture(scope="module")
-def hf(random_model: Path) -> HfRun:
-    return HfRun(random_model)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four key/value heads, so that tensor parallelism reaches 4; embeddings tied and not."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tied", "untied"):
+        make(folder / name, preset="nano", init="random", seed=1, heads=8, kv_heads=4, tied=name == "tied")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def results(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+def hf(models: Path) -> dict[str, HfRun]:
+    return {name: HfRun(models / name) for name in ("tied", "untied")}
+
+
+@pytest.fixture(scope="module")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("layouts")
-    torchrun(1, HERE / "layouts.py", random_model, out, "1,1,0")
-    torchrun(2, HERE / "layouts.py", random_model, out, "2,1,0", "2,1,1", "1,2,0", "1,1,0")
-    torchrun(4, HERE / "layouts.py", random_model, out, "2,2,0")
+    torchrun(1, HERE / "layouts.py", models, out, *ONE_PROCESS)
+    torchrun(8, HERE / "layouts.py", models, out, *EIGHT_PROCESSES, timeout_s=900)
     return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
 
 
@@ -85,39 +116,70 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+def model_of(layout: str) -> str:
+    return layout.rsplit(",", 1)[1]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: HfRun) -> None:
-    result = results[layout]
-    assert 1 < hf.logits.std() < 5
-    assert (result["logits"] - hf.logits).abs().max() <= 1e-5
-    assert (result["logprobs"][result["mask"]] - hf.logprobs).abs().max() <= 1e-5
+def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: dict[str, HfRun]) -> None:
+    result, truth = results[layout], hf[model_of(layout)]
+    assert 1 < truth.logits.std() < 5
+    assert (result["logits"] - truth.logits).abs().max() <= 1e-5
+    assert (result["logprobs"][result["mask"]] - truth.logprobs).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("cut", ["one", "each"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: HfRun) -> None:
-    gradients = results[layout][f"gradients_{cut}"]
-    assert gradients.keys() == hf.gradients.keys()
-    worst = max((relative(gradient, hf.gradients[name]), name) for name, gradient in gradients.items())
+def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: dict[str, HfRun]) -> None:
+    gradients, truth = results[layout][f"gradients_{cut}"], hf[model_of(layout)].gradients
+    assert gradients.keys() == truth.keys()
+    worst = max((relative(gradient, truth[name]), name) for name, gradient in gradients.items())
     assert worst[0] <= 1e-5, worst
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("step", "bound"), [("step_eps1e-4_one", 1e-5), ("step_eps1e-4_each", 1e-5), ("step_eps1e-8_one", 1e-3)])
-def test_the_first_step_is_the_same_at_every_layout(layout: str, step: str, bound: float, results: dict) -> None:
-    """Against one process and one micro-batch. At eps 1e-8 Adam divides near-zero gradients by themselves: hence the wider bound."""
-    one, other = results[LAYOUTS[0]][step.replace("each", "one")], results[layout][step]
-    assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+@pytest.mark.parametrize("layout", EIGHT_PROCESSES)
+@pytest.mark.parametrize(("steps", "bound"), [("first_step", 1e-5), ("three_steps", 1e-3)])
+def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: float, results: dict) -> None:
+    """Against one process. The first step has Adam's eps at 1e-4; at 1e-8, Adam divides near-zero gradients by themselves: hence the wider bound."""
+    one, other = results[f"1,1,1,0,none,{model_of(layout)}"][steps], results[layout][steps]
+    assert other["loss"] == pytest.approx(one["loss"], rel=bound)
+    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
     worst = max((relative(change, one["change"][name]), name) for name, change in other["change"].items())
     assert worst[0] <= bound, worst
 
 
-def test_swapping_two_images_moves_the_answer(hf: HfRun) -> None:
+@pytest.mark.parametrize("layout", EIGHT_PROCESSES)
+def test_copies_of_a_parameter_stay_bitwise_equal(layout: str, results: dict) -> None:
+    """Replicated parameters over tensor-parallel ranks, all over data-parallel ranks, tied embeddings over pipeline stages; after three steps."""
+    digests: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
+    for what, digest in results[layout]["copies"]:
+        digests.setdefault(what, set()).add(digest)
+        counts[what] = counts.get(what, 0) + 1
+    assert {what: found for what, found in digests.items() if len(found) > 1} == {}
+    assert min(counts.values()) >= 1
+    assert max(counts.values()) > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_image_is_encoded_twice(layout: str, results: dict) -> None:
+    """Each data-parallel rank ran the same micro-batch forward once: its tensor-parallel ranks together encoded each distinct image once."""
+    result = results[layout]
+    totals: dict[int, list[int]] = {}
+    for pp_rank, dp_rank, count in result["encoded"]:
+        assert pp_rank == 0 or count == 0
+        totals.setdefault(dp_rank, []).append(count)
+    assert {sum(counts) for counts in totals.values()} == {result["images"]}
+    assert result["images"] == 2
+    assert all(max(counts) == 1 for counts in totals.values() if sum(count > 0 for count in counts) > 1)
+
+
+def test_swapping_two_images_moves_the_answer(hf: dict[str, HfRun]) -> None:
+    truth = hf["tied"]
     first, second = picture(3, 112, 112), picture(4, 112, 112)
     with torch.no_grad():
         straight, swapped = (
-            hf_logits(hf.model, hf.renderer, hf.renderer.prompt([user("Which one?", *pictures)]))[-1]
+            hf_logits(truth.model, truth.renderer, truth.renderer.prompt([user("Which one?", *pictures)]))[-1]
             for pictures in ((first, second), (second, first))
         )
     assert (straight - swapped).abs().max() >= 0.1
