@@ -73,7 +73,7 @@ class ClassicShards:
         return [Spec(piece.dtype, piece.shape) for piece in self._pieces[name]]
 
     def where(self, name: str) -> str:
-        return ", ".join(str(self.folder / _place(piece)) for piece in self._pieces[name])
+        return ", ".join(str(piece.path) for piece in self._pieces[name])
 
     def read(self, name: str, rank: int) -> torch.Tensor:
         return self._pieces[name][rank].read()

@@ -7,7 +7,6 @@ copies: their shapes are checked, the first is read. A plain tensor (a world of 
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -96,22 +95,27 @@ def _parts(name: str, pieces: list[Piece]) -> list[Piece]:
     for piece in pieces:
         if (piece.dtype, piece.whole, piece.placements) != (first.dtype, first.whole, first.placements):
             raise ValueError(f"{first.path.parent}: {name} is not the same tensor in {first.path.name} and in {piece.path.name}")
-    dimension = _shard_dimension(first)
-    shapes = [list(piece.shape) for piece in pieces]
-    if dimension is None:
-        replicas, is_whole = len(pieces), _whole(first) == first.shape
-    else:
-        replicas, rest = divmod(sum(shape[dimension] for shape in shapes), first.whole[dimension])
-        is_whole = rest == 0 and replicas > 0 and len(pieces) % replicas == 0 and (replicas == 1 or len(first.placements) == 2)
-        is_whole &= all(_other(shape, dimension) == _other(first.whole, dimension) for shape in shapes)
-    parts = pieces[: len(pieces) // max(replicas, 1)]
-    if not is_whole or shapes != shapes[: len(parts)] * replicas:
-        raise ValueError(f"{first.path.parent}: {name} is {list(_whole(first))} as a whole, but its ranks hold {shapes}; copy the shards of one save")
-    return parts
+    whole, dimension = _whole(first), _shard_dimension(first)
+    cut = [whole] if dimension is None else _cut(whole, dimension, [piece.shape[dimension] for piece in pieces])
+    shapes = [piece.shape for piece in pieces]
+    if not cut or shapes != cut * (len(pieces) // len(cut)):
+        held = [list(shape) for shape in shapes]
+        raise ValueError(f"{first.path.parent}: {name} is {list(whole)} as a whole, but its ranks hold {held}; copy the shards of one save")
+    for rank, piece in enumerate(pieces):
+        if dimension is not None and piece.coordinate is not None and piece.coordinate[-1] != rank % len(cut):
+            raise ValueError(f"{piece.path}: was saved by another rank, at {list(piece.coordinate)} of the mesh; files were mixed up, copy them again")
+    return pieces[: len(cut)]
 
 
-def _other(shape: Sequence[int], dimension: int) -> list[int]:
-    return [size for index, size in enumerate(shape) if index != dimension]
+def _cut(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size]:
+    """The parts' shapes as torch cuts them (the last ones may be smaller or empty); empty where the ranks' sizes are no multiple of the whole."""
+    replicas = sum(sizes) // whole[dimension]
+    if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:
+        return []
+    num_parts = len(sizes) // replicas
+    chunks = [chunk.shape for chunk in torch.empty(whole, device="meta").chunk(num_parts, dimension)]
+    empty = torch.Size(0 if index == dimension else size for index, size in enumerate(whole))
+    return chunks + [empty] * (num_parts - len(chunks))
 
 
 def _whole(piece: Piece) -> torch.Size:

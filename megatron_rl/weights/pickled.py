@@ -25,20 +25,25 @@ class Piece:
     """Where its bytes begin in the file."""
     dtype: torch.dtype
     shape: torch.Size
+    stride: tuple[int, ...]
     whole: torch.Size | None = None
     """For a part of a DTensor: the shape of the whole."""
     placements: tuple[tuple[str, int | None], ...] = ()
     """For a part of a DTensor, one for each dimension of the mesh: ("Shard", dimension) or ("Replicate", None)."""
+    coordinate: tuple[int, ...] | None = None
+    """For a part of a DTensor: where the rank that saved it stood in the mesh."""
 
     def read(self) -> torch.Tensor:
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        if tensor.numel():
-            data = memoryview(tensor.flatten().view(torch.uint8).numpy())
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                if file.readinto(data) != len(data):
-                    raise ValueError(f"{self.path}: the file ends inside a tensor; copy it again")
-        return tensor
+        if not self.shape.numel():
+            return torch.empty(self.shape, dtype=self.dtype)
+        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.empty(span, dtype=self.dtype)
+        data = memoryview(flat.view(torch.uint8).numpy())
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            if file.readinto(data) != len(data):
+                raise ValueError(f"{self.path}: the file ends inside a tensor; copy it again")
+        return flat.as_strided(self.shape, self.stride)
 
 
 class _Record:
@@ -91,12 +96,15 @@ def _stand_in(name: str) -> type:
 
 def piece(tensor: torch.Tensor, path: Path) -> Piece:
     """Where the bytes of a tensor out of `load(path)` lie."""
-    whole, placements = None, ()
+    dtensor: dict[str, object] = {}
     if isinstance(tensor, _DTensorRecord):
-        whole = tensor.shape
-        placements = tuple((type(each).__name__, each.__dict__.get("dim")) for each in tensor._spec.placements)
+        spec = tensor._spec
+        place = spec.mesh.__dict__.get("_coordinate_on_dim")
+        dtensor = {
+            "whole": tensor.shape,
+            "placements": tuple((type(each).__name__, each.__dict__.get("dim")) for each in spec.placements),
+            "coordinate": None if place is None else tuple(place),
+        }
         tensor = tensor._local_tensor
-    if not tensor.is_contiguous():
-        raise ValueError(f"{path}: a tensor of shape {tuple(tensor.shape)} is stored with strides {tensor.stride()}; save it contiguous")
     offset = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
-    return Piece(path, offset, tensor.dtype, tensor.shape, whole, placements)
+    return Piece(path, offset, tensor.dtype, tensor.shape, tensor.stride(), **dtensor)

@@ -131,10 +131,11 @@ def _check_written(folder: Path, specs: dict[str, Spec]) -> None:
 
 
 def progress_bar() -> Progress:
-    """On standard error, and gone when it is done."""
+    """On standard error where that is a terminal, and gone when it is done."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
+        console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
 
 
