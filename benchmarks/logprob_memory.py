@@ -1,0 +1,70 @@
+"""Peak memory and time of the policy's last step: hidden states to logprobs and entropy, and back, with logits a block of rows at a time.
+
+    .venv/bin/python benchmarks/logprob_memory.py
+
+One process a setting, so that a peak is its own. The vocabulary is Qwen2.5-VL's 151,936, the head a plain matrix in fp32.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY = 151_936
+
+
+def measure(rows: int, block: int, hidden: int) -> None:
+    """Prints MiB before and at the peak, seconds, and sums that must not depend on the block."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.policy.logprobs import Distribution
+    from megatron_rl.policy.parallel import build_layout
+    from megatron_rl.config import ParallelSettings
+    from megatron_rl.cpu import megatron_on_cpu
+    from megatron_rl.world import connect, place
+
+    connect(place(), timeout_s=60)
+    layout = build_layout(ParallelSettings(), seed=0)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(hidden, VOCABULARY, bias=False)
+    hidden_RH = torch.randn(rows, hidden, requires_grad=True)
+    target_R = torch.randint(0, VOCABULARY, (rows,))
+    distribution = Distribution(torch.zeros(VOCABULARY, dtype=torch.bool), 1.0, 0, layout.tp_group, block)
+    head.weight.grad = torch.zeros_like(head.weight)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    with megatron_on_cpu():
+        logprob_R, entropy_R = distribution(head, hidden_RH, target_R)
+        (logprob_R + entropy_R).sum().backward()
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(before // 1024, peak // 1024, f"{seconds:.2f}", f"{logprob_R.sum().item():.3f}", f"{hidden_RH.grad.norm().item():.6f}")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1024, help="sampled tokens of the micro-batch")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1024, 256, 64], help="values of parallel.logprob_rows")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        measure(given.rows, given.one, given.hidden)
+        return
+    logits = given.rows * VOCABULARY * 4 >> 20
+    print(f"{given.rows} rows x {VOCABULARY}: one copy of the logits is {logits} MiB\n")
+    print("| rows at a time | MiB above the start | seconds | sum of logprobs | norm of the gradient |\n|---|---|---|---|---|")
+    for block in given.blocks:
+        command = [sys.executable, __file__, "--one", str(block), "--rows", str(given.rows), "--hidden", str(given.hidden)]
+        line = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")[-2]
+        before, peak, seconds, logprobs, norm = line.split()
+        print(f"| {block} | {int(peak) - int(before)} | {seconds} | {logprobs} | {norm} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
