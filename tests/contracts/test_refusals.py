@@ -26,6 +26,12 @@ def test_a_misfit_is_told_with_its_key_and_what_to_do(override: str, random_mode
     assert str(told.value) == f"{override}: {remedy}"
 
 
+def test_a_frozen_part_beside_adapters(random_model: Path) -> None:
+    remedy = r"^model.frozen=\['vision'\]: with lora.rank the whole base is frozen; choose what is trained by lora.targets$"
+    with pytest.raises(ValueError, match=remedy):
+        check(settings_of(f"model.path={random_model}", "run.dir=there", "model.frozen=[vision]", "lora.rank=8"), 1)
+
+
 def test_what_fits_is_not_refused(random_model: Path) -> None:
     check(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2", "engine.tp=2"), 8)
 

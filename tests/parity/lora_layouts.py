@@ -4,6 +4,7 @@ usage: lora_layouts.py MODELS ADAPTER OUT LAYOUT ...      layouts are those of l
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from layouts import Case, copies, full_logits, gradients
 from megatron.core import parallel_state
 from packed import example_pieces
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.batch import Piece, pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
@@ -62,6 +64,20 @@ def sizes(policy: Policy) -> dict[str, int]:
     }
 
 
+def resume(trained: Policy, make: Callable[[], Policy], pieces: list[Piece], folder: Path) -> dict[str, object]:
+    """The world's first layout writes its training state; every layout, the first too, reads it and takes one more step."""
+    if not folder.exists():
+        dist.barrier()
+        folder.mkdir(exist_ok=True)
+        trained.save(folder, optimizer="fully_reshardable", background=False).finish()
+        dist.barrier()
+    policy = make()
+    policy.load(folder, seed=0)
+    loaded = {name: tensor.clone() for name, tensor in policy.adapters.tensors()}
+    keys = [key for key in FileSystemReader(folder).read_metadata().state_dict_metadata if is_adapter(key) and not key.startswith("optimizer.")]
+    return {"adapters": loaded, "keys": sorted(keys), "step": steps(policy, pieces, count=1)}
+
+
 def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     case = Case.parse(text)
     parallel, model = case.settings(), models / case.model
@@ -69,10 +85,10 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     pieces = example_pieces(renderer)
     whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=case.tp)
 
-    def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel) -> Policy:
+    def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
         layout = build_layout(parallel, seed=3)  # seeds the generators too
         return Policy(
-            ModelSettings(path=str(model)), layout, parallel=parallel, optimizer=AlgoSettings(lr=1e-2), num_updates=3, lora=lora, seed=5,
+            ModelSettings(path=str(model)), layout, parallel=parallel, optimizer=AlgoSettings(lr=1e-2), num_updates=3, lora=lora, seed=seed,
             banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, keep_reference=True,
         )  # fmt: skip
 
@@ -85,6 +101,8 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     replicas = [None] * dist.get_world_size()
     dist.all_gather_object(replicas, copies(fresh))
     result["copies"] = [entry for found in replicas for entry in found]
+    result["resumed"] = resume(fresh, lambda: make(LORA, seed=9), pieces, out / "state")
+    result["fourth_step"] = steps(fresh, pieces, count=1)
 
     loaded = make(replace(LORA, path=str(adapter)))
     result["logits"] = full_logits(loaded, whole)

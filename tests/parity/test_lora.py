@@ -126,6 +126,21 @@ def test_three_steps_train_the_adapter_alone_and_are_the_same_at_every_layout(fi
 
 
 @pytest.mark.parametrize("file", FILES)
+def test_a_training_state_with_adapters_goes_on_at_any_layout(file: str, results: dict) -> None:
+    """Written at tensor parallel size 2 (or by one process), read here: the adapters bit for bit, and the fourth step of the run that went on."""
+    wrote = FILES[0] if file == FILES[0] else FILES[1]
+    state, straight = results[file]["resumed"], results[wrote]["fourth_step"]
+    trained = results[wrote]["three_steps"]["adapters"]
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in state["adapters"].items())
+    assert state["step"]["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+    worst = max((relative(tensor, straight["adapters"][name]), name) for name, tensor in state["step"]["adapters"].items())
+    assert worst[0] <= 1e-3, worst
+    assert state["keys"] == results[FILES[0]]["resumed"]["keys"]
+    assert len(state["keys"]) == len(trained)
+    assert "language.decoder.layers.3.self_attention.linear_qkv.adapter.lora_a.k_proj" in state["keys"]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_the_base_has_no_gradient_buffer_and_no_optimizer_state(file: str, results: dict) -> None:
     sizes = results[file]["sizes"]
     dp = 2 if file == "2/1,1,1,0,none,tied" else 1
