@@ -1,7 +1,8 @@
 """Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower alike.
 
-On a CPU: scaled_dot_product_attention, one call for all segments of equal shape; a prompt shared by several sequences is one segment. On a GPU without Transformer Engine: torch's
-variable-length kernel (torch 2.13, torch.nn.attention.varlen), which was never run where this was written.
+On a CPU, and in fp32 anywhere: scaled_dot_product_attention, one call for all segments of equal shape; a prompt shared by several
+sequences is one segment. In bfloat16 on a GPU without Transformer Engine: torch's variable-length kernel (torch 2.13,
+torch.nn.attention.varlen; it has no fp32), which was never run where this was written.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension.
 """
@@ -32,15 +33,15 @@ def packed_attention(
     causal: bool, scale: float, prefix_S: list[int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Each packed segment attends to itself and to the segment it continues, if any. Returns [T, N, D]."""
-    if q_TND.is_cuda:
+    if q_TND.is_cuda and q_TND.dtype != torch.float32:
         assert prefix_S is None or max(prefix_S) < 0, "the variable-length kernel takes whole sequences"
         return _varlen_kernel(q_TND, k_TKD, v_TKD, cu_seqlens_S1, causal=causal, scale=scale)
     grouped = q_TND.shape[1] != k_TKD.shape[1]
     rows, outputs = [], []
-    for row_SL, key_row_SM in _equal_shapes(cu_seqlens_S1.tolist(), prefix_S):
+    for row_SL, key_row_SM in _equal_shapes(cu_seqlens_S1.tolist(), prefix_S, q_TND.device):
         q_SNLD, k_SKMD, v_SKMD = (x[r].transpose(1, 2) for x, r in ((q_TND, row_SL), (k_TKD, key_row_SM), (v_TKD, key_row_SM)))
         before = key_row_SM.shape[1] - row_SL.shape[1]
-        mask_LM = torch.ones(row_SL.shape[1], key_row_SM.shape[1], dtype=torch.bool).tril(before) if before else None
+        mask_LM = row_SL.new_ones(row_SL.shape[1], key_row_SM.shape[1], dtype=torch.bool).tril(before) if before else None
         out_SNLD = scaled_dot_product_attention(
             q_SNLD, k_SKMD, v_SKMD, attn_mask=mask_LM, is_causal=causal and before == 0, scale=scale, enable_gqa=grouped
         )
@@ -49,7 +50,7 @@ def packed_attention(
     return torch.cat(outputs)[torch.argsort(torch.cat(rows))]
 
 
-def _equal_shapes(offsets: list[int], prefix_S: list[int] | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _equal_shapes(offsets: list[int], prefix_S: list[int] | None, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Segments of equal length behind prefixes of equal length, together: their query rows [S, L] and key rows [S, prefix + L]."""
     shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for segment, (start, stop) in enumerate(pairwise(offsets)):
@@ -58,8 +59,8 @@ def _equal_shapes(offsets: list[int], prefix_S: list[int] | None) -> Iterator[tu
         if stop > start:
             shapes.setdefault((stop - start, before), []).append((start, offsets[prefix] if prefix >= 0 else 0))
     for (length, before), starts in shapes.items():
-        own_SL = torch.tensor([start for start, _ in starts])[:, None] + torch.arange(length)
-        prefix_SM = torch.tensor([start for _, start in starts])[:, None] + torch.arange(before)
+        own_SL = torch.tensor([start for start, _ in starts], device=device)[:, None] + torch.arange(length, device=device)
+        prefix_SM = torch.tensor([start for _, start in starts], device=device)[:, None] + torch.arange(before, device=device)
         yield own_SL, torch.cat([prefix_SM, own_SL], 1)
 
 

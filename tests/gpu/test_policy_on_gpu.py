@@ -1,0 +1,84 @@
+"""The policy on a GPU: the variable-length kernel, fp32 as on the CPU, and in bfloat16 our layers, Transformer Engine's and Hugging Face's together."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import full_logits
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from packed import example_pieces
+from test_precision import logits_of_hf
+
+from megatron_rl.batch import pack
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.policy.attention import packed_attention
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.train import objective
+from megatron_rl.world import connect, place
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def make_policy(random_model: Path) -> Callable[..., Policy]:
+    connect(place(), timeout_s=120)
+    layout = build_layout(ParallelSettings(), seed=0)
+    renderer = Renderer(ModelSettings(path=str(random_model)))
+
+    def make(dtype: str, *, lora: LoraSettings | None = None, **parallel: object) -> Policy:
+        return Policy(
+            ModelSettings(path=str(random_model), dtype=dtype), layout, parallel=ParallelSettings(**parallel), optimizer=AlgoSettings(lr=1e-3),
+            num_updates=1, lora=lora, banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        )  # fmt: skip
+
+    return make
+
+
+def logits(policy: Policy, folder: Path) -> torch.Tensor:
+    renderer = Renderer(ModelSettings(path=str(folder)))
+    batch = pack(example_pieces(renderer), image_token_id=renderer.image_token_id, device=policy.device)
+    return full_logits(policy, batch).float().cpu()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_is_attention(causal: bool) -> None:
+    """Against float64 on the CPU, from equal bfloat16 inputs; output and gradients to bfloat16's rounding."""
+    offsets = torch.tensor([0, 70, 71, 200], dtype=torch.int32)
+    inputs = [torch.randn(200, heads, 64).bfloat16() for heads in (8, 2, 2)]
+    weight = torch.randn(200, 8, 64)
+    results = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+        q, k, v = (x.to(device, dtype).requires_grad_() for x in inputs)
+        out = packed_attention(q, k, v, offsets.to(device), causal=causal, scale=64**-0.5)
+        gradients = torch.autograd.grad((out * weight.to(device, dtype)).sum(), (q, k, v))
+        results.append([x.detach().double().cpu() for x in (out, *gradients)])
+    for ours, truth in zip(*results, strict=True):
+        assert (ours - truth).norm() <= 1e-2 * truth.norm()
+
+
+def test_fp32_is_that_of_hf(make_policy: Callable[..., Policy], random_model: Path) -> None:
+    truth = logits_of_hf(random_model, torch.float32)
+    assert (logits(make_policy("float32"), random_model) - truth).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("layers", ["ours", pytest.param("te", marks=pytest.mark.skipif(not HAVE_TE, reason="no Transformer Engine: NOT tested"))])
+def test_bfloat16_is_as_near_to_the_truth_as_hf_is(layers: str, make_policy: Callable[..., Policy], random_model: Path) -> None:
+    """With adapters the layers are always ours; fresh ones change nothing."""
+    truth, theirs = (logits_of_hf(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
+    ours = logits(make_policy("bfloat16", lora=LoraSettings(rank=4) if layers == "ours" else None), random_model)
+    assert (ours - truth).norm() <= 1.2 * (theirs - truth).norm()
+
+
+def test_an_update_with_everything_offloaded(make_policy: Callable[..., Policy], random_model: Path) -> None:
+    """The same step with optimizer and parameters on the host between updates as with all of it on the device."""
+    renderer = Renderer(ModelSettings(path=str(random_model)))
+    stays, leaves = make_policy("bfloat16"), make_policy("bfloat16", offload_optimizer=True, offload_parameters=True)
+    leaves.sleep()
+    leaves.wake()
+    for policy in (stays, leaves):
+        policy.update(policy.pack(example_pieces(renderer), max_tokens=200), objective(AlgoSettings()))
+    for (name, ours), (_, theirs) in zip(leaves.hf_weights(), stays.hf_weights(), strict=True):
+        assert torch.allclose(ours.float(), theirs.float(), atol=1e-2), name
