@@ -1,0 +1,112 @@
+"""Training speed of the policy at real shapes: seconds an update, tokens a second, FLOP/s, their share of the device's peak, peak memory.
+
+    .venv/bin/python tools/data/make_shapes.py --size 7b --out runs/shapes/7b         # random weights, 16.6 GB
+    torchrun --nproc_per_node 1 benchmarks/mfu.py --model runs/shapes/7b --dtype bfloat16 --recompute full
+    .venv/bin/python benchmarks/mfu.py --model runs/quickstart/nano --sequences 8 --text 100 --image 140     # tries the script itself
+
+Every sequence has one picture of its own and random text, half of it sampled. FLOPs: 6 for each parameter and token (the tower's patches
+and the language model's tokens apart), attention's 12 * layers * hidden * length^2 / 2 for the language model, nothing for recomputation.
+"""
+
+import argparse
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image as Pillow
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.batch import Piece
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.policy.parallel import build_layout, check_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.train import objective
+from megatron_rl.world import connect, place
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "L40S": 362e12, "A100": 312e12}
+"""Dense bfloat16, from NVIDIA's data sheets."""
+
+
+def pieces(renderer: Renderer, *, sequences: int, text: int, side: int) -> list[Piece]:
+    made = []
+    for index in range(sequences):
+        generator = np.random.default_rng(index)
+        picture = Pillow.fromarray(generator.integers(0, 255, (side, side, 3)).astype(np.uint8))
+        prompt = renderer.prompt([{"role": "user", "content": [{"type": "image", "image": picture}]}])
+        prompt.token_ids += generator.integers(0, 200, text // 2).tolist()
+        prompt.loss_mask += [0] * (text // 2)
+        prompt.engine_logprobs += [0.0] * (text // 2)
+        sampled = generator.integers(0, 200, text - text // 2).tolist()
+        prompt.extend(sampled, logprobs=[-1.0] * len(sampled))
+        made.append(Piece(prompt, advantage=(-1.0) ** index, weight=1.0, denominator=len(sampled)))
+    return made
+
+
+def flops(policy_parameters: dict[str, int], work: list[Piece], model: Qwen2_5_VLConfig) -> float:
+    """Of one update over all pieces, forward and backward."""
+    text = model.text_config
+    lengths = [piece.num_tokens for piece in work]
+    patches = sum(image.patch_PC.shape[0] for piece in work for image in piece.sequence.images)
+    attention = sum(12 * text.num_hidden_layers * text.hidden_size * length**2 / 2 for length in lengths)
+    return 6 * policy_parameters["language"] * sum(lengths) + 6 * policy_parameters["vision"] * patches + attention
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--text", type=int, default=1024, help="text tokens a sequence")
+    parser.add_argument("--image", type=int, default=560, help="side of each sequence's picture, in pixels")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--updates", type=int, default=5, help="timed ones, after one that is not")
+    given = parser.parse_args()
+
+    world, model = place(), Qwen2_5_VLConfig.from_pretrained(given.model)
+    parallel = ParallelSettings(tp=given.tp, pp=given.pp, sequence_parallel=given.sequence_parallel, recompute=given.recompute)
+    check_layout(parallel, model, world.size)
+    connect(world, timeout_s=1800)
+    settings = ModelSettings(path=str(given.model), dtype=given.dtype)
+    renderer = Renderer(settings)
+    policy = Policy(
+        settings, build_layout(parallel, seed=0), parallel=parallel, optimizer=AlgoSettings(lr=1e-6), num_updates=given.updates + 1,
+        lora=LoraSettings(rank=given.lora_rank), banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+    )  # fmt: skip
+    sizes = {"language": 0, "vision": 0}
+    for name, tensor in policy.hf_weights():
+        if name != "model.embed_tokens.weight" or model.text_config.tie_word_embeddings:  # looked up, not multiplied
+            sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
+    work = pieces(renderer, sequences=given.sequences, text=given.text, side=given.image)
+    seconds = []
+    for _ in range(given.updates + 1):
+        start = time.perf_counter()
+        policy.update(policy.pack(work, max_tokens=given.micro_batch_tokens), objective(AlgoSettings()))
+        seconds.append(time.perf_counter() - start)
+    if world.is_main:
+        report(min(seconds[1:]), sum(piece.num_tokens for piece in work), flops(sizes, work, model), world.size)
+    dist.destroy_process_group()
+
+
+def report(seconds: float, tokens: int, work: float, processes: int) -> None:
+    rate = work / seconds / processes
+    if torch.cuda.is_available():
+        device, memory = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated() / 2**30
+    else:
+        device, memory = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
+    share = f"{rate / peak:.1%}" if peak else "device unknown"
+    print("| device | processes | s / update | tokens / s | TFLOP/s a process | MFU | peak GiB |\n|---|---|---|---|---|---|---|")
+    print(f"| {device} | {processes} | {seconds:.3f} | {tokens / seconds:.0f} | {rate / 1e12:.3f} | {share} | {memory:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
