@@ -14,6 +14,7 @@ setup(
     # Tested versions of everything, transitive packages included: requirements/cpu.txt and requirements/gpu.txt.
     install_requires=[
         "gymnasium>=1.4,<2",
+        "huggingface-hub>=1",
         "hydra-core>=1.3.2,<1.4",
         "matplotlib>=3.10",
         "megatron-core==0.16.1",
@@ -36,5 +37,11 @@ setup(
         "gpu": ["vllm==0.32.0"],
         "test": ["hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4"],
     },
-    entry_points={"torch.backends": ["torchvision_on_cpu = megatron_rl.torchvision_on_cpu:declare_operators"]},
+    entry_points={
+        "torch.backends": ["torchvision_on_cpu = megatron_rl.torchvision_on_cpu:declare_operators"],
+        "console_scripts": [
+            "converter_hf_to_mcore = tools.convert.converter_hf_to_mcore:main",
+            "merger = tools.convert.merger:main",
+        ],
+    },
 )

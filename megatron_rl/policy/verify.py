@@ -28,8 +28,6 @@ from megatron_rl.world import connect, place
 
 TOLERANCE = 1e-5
 """Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""
-LAYERS = {"non_homogeneous_layers": True}
-"""Megatron's sharded_state_dict then gives every layer keys of its own, which is how our checkpoints are written."""
 
 
 def prompts(config: Qwen2_5_VLConfig) -> dict[str, Sequence]:
@@ -87,7 +85,9 @@ def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, to
     _check_memory(config, checkpoint, key=key)
     with _world_of_one():
         model = Qwen2_5_VL(config, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
-        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(metadata=LAYERS), str(checkpoint)))
+        # Every layer has keys of its own in our checkpoints. Megatron writes into the dict it is given, so it gets a new one.
+        wanted = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint)))
         logits = {}
         for name, sequence in prompts(config).items():
             batch = pack([Piece(sequence, advantage=0.0, weight=1.0, denominator=1)], image_token_id=config.image_token_id)
