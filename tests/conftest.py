@@ -21,6 +21,14 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its embeddings as output layer."""
+    out = tmp_path_factory.mktemp("models") / "tied"
+    make(out, preset="nano", init="random", seed=1, tied=True)
+    return out
+
+
+@pytest.fixture(scope="session")
 def torchrun():  # noqa: ANN201
     """torchrun(num_processes, script, *arguments): real processes; fails with their output unless all exit 0."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,19 +41,6 @@ def assert_refused(checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[st
     assert said.startswith("error: ") and said.count("\n") == 1, said
     assert not [part for part in parts if part not in said], said
     assert not out.exists() and not out.with_name(f".{out.name}.partial").exists()
-
-
-@pytest.fixture(scope="session")
-def tied_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random model with its embeddings as output layer."""
-    out = tmp_path_factory.mktemp("tied") / "model"
-    shutil.copytree(random_model, out)
-    stored = load_file(out / "model.safetensors")
-    del stored["lm_head.weight"]
-    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
-    config = (out / "config.json").read_text()
-    (out / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
-    return out
 
 
 @pytest.mark.parametrize(
