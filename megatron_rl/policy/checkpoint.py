@@ -72,7 +72,7 @@ class Save:
         torch.save(_common(state, optimizer), self._common)
         weights = sharded_weights(state.chunks)
         moments = _optimizer_tensors(state.optimizer, weights, optimizer, is_loading=False)
-        sharded, _ = save_preprocess({"weights": weights, "optimizer": moments})
+        sharded, _ = save_preprocess({"weights": weights} | ({"optimizer": moments} if moments else {}))
         self._writer = FileSystemWriter(folder)
         planner = MCoreSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(_own(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
@@ -91,7 +91,7 @@ class Save:
         error = self._written.exception()
         self._thread.shutdown()
         errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, "" if error is None else f"rank {dist.get_rank()}: {error}")
+        dist.all_gather_object(errors, "" if error is None else f"rank {dist.get_rank()}: {_first(error)}")
         failed = [text for text in errors if text]
         if failed:
             raise OSError(failed[0])
@@ -125,7 +125,8 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> None:
         wanted = {"weights": sharded, "optimizer": _optimizer_tensors(state.optimizer, sharded, kind, is_loading=True)}
         loaded = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RAISE_ALL)
     except (CheckpointException, CheckpointingException) as error:
-        reason = " ".join(str(error).split())[:300]
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = " ".join(str(first).split())[:300]
         raise ValueError(f"{folder}: cannot be loaded into this model; resume with the settings that wrote it ({reason})") from error
     for number, chunk in enumerate(state.chunks):
         unfilled = chunk.load_state_dict(loaded["weights"][str(number)], strict=False)
@@ -216,6 +217,13 @@ def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> No
             group["step"] = updates
     state.schedule.num_steps = updates
     state.schedule.step(0)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What began it: torch.save turns the OSError of a full disk into a RuntimeError about positions."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _generators() -> dict[str, torch.Tensor]:

@@ -1,0 +1,110 @@
+"""Training states over layouts: written by one world, read by another, compared tensor by tensor and by the next update."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.weights.hf_config import read_config, rows_of
+from megatron_rl.weights.torch_dist import McoreTensors
+from tests.distributed.checkpoint_world import LAYOUTS, VARIANTS
+
+SCRIPT = Path(__file__).with_name("checkpoint_world.py")
+READ = {  # by a world of two at each of its four layouts, and by one process: a covering choice
+    "one": ("tp2", "vpp2", "dp2"),
+    "tp2": ("tp2", "pp2", "one"),
+    "pp2": ("pp2", "tp2", "vpp2"),
+    "vpp2": ("vpp2", "dp2", "one"),
+    "dp2": ("dp2", "pp2", "one"),
+    "dp2_dp_reshardable": ("dp2", "tp2", "one"),
+    "tp2_bf16": ("tp2", "pp2"),
+    "tp2_lora": ("tp2", "pp2"),
+    "pp2_frozen": ("pp2", "tp2", "one"),
+}
+PAIRS = [(name, layout) for name, layouts in READ.items() for layout in layouts]
+ROUGH = [("tp2_bf16", "tp2"), ("tp2_bf16", "pp2"), ("tp2_lora", "pp2")]
+"""Their next update is rounded to bfloat16, or drops out anew."""
+REFUSED = ("dp2_dp_reshardable", "tp2")
+"""Its optimizer state cannot be cut anew."""
+
+
+@pytest.fixture(scope="module")
+def out(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> Path:  # noqa: ANN001
+    """Folder NAME and NAME.pt of what was written, NAME_at_LAYOUT likewise of what was made of it."""
+    out = tmp_path_factory.mktemp("checkpoints")
+    reads = {pair: f"read:{pair[0]}:{pair[1]}" for pair in PAIRS}
+    writes = [f"write:{name}" for name in VARIANTS if name != "one"]
+    torchrun(1, SCRIPT, random_model, out, "write:one")
+    torchrun(2, SCRIPT, random_model, out, *writes, *(reads[pair] for pair in PAIRS if pair[1] != "one"), "full_disk:tp2")
+    torchrun(1, SCRIPT, random_model, out, *(reads[pair] for pair in PAIRS if pair[1] == "one"), "damaged:one")
+    return out
+
+
+def result(out: Path, name: str) -> dict:
+    return torch.load(out / f"{name}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(("name", "layout"), [pair for pair in PAIRS if pair != REFUSED])
+def test_what_is_loaded_is_what_was_saved(name: str, layout: str, out: Path) -> None:
+    """Written again at the layout that loaded it, every tensor has equal bits: weights, main weights, both moments."""
+    again = result(out, f"{name}_at_{layout}")
+    assert not again["different"]
+    trained = [key for key in again["keys"] if key.startswith("optimizer.state.exp_avg_sq.")]
+    kept = [key for key in again["keys"] if not key.startswith("optimizer.")]
+    assert len(again["keys"]) == len(kept) + 3 * len(trained)
+    frozen = {"pp2_frozen": lambda key: "language." in key, "tp2_lora": lambda key: ".lora_" not in key}.get(name, lambda key: False)
+    assert [key.removeprefix("optimizer.state.exp_avg_sq.") for key in trained] == [key for key in kept if not frozen(key)]
+
+
+@pytest.mark.parametrize(("name", "layout"), [pair for pair in PAIRS if pair != REFUSED and pair not in ROUGH])
+def test_the_next_update_is_that_of_the_unbroken_run(name: str, layout: str, out: Path) -> None:
+    """1e-5 relative L2 of every tensor's change; the learning rate, which warms up, exactly."""
+    unbroken, resumed = result(out, name), result(out, f"{name}_at_{layout}")
+    assert resumed["lr"] == unbroken["lr"] == pytest.approx(0.1 * 3 / 5)
+    assert resumed["loss"] == pytest.approx(unbroken["loss"], rel=1e-5)
+    for key, change in unbroken["change"].items():
+        assert (resumed["change"][key] - change).norm() <= 1e-5 * change.norm(), key
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "one"])
+def test_at_the_layout_that_wrote_it_nothing_differs(name: str, out: Path) -> None:
+    """Bitwise, although the unbroken run's weights were changed before its checkpoint was on disk; and dropout would go on as it was."""
+    unbroken, resumed = result(out, name), result(out, f"{name}_at_{VARIANTS[name].layout}")
+    assert all(torch.equal(change, resumed["change"][key]) for key, change in unbroken["change"].items())
+    assert (resumed["loss"], resumed["grad_norm"], resumed["noise"]) == (unbroken["loss"], unbroken["grad_norm"], unbroken["noise"])
+
+
+def test_another_layout_draws_anew(out: Path) -> None:
+    unbroken, resumed = result(out, "tp2"), result(out, "tp2_at_pp2")
+    assert not set(unbroken["noise"]) & set(resumed["noise"])
+    assert len(set(resumed["noise"])) == 8, "the stages of a pipeline differ"
+
+
+def test_dp_reshardable_refuses_another_layout(out: Path) -> None:
+    error = result(out, "_at_".join(REFUSED))["error"]
+    assert re.fullmatch(
+        r"checkpoint.optimizer=dp_reshardable: dp2_dp_reshardable was written at tp=1 pp=1 vpp=1, not tp=2 pp=1 vpp=1, "
+        r"and only the data-parallel size may change; resume at tp=1 .* with checkpoint.optimizer=fully_reshardable .*",
+        error,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_are_those_of_the_table(layout: str, out: Path, random_model: Path) -> None:
+    """The converters' reader, which knows nothing of process groups, finds every row whole under its key, tied embeddings once."""
+    written, weights = McoreTensors(out / layout), result(out, layout)["weights"]
+    rows = [row for row in rows_of(read_config(random_model)) if row.exported]
+    assert written.names() == {row.key for row in rows}
+    for row in rows:
+        assert torch.equal(written.read(row.key), row.to_mcore(tuple(weights[name] for name in row.hf), 0, 1)), row.key
+
+
+def test_a_full_disk_of_one_rank_is_told_by_all(out: Path) -> None:
+    assert result(out, "tp2_full")["errors"] == ["rank 1: [Errno 27] File too large"] * 2
+    assert not (out / "tp2_full" / ".metadata").exists()
+
+
+def test_half_a_file_is_one_line_that_names_the_folder(out: Path) -> None:
+    error = result(out, "one_damaged")["error"]
+    assert error.startswith(f"{out / 'one_damaged'}: cannot be loaded into this model") and "\n" not in error and len(error) < 600
