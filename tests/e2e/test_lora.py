@@ -1,0 +1,57 @@
+"""A GRPO run that trains an adapter, through launch/train.py with real parts, on two tensor-parallel processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.weights.tensors import HfTensors
+from tests.conftest import ROOT
+from tools.data.make_tiny_qwen2_5_vl import make
+
+SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=16")
+# Replies of an untrained model are all worth the same: the entropy bonus gives the gradient, and moves the policy off its reference.
+GRPO = ("algo.lr=1e-2", "algo.prompts_per_step=2", "algo.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1", "run.steps=3")
+LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,projector]", "parallel.tp=2", "parallel.sequence_parallel=true")
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("nano") / "nano"
+    make(out, preset="nano", init="learn", seed=0)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(nano: Path, torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ANN001
+    out = tmp_path_factory.mktemp("run") / "run"
+    own = (f"model.path={nano}", f"run.dir={out}", "task.eval_samples=1")
+    torchrun(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *LORA)
+    return out
+
+
+def test_the_engine_serves_the_adapter_and_the_reference_is_the_base(folder: Path) -> None:
+    steps = read_metrics(folder / "metrics.jsonl")[:-1]
+    assert len(steps) == 3
+    assert max(step["engine/logprob_gap_max"] for step in steps) <= 1e-4
+    assert all(step["policy/first_ratio"] == pytest.approx(1, abs=1e-5) for step in steps)
+    assert steps[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert steps[1]["policy/kl_reference"] > 1e-6 and steps[2]["policy/kl_reference"] > 1e-6
+    assert min(step["grad_norm"] for step in steps) > 0
+
+
+def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, nano: Path) -> None:
+    assert all(tensor.any() for name, tensor in load_file(folder / "adapter" / "adapter_model.safetensors").items())
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(nano, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
+    final = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "final", dtype=torch.float32)
+    for (name, merged), (_, saved) in zip(adapted.named_parameters(), final.named_parameters(), strict=True):
+        assert (merged - saved).abs().max() <= 1e-6, name
+    before, after = HfTensors(nano), HfTensors(folder / "final")
+    same = {name for name in before.names() if torch.equal(before.read(name), after.read(name))}
+    linears = {name for name in before.names() if name.endswith(("proj.weight", "qkv.weight", "mlp.0.weight", "mlp.2.weight"))}
+    assert same == before.names() - linears | {"visual.patch_embed.proj.weight"}
