@@ -1,0 +1,55 @@
+"""The layers of isolation by name, which of them this host offers, and which set makes a room.
+
+Order of entry (confine.py): user_ns, mount_ns with read_only_root once per zygote; then per box net_ns, pid_ns, ipc_ns, mount_ns with
+private_tmp, cgroup, rlimits, drop_uid, capabilities, landlock, and seccomp last.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+
+REQUIRED = ("mount_ns", "read_only_root", "private_tmp", "pid_ns", "net_ns", "rlimits", "capabilities")
+"""Without one of these there is no room. Of `drop_uid` and `user_ns` one is needed, and so is one of `cgroup` and `watchdog`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """One switch a layer; all off by default, so that tests and the attack suite name what they use."""
+
+    user_ns: bool = False
+    """The zygote lives in a user namespace of its own: how a process without privilege gets the other namespaces."""
+    mount_ns: bool = False
+    """A mount table of its own, one per zygote and one per box."""
+    read_only_root: bool = False
+    """The root holds the interpreter, its packages and /usr, read-only, and nothing else of the host; no /proc, no /sys. Needs mount_ns."""
+    private_tmp: bool = False
+    """Working directory, /tmp and /dev/shm in a tmpfs of bounded bytes and inodes; inputs are read-only mounts in it. Needs mount_ns."""
+    net_ns: bool = False
+    pid_ns: bool = False
+    ipc_ns: bool = False
+    """System V and POSIX message queues, semaphores and shared memory of its own; with it the host's name (UTS)."""
+    cgroup: bool = False
+    """Memory, processes and cores of a whole box (v1 or v2)."""
+    watchdog: bool = False
+    """The pool sums the resident memory and counts the processes of each busy box and kills it; for hosts that delegate no cgroup."""
+    rlimits: bool = False
+    drop_uid: bool = False
+    """A user id that nothing else on the host has, another one for every box of a pool. Needs root."""
+    capabilities: bool = False
+    """No capability in any set, and no_new_privs."""
+    landlock: bool = False
+    seccomp: bool = False
+    """An allow-list of system calls."""
+
+    def names(self) -> list[str]:
+        return [layer.name for layer in fields(self) if getattr(self, layer.name)]
+
+
+NAMES = [layer.name for layer in fields(Layers)]
+
+
+def offered() -> dict[str, str | None]:
+    """layer -> None where this host offers it, else the reason. Every layer is tried for real in a process of its own (about 0.3 s)."""
+    probe = subprocess.run([sys.executable, "-m", "sandbox.probe"], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(probe.stdout)
