@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step_00000003/            complete, after 3 steps: the policy's training state (policy/checkpoint.py) beside
         hf/                                   the Hugging Face folder without its weights, for tools/convert/merger.py
+        adapter/                              of a run that trains a LoRA adapter: this, in PEFT's format
         run/memory.json                       what the run itself remembers, and the size of every other file
     RUN/checkpoints/.step_00000004.partial/   on its way, or on its way out; what a kill leaves of it the next start removes
 What is a function of seed and step (who is dealt, how is sampled) needs no memory.
@@ -130,6 +131,8 @@ class Checkpoints:
         folder = self._run / FOLDER / _hidden(step)
         with writing(self._run):
             on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path)))
+            if self._settings.lora.rank:
+                self._policy.save_adapter(folder / "adapter")
         save = self._policy.save(folder, optimizer=settings.optimizer, background=settings.background)
         self._pending = _Pending(folder, step, save)
 

@@ -81,5 +81,6 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
 
 
 def seed_generators(seed: int) -> None:
-    """Megatron's streams: pipeline stages differ, data-parallel replicas do not; tensor-parallel ranks share one and own one each."""
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    """Megatron's streams: pipeline stages and data-parallel replicas differ; tensor-parallel ranks share one and own one each."""
+    place = 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * parallel_state.get_data_parallel_rank()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + place)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_rl.weights.folders import whole_or_absent
-from megatron_rl.weights.mapping import PEFT_PREFIX, Row, Tensors
+from megatron_rl.weights.mapping import PEFT_PREFIX, Row, Tensors, nested
 from megatron_rl.weights.stream import Shards, fill, is_adapter
 from megatron_rl.weights.tensors import HfTensors
 
@@ -156,17 +156,9 @@ def peft_config(*, rank: int, alpha: float, dropout: float, targets: Sequence[st
 def write_peft(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object]) -> None:
     """Write a PEFT folder at `out`, whole or not at all; tensors by canonical name. Raises OSError as write_hf_folder does."""
     with whole_or_absent(out) as partial:
-        copies = {peft_name(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        copies = {PEFT_PREFIX + nested(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         try:
             save_file(copies, partial / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{WEIGHTS}: {error}") from error
         (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-
-
-def peft_name(name: str) -> str:
-    """The name that PEFT looks for over transformers' present module names, from the canonical one."""
-    for released, newer in (("visual.", "model.visual."), ("model.", "model.language_model.")):
-        if name.startswith(released):
-            return PEFT_PREFIX + newer + name.removeprefix(released)
-    raise AssertionError(f"{name} belongs to no adapter")

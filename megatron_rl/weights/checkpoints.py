@@ -9,6 +9,7 @@ from megatron_rl.weights.classic import ClassicShards, megatron_tower_rows, rank
 from megatron_rl.weights.fsdp import FsdpTensors, rank_paths
 from megatron_rl.weights.hf_config import hf_shapes, rows_of
 from megatron_rl.weights.mapping import Heads, Row
+from megatron_rl.weights.merge_lora import Merged
 from megatron_rl.weights.source import MegatronSource, NamedSource, Source, Spec, WholeShards
 from megatron_rl.weights.tensors import HfTensors
 from megatron_rl.weights.torch_dist import METADATA
@@ -51,13 +52,18 @@ def hf_part(folder: Path) -> Path | None:
 
 
 def open_source(folder: Path, config: Qwen2_5_VLConfig, *, key: str) -> Source:
-    """The checkpoint's tensors, proven to be exactly those of the model that `config` (of read_config) describes."""
+    """The checkpoint's tensors, proven to be exactly those of the model that `config` (of read_config) describes.
+
+    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights.
+    """
     kind, shapes = kind_of(folder, key=key), hf_shapes(config)
     if kind in ("hf", "fsdp"):
         return NamedSource(HfSource(folder, key=key) if kind == "hf" else FsdpTensors(folder), shapes)
     rows = rows_of(config)
     if kind == "torch_dist":
-        return MegatronSource(WholeShards(folder), rows, shapes)
+        stored = WholeShards(folder)
+        base = MegatronSource(stored, rows, shapes)
+        return Merged(base, folder / "adapter") if stored.has_adapters() else base
     shards = ClassicShards(folder)
     return MegatronSource(shards, _with_megatron_tower(rows, config) if shards.has_megatron_tower else rows, shapes)
 

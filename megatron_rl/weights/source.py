@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.weights.mapping import Row
+from megatron_rl.weights.stream import is_adapter
 from megatron_rl.weights.torch_dist import McoreTensors
 
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -67,13 +68,16 @@ class Shards(Protocol):
 
 
 class WholeShards:
-    """A torch_dist checkpoint, where every tensor is stored whole, whatever layout wrote it."""
+    """A torch_dist checkpoint, where every tensor is stored whole, whatever layout wrote it; without the adapters of a LoRA run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._tensors = folder, McoreTensors(folder)
 
     def names(self) -> set[str]:
-        return self._tensors.names()
+        return {name for name in self._tensors.names() if not is_adapter(name)}
+
+    def has_adapters(self) -> bool:
+        return self.names() != self._tensors.names()
 
     def specs(self, name: str) -> list[Spec]:
         return [Spec(self._tensors.dtype(name), self._tensors.shape(name))]

@@ -49,13 +49,15 @@ def merge(asked: Merge) -> str:
     like = asked.reference or hf_part(asked.checkpoint)
     if like is None:
         raise ValueError(f"--checkpoint={asked.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR")
-    _check_verify(asked, kind)
     config = read_config(like, key="--reference" if asked.reference else "--checkpoint")
     source = open_source(asked.checkpoint, config, key="--checkpoint")
     if asked.reference is not None:
         check_same(source, HfSource(asked.reference, key="--reference"), what=f"--checkpoint={asked.checkpoint} and --reference={asked.reference}")
     if asked.lora is not None:
+        if isinstance(source, Merged):
+            raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")
         source = Merged(source, asked.lora)
+    _check_verify(asked, kind, is_merged=isinstance(source, Merged))
     specs = {name: Spec(asked.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
     size = sum(spec.nbytes for spec in specs.values())
 
@@ -89,7 +91,7 @@ def _check_out(asked: Merge) -> None:
             raise ValueError(f"--out={asked.out}: is no Hugging Face folder (it has no config.json), so --force does not replace it")
 
 
-def _check_verify(asked: Merge, kind: str) -> None:
+def _check_verify(asked: Merge, kind: str, *, is_merged: bool) -> None:
     """Refuse to promise a comparison of logits that would not be one."""
     if not asked.verify:
         return
@@ -98,8 +100,8 @@ def _check_verify(asked: Merge, kind: str) -> None:
             f"--verify: {asked.checkpoint} is no torch_dist checkpoint of this trainer, so its logits cannot be computed here; "
             "leave it out, and compare names and shapes with --reference HF_DIR"
         )
-    if asked.dtype or asked.lora:
-        raise ValueError("--verify: compares the weights as they are stored; merge without --dtype and --lora first")
+    if asked.dtype or is_merged:
+        raise ValueError("--verify: compares the weights as they are stored; merge without --dtype, and without an adapter")
 
 
 def _verify(partial: Path, checkpoint: Path) -> str:

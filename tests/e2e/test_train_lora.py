@@ -1,5 +1,6 @@
 """A GRPO run that trains an adapter, through launch/train.py with real parts, on two tensor-parallel processes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.weights.tensors import HfTensors
 from tests.conftest import ROOT
+from tools.convert.merger import Merge, merge
 from tools.data.make_tiny_qwen2_5_vl import make
 
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=16")
 # Replies of an untrained model are all worth the same: the entropy bonus gives the gradient, and moves the policy off its reference.
-GRPO = ("algo.lr=1e-2", "algo.prompts_per_step=2", "algo.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1", "run.steps=3")
+GRPO = ("algo.lr=1e-2", "algo.prompts_per_step=2", "algo.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1", "run.steps=3", "checkpoint.every=3")
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,projector]", "parallel.tp=2", "parallel.sequence_parallel=true")
 
 
@@ -42,6 +44,21 @@ def test_the_engine_serves_the_adapter_and_the_reference_is_the_base(folder: Pat
     assert steps[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
     assert steps[1]["policy/kl_reference"] > 1e-6 and steps[2]["policy/kl_reference"] > 1e-6
     assert min(step["grad_norm"] for step in steps) > 0
+
+
+def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_path: Path) -> None:
+    """The merger finds the adapter in the checkpoint, adds it once, and will not add another."""
+    checkpoint = folder / "checkpoints" / "step_00000003"
+    assert (checkpoint / "adapter" / "adapter_model.safetensors").read_bytes() == (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    asked = Merge(
+        checkpoint=checkpoint, out=tmp_path / "merged", dtype=None, reference=None, style="released", lora=None, verify=False, force=False
+    )
+    merge(asked)
+    merged, final = HfTensors(tmp_path / "merged"), HfTensors(folder / "final")
+    assert merged.names() == final.names()
+    assert max((merged.read(name) - final.read(name)).abs().max() for name in final.names()) <= 1e-6
+    with pytest.raises(ValueError, match="^--lora=.*which is merged; leave --lora out"):
+        merge(replace(asked, out=tmp_path / "twice", lora=folder / "adapter"))
 
 
 def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, nano: Path) -> None:

@@ -15,8 +15,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.policy.lora import Adapter, adapt_vision, adapters_off, merged_weights
-from megatron_rl.weights.adapters import CONFIG, WEIGHTS, adapter_table, load_peft, peft_config, peft_name, start_adapters, write_peft
-from megatron_rl.weights.mapping import Heads, Row, canonical, fuse_qkv
+from megatron_rl.weights.adapters import CONFIG, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft
+from megatron_rl.weights.mapping import PEFT_PREFIX, Heads, Row, canonical, fuse_qkv, nested
 from megatron_rl.weights.stream import Shards
 
 TARGETS = {
@@ -52,7 +52,7 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
     """The pattern in adapter_config.json meets exactly the modules that have tensors; all four targets are all linear layers."""
     wanted = {name for name in linears if any(re.fullmatch(TARGETS[target], name) for target in targets)}
     assert len(targets) < 4 or wanted == linears.keys()
-    names = [peft_name(name) for row in rows_for(linears, targets) for name in row.hf]
+    names = [PEFT_PREFIX + nested(name) for row in rows_for(linears, targets) for name in row.hf]
     assert sorted(names) == sorted(f"base_model.model.{name}.lora_{half}.weight" for name in wanted for half in "AB")
     pattern = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base")["target_modules"]
     assert {name for name in linears if re.fullmatch(pattern, name)} == wanted
@@ -60,7 +60,7 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
 
 def test_names_go_there_and_back(linears: dict[str, nn.Linear]) -> None:
     for row in rows_for(linears, list(TARGETS)):
-        assert canonical(peft_name(row.hf[0])) == row.hf[0]
+        assert canonical(PEFT_PREFIX + nested(row.hf[0])) == row.hf[0]
 
 
 def fused(dropout: float) -> Adapter:
