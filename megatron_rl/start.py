@@ -80,8 +80,8 @@ def check(settings: Settings, world_size: int) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path={folder}: its config.json cannot be read; copy the folder again ({error})") from error
     check_layout(settings.parallel, model, world_size)
-    frozen = settings.model.frozen
-    require(not frozen or not settings.lora.rank, "model.frozen", frozen, "with lora.rank the whole base is frozen; choose what is trained by lora.targets")
+    remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
+    require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
     engine: EngineSettings = settings.engine
     require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
     heads = model.text_config.num_key_value_heads

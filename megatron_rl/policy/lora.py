@@ -61,8 +61,9 @@ class Adapter(nn.Module):
         self.fuse, self.exchange, self.randomness = fuse, exchange, randomness
         self.enabled = True
         # From pairs: a ParameterDict sorts the keys of a dict, and `fuse` reads the values in order.
-        self.lora_a = nn.ParameterDict([(name, nn.Parameter(torch.empty(lora.rank, num_inputs, dtype=dtype))) for name in num_outputs])
-        self.lora_b = nn.ParameterDict([(name, nn.Parameter(torch.empty(size, lora.rank, dtype=dtype))) for name, size in num_outputs.items()])
+        empty = partial(torch.empty, dtype=dtype)
+        self.lora_a = nn.ParameterDict([(name, nn.Parameter(empty(lora.rank, num_inputs))) for name in num_outputs])
+        self.lora_b = nn.ParameterDict([(name, nn.Parameter(empty(size, lora.rank))) for name, size in num_outputs.items()])
 
     def forward(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The layer's output for x with the adapters' part; while they are off, the output itself."""

@@ -87,8 +87,8 @@ class Policy:
         vision_names = sorted(name.removeprefix("visual.") for name in source.names() if name.startswith("visual."))
         rows = table(num_layers=text.num_hidden_layers, heads=heads, tied=text.tie_word_embeddings, vision_names=vision_names)
         shards = Shards(
-            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group,
-            chunks=layout.vpp, layers_per_chunk=text.num_hidden_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
+            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
+            layers_per_chunk=text.num_hidden_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
         )  # fmt: skip
         load_hf(self.chunks, rows, shards, source)
         targets = lora.targets if lora.rank else []

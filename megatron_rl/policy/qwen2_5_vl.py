@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
 
 
 def uses_transformer_engine(lora: LoraSettings) -> bool:
-    """Whether the language model's layers are Transformer Engine's: where it is installed, has a GPU to run on, and no adapters to carry."""
+    """Whether the language model's layers are Transformer Engine's: it is installed, has a GPU to run on, and no adapters to carry."""
     return HAVE_TE and torch.cuda.is_available() and not lora.rank
 
 

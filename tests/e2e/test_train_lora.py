@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.weights.adapters import WEIGHTS
 from megatron_rl.weights.tensors import HfTensors
 from tests.conftest import ROOT
 from tools.convert.merger import Merge, merge
@@ -17,7 +18,8 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=16")
 # Replies of an untrained model are all worth the same: the entropy bonus gives the gradient, and moves the policy off its reference.
-GRPO = ("algo.lr=1e-2", "algo.prompts_per_step=2", "algo.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1", "run.steps=3", "checkpoint.every=3")
+GRPO = ("algo.lr=1e-2", "algo.prompts_per_step=2", "algo.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1")
+STEPS = ("run.steps=3", "checkpoint.every=3")
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,projector]", "parallel.tp=2", "parallel.sequence_parallel=true")
 
 
@@ -32,7 +34,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(nano: Path, torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ANN001
     out = tmp_path_factory.mktemp("run") / "run"
     own = (f"model.path={nano}", f"run.dir={out}", "task.eval_samples=1")
-    torchrun(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *LORA)
+    torchrun(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *STEPS, *LORA)
     return out
 
 
@@ -49,7 +51,7 @@ def test_the_engine_serves_the_adapter_and_the_reference_is_the_base(folder: Pat
 def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_path: Path) -> None:
     """The merger finds the adapter in the checkpoint, adds it once, and will not add another."""
     checkpoint = folder / "checkpoints" / "step_00000003"
-    assert (checkpoint / "adapter" / "adapter_model.safetensors").read_bytes() == (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert (checkpoint / "adapter" / WEIGHTS).read_bytes() == (folder / "adapter" / WEIGHTS).read_bytes()
     asked = Merge(
         checkpoint=checkpoint, out=tmp_path / "merged", dtype=None, reference=None, style="released", lora=None, verify=False, force=False
     )
@@ -62,7 +64,7 @@ def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_pat
 
 
 def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, nano: Path) -> None:
-    assert all(tensor.any() for name, tensor in load_file(folder / "adapter" / "adapter_model.safetensors").items())
+    assert all(tensor.any() for name, tensor in load_file(folder / "adapter" / WEIGHTS).items())
     base = Qwen2_5_VLForConditionalGeneration.from_pretrained(nano, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
     final = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "final", dtype=torch.float32)

@@ -74,8 +74,9 @@ def resume(trained: Policy, make: Callable[[], Policy], pieces: list[Piece], fol
     policy = make()
     policy.load(folder, seed=0)
     loaded = {name: tensor.clone() for name, tensor in policy.adapters.tensors()}
-    keys = [key for key in FileSystemReader(folder).read_metadata().state_dict_metadata if is_adapter(key) and not key.startswith("optimizer.")]
-    return {"adapters": loaded, "keys": sorted(keys), "step": steps(policy, pieces, count=1)}
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    keys = sorted(key for key in stored if is_adapter(key) and not key.startswith("optimizer."))
+    return {"adapters": loaded, "keys": keys, "step": steps(policy, pieces, count=1)}
 
 
 def walk(models: Path, adapter: Path, out: Path, text: str) -> None:

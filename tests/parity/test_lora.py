@@ -53,7 +53,8 @@ def results(models: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactor
     for world, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
         (out / str(world)).mkdir()
         torchrun(world, HERE / "lora_layouts.py", models, adapter, out / str(world), *layouts)
-    return {file: {**torch.load(out / f"{file}.pt", weights_only=True), "folder": (out / file).parent / f"adapter {Path(file).name}"} for file in FILES}
+    folders = {file: (out / file).parent / f"adapter {Path(file).name}" for file in FILES}
+    return {file: {**torch.load(out / f"{file}.pt", weights_only=True), "folder": folder} for file, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_three_steps_train_the_adapter_alone_and_are_the_same_at_every_layout(fi
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_training_state_with_adapters_goes_on_at_any_layout(file: str, results: dict) -> None:
-    """Written at tensor parallel size 2 (or by one process), read here: the adapters bit for bit, and the fourth step of the run that went on."""
+    """Written at tensor parallel size 2 (or by one process), read here: the adapters bit for bit, and the fourth step as without a stop."""
     wrote = FILES[0] if file == FILES[0] else FILES[1]
     state, straight = results[file]["resumed"], results[wrote]["fourth_step"]
     trained = results[wrote]["three_steps"]["adapters"]

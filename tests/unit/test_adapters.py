@@ -44,7 +44,8 @@ def linears(random_model: Path) -> dict[str, nn.Linear]:
 
 def rows_for(linears: dict[str, nn.Linear], targets: list[str]) -> list[Row]:
     vision = [name.removeprefix("model.visual.") + ".weight" for name in linears if name.startswith("model.visual.")]
-    return adapter_table(targets=targets, num_layers=4, vision_names=[*vision, "patch_embed.proj.weight", "merger.ln_q.weight", "merger.mlp.0.bias"])
+    others = ["patch_embed.proj.weight", "merger.ln_q.weight", "merger.mlp.0.bias"]
+    return adapter_table(targets=targets, num_layers=4, vision_names=[*vision, *others])
 
 
 @pytest.mark.parametrize("targets", [["attention"], ["mlp"], ["vision"], ["projector"], ["attention", "projector"], list(TARGETS)])
@@ -170,7 +171,8 @@ def folder(tmp_path: Path) -> Path:
 def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
     load_peft(chunks, ROWS, SHARDS, folder, rank=2, alpha=6.0)
     stored = load_file(folder / WEIGHTS)
-    assert torch.equal(chunks[0].vision.merger.mlp[2].adapter.lora_b["2"], stored["base_model.model.model.visual.merger.mlp.2.lora_B.weight"])
+    loaded = chunks[0].vision.merger.mlp[2].adapter.lora_b["2"]
+    assert torch.equal(loaded, stored["base_model.model.model.visual.merger.mlp.2.lora_B.weight"])
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS]
 
 
@@ -193,9 +195,11 @@ def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunk
 def test_tensors_that_do_not_fit_are_named(chunks: nn.ModuleList, folder: Path) -> None:
     stored = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
     name = "base_model.model.model.visual.merger.mlp.2.lora_A.weight"
+    fewer = {key: tensor for key, tensor in stored.items() if key != name}
+    more = stored | {name.replace("mlp.2", "mlp.4"): torch.zeros(2, 50)}
     for tensors, message in (
-        ({key: tensor for key, tensor in stored.items() if key != name}, r"Missing in the adapter: \['visual.merger.mlp.2.lora_A.weight'\] \(1\)"),
-        (stored | {name.replace("mlp.2", "mlp.4"): torch.zeros(2, 50)}, r"not among the targets: \['visual.merger.mlp.4.lora_A.weight'\] \(1\)"),
+        (fewer, r"Missing in the adapter: \['visual.merger.mlp.2.lora_A.weight'\] \(1\)"),
+        (more, r"not among the targets: \['visual.merger.mlp.4.lora_A.weight'\] \(1\)"),
         (stored | {name: torch.zeros(2, 51)}, r"visual.merger.mlp.2.lora_A.weight: shape \(2, 51\) .* has \(2, 50\)"),
     ):
         save_file(tensors, folder / WEIGHTS)
