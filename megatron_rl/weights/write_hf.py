@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder tensor by tensor: memory holds two tensors, the disk is proven, a folder appears whole or not at all.
+"""Writing a Hugging Face folder tensor by tensor: memory holds two or three tensors, what was written is read back, a folder appears whole or not at all.
 
 The safetensors format is a little-endian 8-byte length, a JSON header of that length (it may end in spaces), and the tensors' bytes in
 the header's order without gaps (safetensors 0.6, README.md, Format). The header's place is kept free and filled when the file is full,

@@ -17,6 +17,9 @@ from megatron_rl.weights.checkpoints import HfSource, hf_part, kind_of, open_sou
 from megatron_rl.weights.hf_config import read_config
 from megatron_rl.weights.source import Source
 
+PART = 1 << 24
+"""Numbers that are subtracted at once: double precision takes 8 bytes of memory for each."""
+
 
 @dataclass(slots=True, frozen=True)
 class Difference:
@@ -63,11 +66,9 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, bool]:
     """(largest absolute difference, whether every bit is the same). NaN differs from everything but the same bits."""
     if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
         return 0.0, True
-    largest = 0.0
-    for part_a, part_b in zip(a.flatten().split(1 << 24), b.flatten().split(1 << 24), strict=True):
-        gap = (part_a.double() - part_b.double()).abs().max().item()
-        largest = gap if not gap <= largest else largest
-    return largest, False
+    parts = zip(a.flatten().split(PART), b.flatten().split(PART), strict=True)
+    gaps = torch.stack([(part_a.double() - part_b.double()).abs().max() for part_a, part_b in parts])
+    return gaps.max().item(), False
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
