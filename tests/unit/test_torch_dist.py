@@ -3,6 +3,8 @@
 import os
 import pickle
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rl.weights.torch_dist import McoreTensors
 from megatron_rl.weights.torch_dist_writer import TorchDistWriter
+from tests.conftest import ROOT
 
 TENSORS = {
     "rows": torch.arange(48, dtype=torch.float32).reshape(8, 6),
@@ -112,6 +115,27 @@ def test_a_strange_pickle_is_not_run(written: Path) -> None:
     (written / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ValueError, match="system, which has no place there"):
         McoreTensors(written)
+
+
+WRITES_384_MB = """
+import resource, sys
+from pathlib import Path
+import torch
+from megatron_rl.weights.torch_dist_writer import TorchDistWriter
+with TorchDistWriter(Path(sys.argv[1])) as writer:
+    writer.add("first", torch.ones(1 << 22))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(24):
+        writer.add(str(number), torch.ones(1 << 22))
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    """24 tensors of 16 MiB: torch's own writer holds all of them until the file is full."""
+    result = subprocess.run([sys.executable, "-c", WRITES_384_MB, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.distcp")) > 25 << 24
+    assert int(result.stdout) <= 48
 
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:

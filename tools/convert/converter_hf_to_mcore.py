@@ -32,7 +32,6 @@ PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None, force: bool, check_logits: bool, console: Console) -> str:
     """Write the checkpoint at `out` and return a line about it. Raises ValueError and OSError; then `out` is as it was before."""
     from megatron_rl.policy.parallel import check_layout  # brings Megatron, whose warnings main() silences
-    from megatron_rl.policy.verify import verify
 
     check_out(out, force=force)
     config = read_config(hf, key="--hf")
@@ -51,6 +50,8 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             described = partial / "hf" / "config.json"
             described.write_text(json.dumps(as_dtype(json.loads(described.read_text()), dtype), indent=2))
         if check_logits:
+            from megatron_rl.policy.verify import verify
+
             console.print(verify(hf, partial, dtype=dtype), **PLAIN)
     padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]
     left_out = f"; {padding} rows of vocabulary padding (beyond config.vocab_size) left out" if padding else ""

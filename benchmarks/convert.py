@@ -1,0 +1,127 @@
+"""What converting costs: peak memory and wall time of both directions, beside a copy of the same bytes to the same disk.
+
+    .venv/bin/python benchmarks/convert.py --sizes 3B 7B --folder runs/convert
+
+Random weights of the released shapes are written first (tools/data/make_shapes.py). For each direction, in turns: `cp --reflink=never` of
+the source and `sync` of the copy; the command line tool, which flushes its result to disk itself; the copy again. The source is made cold
+before each (posix_fadvise), results are deleted after each. Peak memory is ru_maxrss of the tool as the kernel hands it to its parent
+(wait4); the tools start no processes. The aims: at most the largest tensor x 3 + 1.5 GiB, and 1.5 times the copy.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED_GB = 40
+GIB = 2**30
+
+
+@dataclass(slots=True, frozen=True)
+class Cost:
+    seconds: float
+    peak_bytes: int
+
+
+def cost(*command: str) -> Cost:
+    """Run a command to its end. Exits with what it said if it fails."""
+    started = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    said = process.stdout.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{said}")
+    return Cost(time.perf_counter() - started, usage.ru_maxrss * 1024)
+
+
+def make_cold(folder: Path) -> None:
+    """Take a folder's files out of the page cache."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copied(source: Path, copy: Path) -> float:
+    """Seconds of a copy and its way to the disk."""
+    make_cold(source)
+    seconds = cost("sh", "-c", f"cp -r --reflink=never '{source}' '{copy}' && find '{copy}' -type f -exec sync {{}} +").seconds
+    shutil.rmtree(copy)
+    return seconds
+
+
+def converted(source: Path, *command: str) -> Cost:
+    make_cold(source)
+    return cost(sys.executable, *command)
+
+
+def largest_tensor(folder: Path) -> int:
+    """Bytes, from the headers."""
+    largest = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        largest = max([largest, *(end - start for start, end in offsets)])
+    return largest
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def report(direction: str, num_bytes: int, largest: int, copies: list[float], tool: Cost) -> None:
+    copy = sum(copies) / len(copies)
+    bound = 3 * largest + 1.5 * GIB
+    print(
+        f"{direction:24s} {num_bytes / 1e9:6.1f} {largest / GIB:8.2f} {tool.peak_bytes / GIB:8.2f} {bound / GIB:6.2f} "
+        f"{copies[0]:7.1f} {copies[1]:7.1f} {tool.seconds:7.1f} {tool.seconds / copy:6.2f}   {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+
+
+def measure(size: str, folder: Path, layers: list[str]) -> None:
+    hf, mcore, merged, copy = (folder / name for name in ("hf", "mcore", "merged", "copy"))
+    cost(sys.executable, str(ROOT / "tools/data/make_shapes.py"), "--size", size, "--out", str(hf), *layers)
+    largest = largest_tensor(hf)
+    before = copied(hf, copy)
+    tool = converted(hf, str(ROOT / "tools/convert/converter_hf_to_mcore.py"), "--hf", str(hf), "--out", str(mcore))
+    report(f"{size} to Megatron", size_of(hf), largest, [before, copied(hf, copy)], tool)
+    shutil.rmtree(hf)
+    before = copied(mcore, copy)
+    tool = converted(mcore, str(ROOT / "tools/convert/merger.py"), "--checkpoint", str(mcore), "--out", str(merged))
+    shutil.rmtree(merged)
+    report(f"{size} to Hugging Face", size_of(mcore), largest, [before, copied(mcore, copy)], tool)
+    shutil.rmtree(mcore)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["3B", "7B"])
+    parser.add_argument("--layers", type=int, help="decoder layers instead of the size's own, for a quick look")
+    parser.add_argument("--folder", type=Path, required=True, help="a new folder on the disk that is measured; removed afterwards")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True)
+    free = shutil.disk_usage(given.folder).free / 1e9
+    if free < NEEDED_GB:
+        given.folder.rmdir()
+        sys.exit(f"SKIPPED: {free:.0f} GB are free on the disk of {given.folder}, {NEEDED_GB} are needed; nothing was measured")
+    try:
+        print(f"{'':24s} {'GB':>6} {'largest':>8} {'peak GiB':>8} {'bound':>6} {'cp s':>7} {'cp s':>7} {'tool s':>7} {'ratio':>6}   load", flush=True)
+        for size in given.sizes:
+            measure(size, given.folder, [] if given.layers is None else ["--layers", str(given.layers)])
+    finally:
+        shutil.rmtree(given.folder)
+
+
+if __name__ == "__main__":
+    main()

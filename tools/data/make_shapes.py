@@ -1,0 +1,89 @@
+"""Writes a Qwen2.5-VL of a released size with random weights: what converting costs depends on names, shapes and bytes only.
+
+Tensors are slices of one random block, which keeps the disk the slowest part. No tokenizer, no processor.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import require
+from megatron_rl.weights.hf_config import hf_shapes, read_config
+from megatron_rl.weights.write_hf import write_hf_folder
+
+SIZES = {
+    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8},
+    "72B": {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+}
+BLOCK = 1 << 25
+"""Random numbers made; 64 MiB in bfloat16."""
+
+
+def released_config(size: str) -> dict[str, object]:
+    """A config.json as it was released: flat, with the spellings of transformers 4.41."""
+    vision = {
+        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420 if size in ("3B", "7B") else 3456, "num_heads": 16,
+        "in_chans": 3, "out_hidden_size": SIZES[size]["hidden_size"], "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "torch_dtype": "bfloat16", **SIZES[size],
+        "vocab_size": 151936 if size == "3B" else 152064, "tie_word_embeddings": size == "3B", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128000, "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656,
+        "use_sliding_window": False, "vision_config": vision,
+    }  # fmt: skip
+
+
+def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """bfloat16 of standard deviation 0.02; each tensor begins elsewhere in the block."""
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(BLOCK, generator=generator).mul_(0.02).bfloat16()
+    for name, shape in shapes.items():
+        start = int(torch.randint(BLOCK, (1,), generator=generator))
+        repeats = -(-(start + shape.numel()) // BLOCK)
+        yield name, block.repeat(repeats)[start : start + shape.numel()].view(shape)
+
+
+def make(out: Path, size: str, *, layers: int | None = None) -> None:
+    """Write the folder; `layers` instead of the size's own number makes it smaller with tensors as large. ValueError: `out` exists."""
+    require(not out.exists(), "--out", out, "exists; choose another folder")
+    config = released_config(size)
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
+        write_hf_folder(out, random_tensors(hf_shapes(read_config(folder))), like=Path(folder))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --size 3B --out checkpoints/random_3b          7.5 GB
+  %(prog)s --size 7B --out checkpoints/random_7b          16.6 GB
+  %(prog)s --size 72B --layers 2 --out DIR                its largest tensors, a fraction of its bytes""",
+    )  # fmt: skip
+    parser.add_argument("--size", choices=SIZES, required=True)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("--layers", type=int, metavar="N", help="decoder layers; default: the size's own")
+    given = parser.parse_args(arguments)
+    try:
+        make(given.out, given.size, layers=given.layers)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{sum(path.stat().st_size for path in given.out.iterdir()):,} bytes in {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
