@@ -1,0 +1,6 @@
+"""Attacks on the sandbox, each with a control that shows that it would succeed without what it attacks: `python -m sandbox attack`."""
+
+from sandbox.attack import files, network, privileges, processes, resources
+from sandbox.attack.probe import Probe
+
+PROBES: tuple[Probe, ...] = (*files.PROBES, *network.PROBES, *processes.PROBES, *privileges.PROBES, *resources.PROBES)

@@ -1,0 +1,86 @@
+"""One attack on one pool, and its control: the same with layers lifted, inside the outer bounds, in a process of its own.
+
+    python -m sandbox.attack.attempt PROBE LAYER,LAYER,...       (what the suite starts; prints one line of JSON)
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+
+from PIL import Image
+
+from sandbox.attack import PROBES, outer
+from sandbox.attack.probe import PRELUDE, Evidence, Probe
+from sandbox.attack.witness import Witness
+from sandbox.layers import NAMES, Layers
+from sandbox.pool import Sandbox
+from sandbox.types import Fault, Limits, Result
+
+LIMITS = Limits(call_s=2.0, memory=256 << 20, processes=16, disk=16 << 20, inodes=512, file=8 << 20)
+CONTROL_S = 60.0
+SETTLE_S = 0.3
+"""After a box was closed, before its survivors are looked for."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    succeeded: bool
+    met: str
+    """What stopped the code, or how far it got, in a few words."""
+    host_fault: bool = False
+
+
+async def attempt(probe: Probe, *, pool: Sandbox, witness: Witness) -> Attempt:
+    """Run the probe's calls in a box of the pool, next to a second box with a secret in it."""
+    picture = Image.new("RGB", (64, 48), (200, 30, 30))
+    before = witness.state()
+    async with (
+        await pool.open(files={"neighbour.txt": witness.secret.encode()}),
+        await pool.open(images={"image_0": picture}) as box,
+    ):
+        results = [await box.run(witness.source(PRELUDE + call)) for call in probe.calls]
+    if probe.evidence in (Evidence.SURVIVED, Evidence.REACHED, Evidence.CHANGED):
+        await asyncio.sleep(SETTLE_S)
+    succeeded = witness.seen(probe, results, before)
+    return Attempt(succeeded=succeeded, met=_met(results), host_fault=any(result.fault is Fault.HOST for result in results))
+
+
+def _met(results: list[Result]) -> str:
+    for result in results:
+        if result.limit is not None:
+            return f"limit: {result.limit}"
+        if result.error is not None:
+            return f"{result.error.type}: {result.error.message}"[:60]
+        if result.dropped:
+            return str(result.dropped[0])[:60]
+    return "nothing there"
+
+
+def without(layers: Layers, lifted: frozenset[str]) -> Layers:
+    return replace(layers, **{name: False for name in lifted & set(NAMES)})
+
+
+async def control(probe: Probe, layers: Layers) -> Attempt:
+    with Witness(LIMITS) as witness:
+        async with Sandbox(size=2, limits=replace(LIMITS, **probe.raised), layers=layers) as pool:
+            return await attempt(probe, pool=pool, witness=witness)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("probe", choices=[probe.name for probe in PROBES])
+    parser.add_argument("layers", help="names of the layers that stay, separated by commas")
+    arguments = parser.parse_args()
+    probe = next(probe for probe in PROBES if probe.name == arguments.probe)
+    layers = Layers(**dict.fromkeys(filter(None, arguments.layers.split(",")), True))
+
+    def work() -> None:
+        print(json.dumps(asdict(asyncio.run(control(probe, layers)))))
+
+    sys.exit(outer.run(work, timeout_s=CONTROL_S))
+
+
+if __name__ == "__main__":
+    main()

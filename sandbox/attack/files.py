@@ -1,0 +1,187 @@
+"""Attacks on files: of the host, of other boxes, on the environment, on the input image."""
+
+from sandbox.attack.probe import Evidence, Probe
+
+VIEW = frozenset({"mount_ns", "read_only_root", "private_tmp", "landlock", "drop_uid", "capabilities"})
+"""Whatever decides which files a box sees and writes."""
+OTHERS = VIEW | {"pid_ns", "seccomp"}
+"""The same, and what hides other processes, through whose /proc entries files can be reached."""
+
+HOST_FILES = (
+    Probe("read_file", "host files", "open a readable file of the host", Evidence.SECRET, ('print(open(W["secret_file"]).read())',), VIEW),
+    Probe(
+        "read_private_file",
+        "host files",
+        "open a file that only the server's user may read",
+        Evidence.SECRET,
+        ('print(open(W["private_file"]).read())',),
+        VIEW,
+    ),
+    Probe(
+        "read_through_symlink",
+        "host files",
+        "print the name of a link: is it followed on the way out?",
+        Evidence.SECRET,
+        ('os.symlink(W["secret_file"], "notes.txt")\nprint(open("notes.txt").read())',),
+        VIEW,
+    ),
+    Probe(
+        "image_through_symlink",
+        "host files",
+        "a link to a picture of the host, named like an output",
+        Evidence.SECRET,
+        ('os.symlink(W["secret_image"], "plot.png")\nprint("plot.png")',),
+        VIEW,
+    ),
+    Probe(
+        "read_through_proc_root",
+        "host files",
+        "go through /proc/PID/root and cwd of every process in sight",
+        Evidence.SECRET,
+        (
+            """
+for entry in sorted(os.listdir("/proc")):
+    if entry.isdigit():
+        try:
+            print(open(f"/proc/{entry}/root" + W["secret_file"]).read())
+        except OSError:
+            pass
+""",
+        ),
+        OTHERS,
+    ),
+    Probe(
+        "read_other_box",
+        "host files",
+        "find the file of a second box in the same pool",
+        Evidence.SECRET,
+        (
+            """
+import glob
+places = [*glob.glob("/proc/[0-9]*/cwd"), "/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.getcwd())]
+for place in places:
+    for folder, _, names in os.walk(place):
+        if "neighbour.txt" in names and len(folder) < 200:
+            print(open(os.path.join(folder, "neighbour.txt")).read())
+""",
+        ),
+        OTHERS,
+    ),
+)
+
+ENVIRONMENT = (
+    Probe(
+        "environ",
+        "environment",
+        "print the environment, where keys of judges stand",
+        Evidence.SECRET,
+        ("print(dict(os.environ))",),
+        frozenset({"clean_start"}),
+    ),
+    Probe(
+        "proc_self_environ",
+        "environment",
+        "read what the interpreter was started with",
+        Evidence.SECRET,
+        ('print(open("/proc/self/environ").read())',),
+        VIEW | {"clean_start"},
+    ),
+    Probe(
+        "proc_other_environ",
+        "environment",
+        "read the environment of every process in sight",
+        Evidence.SECRET,
+        (
+            """
+for entry in os.listdir("/proc"):
+    if entry.isdigit():
+        try:
+            print(open(f"/proc/{entry}/environ").read())
+        except OSError:
+            pass
+""",
+        ),
+        OTHERS,
+    ),
+    Probe(
+        "inherited_descriptors",
+        "environment",
+        "read every file descriptor that was left open",
+        Evidence.SECRET,
+        (
+            """
+for number in range(3, 256):
+    try:
+        if os.path.isfile(f"/proc/self/fd/{number}") or os.fstat(number).st_mode & 0o170000 == 0o100000:
+            print(os.pread(number, 4096, 0))
+    except OSError:
+        pass
+""",
+        ),
+        frozenset({"clean_start"}),
+    ),
+)
+
+HOST_WRITES = (
+    Probe(
+        "overwrite_file",
+        "host writes",
+        "write over a file of the host that anybody may write",
+        Evidence.CHANGED,
+        ('open(W["victim_file"], "w").write("gone")',),
+        VIEW,
+    ),
+    Probe("delete_file", "host writes", "delete it", Evidence.CHANGED, ('os.unlink(W["victim_file"])',), VIEW),
+    Probe(
+        "create_in_shared_memory",
+        "host writes",
+        "leave a file in the host's /dev/shm",
+        Evidence.CHANGED,
+        ('open(W["shm_file"], "w").write("here")',),
+        VIEW,
+    ),
+    Probe(
+        "append_to_private_file",
+        "host writes",
+        "append to a file of the server's user, as one would to a start-up script",
+        Evidence.CHANGED,
+        ('open(W["private_file"], "a").write("gone")',),
+        VIEW,
+    ),
+    Probe(
+        "change_mode",
+        "host writes",
+        "give everybody the right to write a private file",
+        Evidence.CHANGED,
+        ('os.chmod(W["private_file"], 0o666)',),
+        VIEW,
+    ),
+    Probe(
+        "write_sysctl",
+        "host writes",
+        "turn on forwarding in the host's network through /proc/sys",
+        Evidence.CHANGED,
+        ('open("/proc/sys/net/ipv4/ip_forward", "w").write("1")',),
+        VIEW | {"net_ns", "seccomp"},
+        needs_root=True,
+    ),
+)
+
+SAVED = 'import hashlib\nprint(hashlib.sha256(open("image_0.png", "rb").read()).hexdigest())'
+"""The first call and the last: what the input image is."""
+INPUT_IMAGE = tuple(
+    Probe(name, "input image", aim, Evidence.OVERWRITTEN, (SAVED, code, SAVED), VIEW)
+    for name, aim, code in (
+        ("save_over", "save a picture under the input's name", 'from PIL import Image\nImage.new("RGB", (8, 8)).save("image_0.png")'),
+        ("chmod_and_write", "make it writable first", 'os.chmod("image_0.png", 0o666)\nopen("image_0.png", "wb").write(b"x")'),
+        ("replace", "rename another file over it", 'open("x", "wb").write(b"x")\nos.replace("x", "image_0.png")'),
+        ("delete_and_create", "delete it and write a new one", 'os.unlink("image_0.png")\nopen("image_0.png", "wb").write(b"x")'),
+        (
+            "link_and_truncate",
+            "truncate it by another name",
+            'os.link("image_0.png", "other.png")\nos.truncate("other.png", 0)',
+        ),
+    )
+)
+
+PROBES = (*HOST_FILES, *ENVIRONMENT, *HOST_WRITES, *INPUT_IMAGE)

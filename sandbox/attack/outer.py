@@ -1,0 +1,72 @@
+"""The bounds around a control: a run of an attack with layers lifted must not harm the host that it runs on.
+
+Namespaces of every kind (a user namespace too, without root), every file system read-only but fresh small ones for /tmp, /var/tmp and
+/dev/shm, no network but a loopback, limits on processes, memory, time and file size. Whoever enters is process 1 of a process namespace:
+when it ends, by itself or at the time limit, nothing of it is left.
+"""
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sandbox import kernel
+
+FRESH = {"/tmp": "1777", "/var/tmp": "1777", "/dev/shm": "1777"}
+FRESH_BYTES = 512 << 20
+LIMITS = {resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CPU: 60, resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: 8 << 30}
+SPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
+
+
+def run(work: Callable[[], None], *, timeout_s: float) -> int:
+    """Do `work` in a process inside the bounds; returns its exit status, 124 for what was still running after `timeout_s`."""
+    uid, gid = os.getuid(), os.getgid()
+    if uid != 0:
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            Path(f"/proc/self/{name}").write_text(line)
+    kernel.unshare(SPACES)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        _confine(root=uid == 0)
+        work()
+        sys.stdout.flush()
+        os._exit(0)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 124
+
+
+def _confine(*, root: bool) -> None:
+    """Mounts first: what follows cannot be done before /proc is this namespace's own."""
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    hierarchies = [line.split()[:4] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup" in line]
+    kernel.harden_mount("/", kernel.MOUNT_ATTR_RDONLY)
+    for target, mode in FRESH.items():
+        kernel.mount("tmpfs", target, kind="tmpfs", flags=kernel.MS_NOSUID, data=f"size={FRESH_BYTES},mode={mode}")
+    kernel.mount("proc", "/proc", kind="proc")
+    if root:
+        for _, target, kind, options in hierarchies:  # cgroups stay usable: a control lifts some layers and keeps the others
+            if kind in ("cgroup", "cgroup2"):
+                controllers = [name for name in options.split(",") if name not in ("rw", "ro", "nosuid", "nodev", "noexec", "relatime")]
+                kernel.umount(target)  # the same file system is not mounted over itself
+                kernel.mount(kind, target, kind=kind, data=",".join(controllers) if kind == "cgroup" else "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
+    for kind, most in LIMITS.items():
+        resource.setrlimit(kind, (most, most))

@@ -1,0 +1,205 @@
+"""Attacks on other processes: signals, debugging, more processes than a box may have."""
+
+from sandbox.attack.probe import Evidence, Probe
+
+SIGHT = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
+"""What keeps a box from naming a process of the host, and from having rights over it."""
+DEBUG = SIGHT | {"mount_ns", "read_only_root"}
+MARK = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
+"""Names this process so that the witness finds it from outside, whatever namespace it is in."""
+
+SIGNALS = (
+    Probe("kill", "signals", "signal a process of the host by its number", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGWINCH)',), SIGHT),
+    Probe("kill_all", "signals", "signal everything in sight at once", Evidence.CHANGED, ("os.kill(-1, signal.SIGWINCH)",), SIGHT),
+    Probe(
+        "pidfd",
+        "signals",
+        "signal it through a file descriptor of the process",
+        Evidence.CHANGED,
+        ('syscall(424, syscall(434, W["canary"], 0), int(signal.SIGWINCH), None, 0)',),
+        SIGHT,
+    ),
+    Probe("stop_server", "signals", "stop a process without killing it", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGSTOP)',), SIGHT),
+    Probe(
+        "renice",
+        "signals",
+        "make a process of the host slow",
+        Evidence.CHANGED,
+        ('os.setpriority(os.PRIO_PROCESS, W["canary"], 19)',),
+        SIGHT,
+    ),
+    Probe(
+        "lower_limits",
+        "signals",
+        "lower the limits of a process of the host",
+        Evidence.CHANGED,
+        ('import resource\nresource.prlimit(W["canary"], resource.RLIMIT_NOFILE, (17, 17))',),
+        SIGHT,
+    ),
+)
+
+PTRACE = (
+    Probe(
+        "attach",
+        "debugging",
+        "ptrace a process of the host",
+        Evidence.TOLD,
+        ('syscall(101, 16, W["canary"], None, None)\nos.waitpid(W["canary"], 0x40000000)\nsyscall(101, 17, W["canary"], None, None)\npwned()',),
+        DEBUG,
+    ),
+    Probe(
+        "read_memory",
+        "debugging",
+        "read its memory with process_vm_readv",
+        Evidence.SECRET,
+        (
+            """
+box = ctypes.create_string_buffer(64)
+here = struct.pack("QQ", ctypes.addressof(box), 64)
+there = struct.pack("QQ", W["address"], 64)
+syscall(310, W["canary"], here, 1, there, 1, 0)
+print(box.raw)
+""",
+        ),
+        DEBUG,
+    ),
+    Probe(
+        "proc_mem",
+        "debugging",
+        "read its memory through /proc/PID/mem",
+        Evidence.SECRET,
+        ('fd = os.open(f"/proc/{W[\'canary\']}/mem", os.O_RDONLY)\nprint(os.pread(fd, 64, W["address"]))',),
+        DEBUG,
+    ),
+    Probe(
+        "write_memory",
+        "debugging",
+        "write its memory with process_vm_writev",
+        Evidence.CHANGED,
+        (
+            """
+box = ctypes.create_string_buffer(b"overwritten", 12)
+here = struct.pack("QQ", ctypes.addressof(box), 11)
+there = struct.pack("QQ", W["scratch"], 11)
+syscall(311, W["canary"], here, 1, there, 1, 0)
+""",
+        ),
+        DEBUG,
+    ),
+    Probe(
+        "steal_descriptor",
+        "debugging",
+        "copy an open file of a process of the host with pidfd_getfd",
+        Evidence.SECRET,
+        ('print(os.pread(syscall(438, syscall(434, W["canary"], 0), W["canary_fd"], 0), 64, 0))',),
+        DEBUG,
+    ),
+)
+
+COUNT = """
+living = 0
+try:
+    while living < W["many"]:
+        {start}
+        living += 1
+finally:
+    if living >= W["many"]:
+        pwned(living)
+"""
+"""Starts what `{start}` starts until told enough; enough is several times what a box may have."""
+TASKS = frozenset({"rlimits", "cgroup", "watchdog"})
+ENDS = frozenset({"pid_ns", "cgroup", "watchdog", "drop_uid"})
+"""What finds the processes of a box when it ends, whatever session they are in."""
+FORKS = (
+    Probe(
+        "fork_bomb",
+        "fork bombs",
+        "fork and fork",
+        Evidence.TOLD,
+        (COUNT.format(start="if os.fork() == 0:\n            time.sleep(4)\n            os._exit(0)"),),
+        TASKS,
+    ),
+    Probe(
+        "thread_bomb",
+        "fork bombs",
+        "start thread after thread",
+        Evidence.TOLD,
+        ("import threading\n" + COUNT.format(start="threading.Thread(target=time.sleep, args=(2,), daemon=True).start()"),),
+        TASKS,
+    ),
+    Probe(
+        "tree",
+        "fork bombs",
+        "every process forks two more",
+        Evidence.TOLD,
+        (
+            """
+import mmap
+count = mmap.mmap(-1, 1024)
+lane = 1
+for depth in range(7):
+    for side in (0, 1):
+        if os.fork() == 0:
+            lane = 2 * lane + side
+            count[lane] = 1
+            break
+    else:
+        break
+if lane == 1:
+    end = time.monotonic() + 3
+    while sum(count[:256]) < W["many"] and time.monotonic() < end:
+        time.sleep(0.05)
+    if sum(count[:256]) >= W["many"]:
+        pwned(sum(count[:256]))
+else:
+    time.sleep(3)
+    os._exit(0)
+""",
+        ),
+        TASKS,
+    ),
+    Probe(
+        "daemon",
+        "fork bombs",
+        "a process in a session of its own that goes on when the box is closed",
+        Evidence.SURVIVED,
+        (
+            f"""
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        {MARK}
+        for fd in range(256):
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+        time.sleep(20)
+    os._exit(0)
+""",
+        ),
+        ENDS,
+    ),
+    Probe(
+        "daemon_after_timeout",
+        "fork bombs",
+        "the same, and the call itself runs into its time-out",
+        Evidence.SURVIVED,
+        (
+            f"""
+if os.fork() == 0:
+    os.setsid()
+    {MARK}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    time.sleep(20)
+    os._exit(0)
+while True:
+    time.sleep(1)
+""",
+        ),
+        ENDS,
+    ),
+)
+
+PROBES = (*SIGNALS, *PTRACE, *FORKS)

@@ -1,0 +1,206 @@
+"""Attacks on what is shared by the whole machine: memory, disk, inodes, time, and the reader of the output."""
+
+from sandbox.attack.files import VIEW
+from sandbox.attack.probe import Evidence, Probe
+
+MEMORY_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
+MEMORY = (
+    Probe(
+        "one_process",
+        "memory",
+        "touch twice the memory of a box",
+        Evidence.TOLD,
+        ('block = bytearray(b"x") * W["too_much"]\ntime.sleep(0.5)\npwned(len(block))',),
+        MEMORY_LAYERS,
+    ),
+    Probe(
+        "many_processes",
+        "memory",
+        "the same in pieces, each well under a limit that counts processes one by one",
+        Evidence.TOLD,
+        (
+            """
+pieces = 8
+done, tell = os.pipe()
+for _ in range(pieces):
+    if os.fork() == 0:
+        block = bytearray(b"x") * (W["too_much"] // pieces)
+        os.write(tell, b"1")
+        time.sleep(4)
+        os._exit(0)
+os.close(tell)
+got = 0
+while got < pieces and (part := os.read(done, 16)):
+    got += len(part)
+time.sleep(0.5)
+if got == pieces:
+    pwned(got)
+""",
+        ),
+        MEMORY_LAYERS,
+    ),
+    Probe(
+        "anonymous_file",
+        "memory",
+        "memory that belongs to a file without a name (memfd), not to a process",
+        Evidence.TOLD,
+        (
+            """
+fd = syscall(319, b"x", 0)
+block = b"x" * (1 << 20)
+for _ in range(W["too_much"] >> 20):
+    os.write(fd, block)
+time.sleep(0.5)
+pwned()
+""",
+        ),
+        MEMORY_LAYERS | {"seccomp"},
+    ),
+    Probe(
+        "shared_mapping",
+        "memory",
+        "shared memory that each of four processes touches a part of and unmaps",
+        Evidence.TOLD,
+        (
+            """
+import mmap
+blocks = [mmap.mmap(-1, W["too_much"] // 4) for _ in range(4)]
+for block in blocks:
+    if os.fork() == 0:
+        for at in range(0, len(block), 4096):
+            block[at] = 1
+        os._exit(0)
+if all(os.wait()[1] == 0 for _ in blocks):
+    time.sleep(0.5)
+    pwned()
+""",
+        ),
+        MEMORY_LAYERS,
+    ),
+)
+
+FILL = """
+block, written = b"x" * (1 << 20), 0
+try:
+    while written < W["too_full"]:
+        with open(f"{where}/fill{{written >> 23}}", "ab") as file:
+            file.write(block)
+        written += 1 << 20
+finally:
+    if written >= W["too_full"]:
+        pwned(written)
+"""
+STORE = MEMORY_LAYERS | VIEW
+DISK = (
+    Probe("many_files", "disk", "fill the working directory", Evidence.TOLD, (FILL.format(where="."),), STORE),
+    Probe(
+        "one_file",
+        "disk",
+        "one huge file",
+        Evidence.TOLD,
+        ('with open("huge", "wb") as file:\n    for _ in range(W["too_full"] >> 20):\n        file.write(b"x" * (1 << 20))\npwned()',),
+        STORE,
+    ),
+    Probe("fill_shared_memory", "disk", "fill /dev/shm, which is memory", Evidence.TOLD, (FILL.format(where="/dev/shm"),), STORE),
+    Probe("fill_var_tmp", "disk", "fill /var/tmp, which is forgotten more often than /tmp", Evidence.TOLD, (FILL.format(where="/var/tmp"),), STORE),
+    Probe(
+        "inodes",
+        "disk",
+        "empty files until there are no inodes",
+        Evidence.TOLD,
+        ('os.mkdir("d")\nfor number in range(W["too_many_files"]):\n    os.close(os.open(f"d/{number}", os.O_CREAT))\npwned()',),
+        STORE,
+    ),
+)
+
+SPIN = 'end = time.monotonic() + W["too_long_s"]\nwhile time.monotonic() < end:\n    {body}\npwned()'
+LONG = {"call_s": 30}
+ENDLESS = (
+    Probe("loop", "endless", "a loop", Evidence.TOLD, (SPIN.format(body="pass"),), frozenset(), LONG),
+    Probe(
+        "ignores_signals",
+        "endless",
+        "a loop that ignores every signal that can be ignored",
+        Evidence.TOLD,
+        (
+            "for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n    signal.signal(number, signal.SIG_IGN)\n"
+            + SPIN.format(body="pass"),
+        ),
+        frozenset(),
+        LONG,
+    ),
+    Probe(
+        "swallows_exceptions",
+        "endless",
+        "a loop that catches whatever is raised in it",
+        Evidence.TOLD,
+        (SPIN.format(body="try:\n        time.sleep(0.01)\n    except BaseException:\n        pass"),),
+        frozenset(),
+        LONG,
+    ),
+    Probe(
+        "inside_c",
+        "endless",
+        "a single call into C that never returns to the interpreter",
+        Evidence.TOLD,
+        ('libc.sleep.restype = ctypes.c_uint\nleft = int(W["too_long_s"]) + 1\nwhile left:\n    left = ctypes.PyDLL(None).sleep(left)\npwned()',),
+        frozenset(),
+        LONG,
+    ),
+    Probe(
+        "burn_in_children",
+        "endless",
+        "children that burn processor time while the parent waits",
+        Evidence.TOLD,
+        (
+            """
+for _ in range(2):
+    if os.fork() == 0:
+        end = time.process_time() + W["too_long_s"]
+        while time.process_time() < end:
+            pass
+        os._exit(0)
+os.wait()
+os.wait()
+pwned()
+""",
+        ),
+        frozenset(),
+        LONG,
+    ),
+)
+
+OUTPUT = {"text": 1 << 30, "file": 1 << 30, "images": 1000, "image_pixels": 1 << 30, "image_bytes": 1 << 30}
+FLOODS = (
+    Probe("print", "output", "print 8 MB", Evidence.FLOODED, ('for _ in range(8):\n    print("x" * (1 << 20))',), frozenset(), OUTPUT),
+    Probe(
+        "raw_write",
+        "output",
+        "write to the descriptors instead of print",
+        Evidence.FLOODED,
+        ('for fd in (1, 2):\n    for _ in range(64):\n        os.write(fd, b"x" * 65536)',),
+        frozenset(),
+        OUTPUT,
+    ),
+    Probe("exception_text", "output", "an exception with a text of 8 MB", Evidence.FLOODED, ('raise ValueError("x" * (8 << 20))',), frozenset(), OUTPUT),
+    Probe(
+        "many_images",
+        "output",
+        "forty pictures in one call",
+        Evidence.FLOODED,
+        ('from PIL import Image\nfor number in range(40):\n    Image.new("RGB", (64, 64), (number, 0, 0)).show()',),
+        frozenset(),
+        OUTPUT,
+    ),
+    Probe(
+        "huge_image",
+        "output",
+        "one picture of nine million pixels",
+        Evidence.FLOODED,
+        ('from PIL import Image\nImage.new("L", (3000, 3000)).show()',),
+        frozenset(),
+        OUTPUT,
+    ),
+)
+
+PROBES = (*MEMORY, *DISK, *ENDLESS, *FLOODS)

@@ -1,0 +1,95 @@
+"""All attacks on the pool as this host gives it, each with its control; the table; and whether every one was held and every control got through."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sandbox.attack import PROBES
+from sandbox.attack.attempt import LIMITS, Attempt, attempt, without
+from sandbox.attack.probe import Probe
+from sandbox.attack.witness import Witness
+from sandbox.layers import Layers
+from sandbox.pool import Sandbox
+
+SIDE_BY_SIDE = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    probe: Probe
+    defended: Attempt
+    control: Attempt | None
+    """None where this user cannot do it even without any layer."""
+    alone: tuple[str, ...] | None = None
+    """Layers of those lifted that stop the attack without the others; None if that was not tried."""
+
+    @property
+    def good(self) -> bool:
+        return not self.defended.succeeded and not self.defended.host_fault and (self.control is None or self.control.succeeded)
+
+
+async def run(probes: Sequence[Probe] = PROBES, *, alone: bool = False) -> list[Row]:
+    """The attacks one after the other on one pool, as strangers would share it; then the controls, two at a time."""
+    with Witness(LIMITS) as witness:
+        async with Sandbox(size=2, limits=LIMITS) as pool:
+            layers = pool.layers
+            defended = [await attempt(probe, pool=pool, witness=witness) for probe in probes]
+    places = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def row(probe: Probe, held: Attempt) -> Row:
+        if probe.needs_root and os.getuid() != 0:
+            return Row(probe, held, None)
+        async with places:
+            control = await _control(probe, without(layers, probe.lifted))
+            lifted = sorted(probe.lifted & set(layers.names()))
+            stopped = None
+            if alone and control.succeeded:
+                stopped = tuple([name for name in lifted if not (await _control(probe, without(layers, probe.lifted - {name}))).succeeded])
+        return Row(probe, held, control, stopped)
+
+    return await asyncio.gather(*[row(probe, held) for probe, held in zip(probes, defended, strict=True)])
+
+
+async def _control(probe: Probe, layers: Layers) -> Attempt:
+    command = (sys.executable, "-m", "sandbox.attack.attempt", probe.name, ",".join(layers.names()))
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+    output, trouble = await child.communicate()
+    if child.returncode != 0:
+        last = trouble.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
+        return Attempt(succeeded=False, met=last[0][:200], host_fault=True)
+    return Attempt(**json.loads(output.splitlines()[-1]))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """GitHub's Markdown, a line a probe, the classes in order."""
+    alone = any(row.alone is not None for row in rows)
+    head = ["class", "probe", "what it does", "with all layers", "control", *(["stopped alone by"] if alone else [])]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        verdict = "BREACHED" if row.defended.succeeded else "HOST FAULT" if row.defended.host_fault else "held"
+        control = "needs root" if row.control is None else "gets through" if row.control.succeeded else f"FAILED: {row.control.met}"
+        met = row.defended.met.replace("|", "/").replace("\n", " ")
+        cells = [row.probe.group, f"`{row.probe.name}`", row.probe.aim, f"{verdict}: {met}", control]
+        if alone:
+            cells.append(", ".join(row.alone or ()) or ("limits" if row.probe.raised else "-"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(names: Sequence[str], *, alone: bool) -> int:
+    """Print the table; 0 if every attack was held and every control got through, 1 otherwise."""
+    unknown = set(names) - {probe.name for probe in PROBES} - {probe.group for probe in PROBES}
+    if unknown:
+        print(f"no probe and no class is called {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    chosen = [probe for probe in PROBES if not names or probe.name in names or probe.group in names]
+    rows = asyncio.run(run(chosen, alone=alone))
+    print(table(rows))
+    breaches = sum(row.defended.succeeded for row in rows)
+    skipped = sum(row.control is None for row in rows)
+    failed = sum(row.control is not None and not row.control.succeeded for row in rows)
+    print(f"\n{len(rows)} probes: {breaches} breached, {failed} controls failed, {skipped} controls need root")
+    return 0 if all(row.good for row in rows) else 1

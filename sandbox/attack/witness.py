@@ -1,0 +1,203 @@
+"""What an attack aims at, set up on the host that is attacked: secrets, victims, listeners, a canary process. Sees who succeeded.
+
+Everything is the witness's own: files in a fresh folder, ports that the kernel chose, System V objects and a key that end with it. What a
+probe harms, where it succeeds, is that and nothing else of the host.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import secrets
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from PIL import Image
+
+from sandbox.attack import sysv
+from sandbox.attack.probe import Evidence, Probe
+from sandbox.types import Limits, Result
+
+CANARY = """
+import ctypes, json, os, signal, sys
+ctypes.CDLL(None).prctl(0x59616d61, ctypes.c_ulong(-1), 0, 0, 0)  # whoever may signal it may debug it, where Yama would forbid
+heard = []
+signal.signal(signal.SIGWINCH, lambda number, frame: heard.append(number))
+secret = ctypes.create_string_buffer(os.environ["SANDBOX_ATTACK_SECRET"].encode(), 64)
+scratch = ctypes.create_string_buffer(b"untouched", 64)
+held = os.open(sys.argv[1], os.O_RDONLY)
+print(json.dumps({"address": ctypes.addressof(secret), "scratch": ctypes.addressof(scratch), "canary_fd": held}), flush=True)
+for line in sys.stdin:
+    print(json.dumps([len(heard), scratch.value.decode()]), flush=True)
+"""
+
+
+class Witness:
+    """`with Witness(limits) as witness`: `facts` goes into the code of a probe, `state()` is compared before and after, `seen()` decides."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.word = secrets.token_hex(8)
+        self.secret = secrets.token_hex(16)
+        self.heard = b""
+        self.facts: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._files(stack)
+            self._canary(stack)
+            self._listeners(stack)
+            self.facts |= sysv.plant(stack, self.secret.encode())
+            self.facts |= {
+                "drow": self.word[::-1],
+                "mark": f"a-{self.word[:10]}",
+                "net_ns": os.stat("/proc/self/ns/net").st_ino,
+                "many": 4 * self.limits.processes,
+                "too_much": 2 * self.limits.memory,
+                "too_full": 2 * self.limits.disk,
+                "too_many_files": 2 * self.limits.inodes,
+                "too_long_s": 2 * self.limits.call_s,
+            }
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _files(self, stack: contextlib.ExitStack) -> None:
+        os.environ["SANDBOX_ATTACK_SECRET"] = self.secret
+        stack.callback(os.environ.pop, "SANDBOX_ATTACK_SECRET")
+        self.folder = Path(tempfile.mkdtemp(prefix="sandbox-attack-", dir="/var/tmp"))
+        stack.callback(shutil.rmtree, self.folder)
+        self.folder.chmod(0o755)
+        self.victims = {name: self.folder / name for name in ("secret_file", "private_file", "victim_file")}
+        for name, mode in (("secret_file", 0o644), ("private_file", 0o600), ("victim_file", 0o666)):
+            self.victims[name].write_text(self.secret)
+            self.victims[name].chmod(mode)
+        self.folder.chmod(0o777)  # a file that anybody may write lies in a folder where anybody may delete
+        pixels = self.secret.encode() * 64
+        image = self.folder / "secret.png"
+        Image.frombytes("L", (64, len(pixels) // 64), pixels).save(image)
+        self.victims["shm_file"] = Path("/dev/shm") / f"sandbox-attack-{self.word}"
+        stack.callback(self.victims["shm_file"].unlink, missing_ok=True)
+        self.facts |= {name: str(path) for name, path in self.victims.items()} | {"secret_image": str(image)}
+        inherited = os.open(self.victims["secret_file"], os.O_RDONLY)
+        stack.callback(os.close, inherited)
+        os.set_inheritable(inherited, True)
+
+    def _canary(self, stack: contextlib.ExitStack) -> None:
+        command = [sys.executable, "-c", CANARY, str(self.victims["secret_file"])]
+        self.canary = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
+        stack.callback(self.canary.kill)
+        self.facts |= {"canary": self.canary.pid, **json.loads(self._line())}
+
+    def _line(self) -> bytes:
+        """A line of the canary's, or nothing if it does not speak within a second."""
+        assert self.canary.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.canary.stdout, selectors.EVENT_READ)
+            return self.canary.stdout.readline() if selector.select(20 if not self.facts.get("canary") else 1) else b""
+
+    def _listeners(self, stack: contextlib.ExitStack) -> None:
+        selector = stack.enter_context(selectors.DefaultSelector())
+
+        def listen(family: int, kind: int, address: Any) -> socket.socket:
+            server = stack.enter_context(socket.socket(family, kind))
+            server.bind(address)
+            if kind == socket.SOCK_STREAM:
+                server.listen(16)
+            server.setblocking(False)
+            selector.register(server, selectors.EVENT_READ)
+            return server
+
+        self.facts["tcp4"] = listen(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)).getsockname()[1]
+        self.facts["tcp6"] = listen(socket.AF_INET6, socket.SOCK_STREAM, ("::1", 0)).getsockname()[1]
+        self.facts["udp4"] = listen(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)).getsockname()[1]
+        self.facts["abstract"] = f"sandbox-attack-{self.word}"
+        listen(socket.AF_UNIX, socket.SOCK_STREAM, "\0" + self.facts["abstract"])
+        self.facts["unix_path"] = str(self.folder / "socket")
+        listen(socket.AF_UNIX, socket.SOCK_STREAM, self.facts["unix_path"])
+        os.chmod(self.facts["unix_path"], 0o777)
+        beacon = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        stopped = threading.Event()
+
+        def serve() -> None:
+            """Hear whatever arrives; every 50 ms send a secret over the loopback, for whoever listens in."""
+            while not stopped.is_set():
+                beacon.sendto(b"beacon " + self.secret.encode(), ("127.0.0.1", 9))
+                for key, _ in selector.select(0.05):
+                    sock: socket.socket = key.fileobj  # type: ignore[assignment]
+                    if sock.type == socket.SOCK_STREAM and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        guest = stack.enter_context(sock.accept()[0])
+                        selector.register(guest, selectors.EVENT_READ)
+                    elif data := sock.recv(4096):
+                        self.heard += data
+                    else:
+                        selector.unregister(sock)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stopped.set)
+
+    def state(self) -> dict[str, Any]:
+        """Whatever a probe may change."""
+        files = {name: (path.read_bytes(), path.stat().st_mode) if path.exists() else None for name, path in self.victims.items()}
+        assert self.canary.stdin is not None
+        self.canary.stdin.write(b"\n")
+        pid = self.canary.pid
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        forward = Path("/proc/sys/net/ipv4/ip_forward")
+        return files | {
+            "canary": self._line(),
+            "nice": os.getpriority(os.PRIO_PROCESS, pid),
+            "limits": limits,
+            "name": socket.gethostname(),
+            "forward": forward.read_text() if forward.exists() else "",
+        }
+
+    def source(self, call: str) -> str:
+        return f"W = {self.facts!r}\n{call}"
+
+    def survivors(self) -> list[int]:
+        """Processes, in any namespace below this one, that bear the mark."""
+        alive = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and (entry / "comm").read_text().strip() == self.facts["mark"]:
+                    alive.append(int(entry.name))
+        return alive
+
+    def seen(self, probe: Probe, results: list[Result], before: dict[str, Any]) -> bool:
+        """Did the attack succeed? Called after its box was closed, but for what is in `results`."""
+        texts = "\n".join(f"{result.text}\n{result.stderr}\n{result.error and result.error.message}" for result in results)
+        pictures = [picture for result in results for picture in result.images]
+        match probe.evidence:
+            case Evidence.TOLD:
+                return self.word in texts
+            case Evidence.SECRET:
+                return self.secret in texts or any(self.secret.encode() in picture.image().tobytes() for picture in pictures)
+            case Evidence.REACHED:
+                return self.word.encode() in self.heard
+            case Evidence.CHANGED:
+                return self.state() != before
+            case Evidence.SURVIVED:
+                return bool(self.survivors())
+            case Evidence.OVERWRITTEN:
+                first, *_, last = (result.text.strip() for result in results)
+                assert len(first) == hashlib.sha256().digest_size * 2, results[0]
+                return first != last
+            case Evidence.FLOODED:
+                limits = self.limits
+                longest = max(len(text) for result in results for text in (result.text, result.stderr, result.error.message if result.error else ""))
+                pixels = max((picture.width * picture.height for picture in pictures), default=0)
+                return longest > limits.text + 1000 or len(pictures) > limits.images or pixels > limits.image_pixels
