@@ -1,0 +1,143 @@
+"""A run that is killed with SIGKILL and started again is the run that never was: metrics, rollouts and final weights, bit for bit.
+
+The run to compare with writes no checkpoints at all, so that writing them changes nothing either.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.observe.metrics import read_metrics
+from tests.conftest import ROOT
+from tools.data.make_tiny_qwen2_5_vl import make
+
+TRAIN = ROOT / "launch" / "train.py"
+SMALL_DISK = Path(__file__).with_name("small_disk.py")
+SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
+GRPO = (
+    "algo.lr=3e-4", "algo.prompts_per_step=4", "algo.group_size=4", "algo.minibatches=2", "algo.epochs=2", "algo.kl_coef=0.05",
+    "algo.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1",
+)  # fmt: skip
+SFT = (
+    "stage=sft", "sft.splits=[correct,biased]", "sft.steps=[35,5]", "sft.batch_size=30", "sft.num_demonstrations=60", "sft.lr=1e-3",
+    "sft.beta2=0.95", "checkpoint.every=18",
+)  # fmt: skip
+
+
+def begin(*overrides: str, script: Path = TRAIN) -> subprocess.Popen[str]:
+    """A run as one process in a group of its own: whatever it starts can be killed with it."""
+    return subprocess.Popen(
+        [sys.executable, str(script), *SIZES, *overrides], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def end(run: subprocess.Popen[str], *, code: int = 0) -> str:
+    """What it said, having ended with that code."""
+    try:
+        output, _ = run.communicate(timeout=280)
+    finally:
+        run.kill()
+    assert run.returncode == code, output[-6000:]
+    return output
+
+
+def kill_when_there_is(path: Path, run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not path.exists():
+        assert time.monotonic() < deadline and run.poll() is None, end(run)
+        time.sleep(0.002)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def check_equal(resumed: Path, unbroken: Path) -> None:
+    """All that the two runs left behind, but for seconds and checkpoints."""
+    left, expected = ([untimed(line) for line in read_metrics(run / "metrics.jsonl")] for run in (resumed, unbroken))
+    assert left == expected and len({str(line) for line in expected}) == len(expected) > 6
+    for folder in ("final", "rollouts"):
+        files = {path.relative_to(unbroken) for path in (unbroken / folder).rglob("*") if path.is_file()}
+        assert files == {path.relative_to(resumed) for path in (resumed / folder).rglob("*") if path.is_file()}
+        assert not [file for file in files if (resumed / file).read_bytes() != (unbroken / file).read_bytes()]
+    assert (resumed / "eval.json").read_bytes() == (unbroken / "eval.json").read_bytes()
+    assert scalars(resumed) == scalars(unbroken)
+
+
+def untimed(line: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if not name.startswith("time/")}
+
+
+def scalars(run: Path) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in EventAccumulator(str(run / "tensorboard")).Reload().Scalars("loss")]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a warm start: 40 steps from the random nano; it then writes JSON, and is sometimes right."""
+    home = tmp_path_factory.mktemp("warm")
+    make(home / "nano", preset="nano", init="learn", seed=0)
+    end(begin(*SFT, f"model.path={home / 'nano'}", f"run.dir={home / 'sft'}"))
+    return home / "sft"
+
+
+@pytest.fixture(scope="module")
+def unbroken(warm: Path) -> Path:
+    folder = warm.parent / "unbroken"
+    end(begin(*GRPO, f"model.path={warm / 'final'}", f"run.dir={folder}"))
+    steps = read_metrics(folder / "metrics.jsonl")[:-1]
+    assert len({step["reward/mean"] for step in steps}) > 2 and steps[-1]["policy/kl_reference"] > 1e-6, "nothing to tell apart"
+    return folder
+
+
+def test_killed_during_the_save_of_step_3(warm: Path, unbroken: Path, tmp_path: Path) -> None:
+    """The half-written checkpoint is none: the run goes on from that of step 2."""
+    run = tmp_path / "run"
+    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=1")
+    kill_when_there_is(run / "checkpoints" / ".step_00000003.partial", begin(*overrides))
+    assert names(run) >= {"step_00000002", ".step_00000003.partial"} and "step_00000003" not in names(run)
+    assert f"resume: {run}/checkpoints/step_00000002\n" in end(begin(*overrides))
+    check_equal(run, unbroken)
+    assert {"step_00000005", "step_00000006"} <= names(run) and len(names(run)) <= 3, "the last two and the best"
+
+
+def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> None:
+    """Written in the foreground: step 4 has begun when the checkpoint of step 3 is there."""
+    run = tmp_path / "run"
+    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=3", "checkpoint.background=false")
+    kill_when_there_is(run / "checkpoints" / "step_00000003", begin(*overrides))
+    assert names(run) == {"step_00000003"} and not (run / "final").exists()
+    assert f"resume: {run}/checkpoints/step_00000003\n" in end(begin(*overrides))
+    check_equal(run, unbroken)
+    assert names(run) == {"step_00000003", "step_00000006"}
+
+
+def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, tmp_path: Path) -> None:
+    """From step 36, the first of the second stage's five, as if all that came later had never been; what it had left of later steps is forgotten."""
+    run = tmp_path / "sft"
+    shutil.copytree(warm, run)
+    shutil.rmtree(run / "final")
+    output = end(begin(*SFT, f"model.path={warm.parent / 'nano'}", f"run.dir={run}"))
+    assert f"resume: {run}/checkpoints/step_00000036; changed since: run.dir={run} (was {warm})\n" in output
+    assert "sft step 37/40" in output and "sft step 36/40" not in output
+    check_equal(run, warm)
+
+
+def test_a_disk_that_fills_up_in_the_background_ends_the_run(random_model: Path, tmp_path: Path) -> None:
+    """One line, and no checkpoint is listed: no file can grow beyond 2 MB there."""
+    paths = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}")
+    overrides = ("task.max_tokens_per_turn=4", "algo.prompts_per_step=2", "algo.group_size=2", "run.steps=2", "checkpoint.every=1")
+    output = end(begin(*paths, *overrides, script=SMALL_DISK), code=1)
+    (error,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert error.startswith(f"error: run.dir={tmp_path / 'run'}: could not be written (rank 0: [Errno 27] File too large)")
+    assert "Traceback" not in output and names(tmp_path / "run") == {".step_00000001.partial"}
