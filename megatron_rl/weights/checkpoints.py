@@ -1,4 +1,4 @@
-"""Opening a checkpoint of whatever format as Hugging Face tensors: ours (torch_dist), classic Megatron, verl's FSDP shards, Hugging Face."""
+"""Opening a checkpoint of any format as Hugging Face tensors: torch_dist (ours), classic Megatron, verl's FSDP shards, Hugging Face."""
 
 from pathlib import Path
 

@@ -1,13 +1,13 @@
 """Reading Megatron's classic checkpoints: a folder of `mp_rank_TT` or `mp_rank_TT_PPP` folders, one file of torch.save in each.
 
-Read are Megatron-LM's files (`model_optim_rng.pt`: the state dict under "model", or "model0", "model1" ... with an interleaved pipeline) and
-verl's (`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one a model chunk). Optimizer and random states beside them are ignored.
+Read are Megatron-LM's files (`model_optim_rng.pt`: the state dict under "model", or "model0", "model1" ... of an interleaved pipeline)
+and verl's (`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one a model chunk). Optimizer and random states in them are ignored.
 Layers count from the chunk's first; the chunks of an interleaved pipeline go round the stages.
 
-The language model's names are the table's, under `language_model.` or no prefix, norms in either spelling. The vision tower lies on the first
-stage under `vision_model.`, `visual.` or `vision.`, either as Hugging Face's tower, replicated, or as Megatron's, which tensor parallelism
-cuts (the names are those of Megatron's TransformerBlock and MultimodalProjector with biases, as mbridge's and verl's Qwen2.5-VL have
-them). No file of theirs was at hand: the names follow their descriptions, and a name that is not known is an error, never skipped.
+The language model's names are the table's, under `language_model.` or no prefix, norms in either spelling. The vision tower lies on the
+first stage under `vision_model.`, `visual.` or `vision.`, either as Hugging Face's tower, replicated, or as Megatron's, which tensor
+parallelism cuts (the names are those of Megatron's TransformerBlock and MultimodalProjector with biases, as mbridge's and verl's
+Qwen2.5-VL have them). No file of theirs was at hand: the names follow their descriptions, and an unknown name is an error, never skipped.
 """
 
 import re
@@ -56,7 +56,9 @@ class ClassicShards:
             lacking = [rank for rank, part in enumerate(ranks) if name not in part]
             present = next(part[name] for part in ranks if name in part)
             if lacking:
-                raise ValueError(f"{self.folder}: {name} stands in {_place(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint")
+                raise ValueError(
+                    f"{self.folder}: {name} stands in {_place(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint"
+                )
             layer = LAYER.match(name)
             if layer:
                 num_layers = max(num_layers, int(layer[2]) + 1)
@@ -124,7 +126,9 @@ def _pieces(state: object, path: Path) -> dict[str, Piece]:
         if str(name).endswith("_extra_state"):  # Transformer Engine's fp8 scales: no weights
             continue
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{path}: {name} is no tensor but a {type(value).__name__}; give a checkpoint of a Qwen2.5-VL in Megatron-Core")
+            raise ValueError(
+                f"{path}: {name} is no tensor but a {type(value).__name__}; give a checkpoint of a Qwen2.5-VL in Megatron-Core"
+            )
         plain = str(name)
         while plain.startswith("module."):
             plain = plain.removeprefix("module.")
@@ -134,7 +138,7 @@ def _pieces(state: object, path: Path) -> dict[str, Piece]:
 
 
 def megatron_tower_rows(*, depth: int, heads: Heads) -> list[Row]:
-    """The vision tower as Megatron builds it: q, k and v one block a head, gate and up one block a rank, the merger a projector of two layers."""
+    """The vision tower as Megatron builds it: q, k and v one block a head, gate and up one block a rank, the merger a projector."""
 
     def qkv(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return fuse_qkv(tensors[0].chunk(3, 0), heads)
@@ -153,7 +157,12 @@ def megatron_tower_rows(*, depth: int, heads: Heads) -> list[Row]:
     for block in range(depth):
         mcore, hf = f"vision.decoder.layers.{block}.", f"visual.blocks.{block}."
         rows += [
-            Row(f"{mcore}input_layernorm.weight", (f"{hf}norm1.weight",), "first", fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight"),
+            Row(
+                f"{mcore}input_layernorm.weight",
+                (f"{hf}norm1.weight",),
+                "first",
+                fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight",
+            ),
             Row(f"{mcore}pre_mlp_layernorm.weight", (f"{hf}norm2.weight",), "first", fused_norm=f"{mcore}mlp.linear_fc1.layer_norm_weight"),
             Row(f"{mcore}self_attention.linear_proj.weight", (f"{hf}attn.proj.weight",), "first", shard_dim=1),
             Row(f"{mcore}self_attention.linear_proj.bias", (f"{hf}attn.proj.bias",), "first"),

@@ -29,7 +29,9 @@ class FsdpTensors:
             check_names(pieces, ranks[0], source=f"{folder}: rank {rank}", target="rank 0")
         lora = sorted(name for name in ranks[0] if "lora_" in name)
         if lora:
-            raise ValueError(f"{folder}: holds a LoRA adapter ({lora[0]}); give the base model's checkpoint, and the exported adapter as --lora")
+            raise ValueError(
+                f"{folder}: holds a LoRA adapter ({lora[0]}); give the base model's checkpoint, and the exported adapter as --lora"
+            )
         self._parts = {name: _parts(name, [pieces[name] for pieces in ranks]) for name in ranks[0]}
         self.specs = {name: Spec(parts[0].dtype, _whole(parts[0])) for name, parts in self._parts.items()}
 
@@ -86,7 +88,9 @@ def _shard_dimension(piece: Piece) -> int | None:
         return None
     if kinds in (["Shard"], ["Replicate", "Shard"]):
         return piece.placements[-1][1]
-    raise ValueError(f"{piece.path}: placements {kinds} are not read: only a cut over the last dimension of a (fsdp) or (ddp, fsdp) mesh is")
+    raise ValueError(
+        f"{piece.path}: placements {kinds} are not read: only a cut over the last dimension of a (fsdp) or (ddp, fsdp) mesh is"
+    )
 
 
 def _parts(name: str, pieces: list[Piece]) -> list[Piece]:
@@ -103,12 +107,14 @@ def _parts(name: str, pieces: list[Piece]) -> list[Piece]:
         raise ValueError(f"{first.path.parent}: {name} is {list(whole)} as a whole, but its ranks hold {held}; copy the shards of one save")
     for rank, piece in enumerate(pieces):
         if dimension is not None and piece.coordinate is not None and piece.coordinate[-1] != rank % len(cut):
-            raise ValueError(f"{piece.path}: was saved by another rank, at {list(piece.coordinate)} of the mesh; files were mixed up, copy them again")
+            raise ValueError(
+                f"{piece.path}: was saved by another rank, at {list(piece.coordinate)} of the mesh; files were mixed up, copy them again"
+            )
     return pieces[: len(cut)]
 
 
 def _cut(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size]:
-    """The parts' shapes as torch cuts them (the last ones may be smaller or empty); empty where the ranks' sizes are no multiple of the whole."""
+    """The parts' shapes as torch cuts them (the last ones smaller or empty). No parts where the sizes are no multiple of the whole."""
     replicas = sum(sizes) // whole[dimension]
     if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:
         return []

@@ -1,7 +1,7 @@
 """Merging a LoRA adapter in PEFT's format into a base model's tensors, one at a time: W + scale * B @ A, computed in fp32.
 
 PEFT's format: adapter_config.json, and adapter_model.safetensors with `base_model.model.<module>.lora_A.weight` [rank, in] and
-`.lora_B.weight` [out, rank]; the scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft 0.17, tuners/lora/layer.py, update_layer).
+`.lora_B.weight` [out, rank]; the scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft 0.21, tuners/lora/layer.py).
 """
 
 import math
@@ -41,7 +41,10 @@ class Merged:
         outputs, *inputs = self.specs[target].shape
         sizes = [list(self.adapter.shape(name)) for name in (a, b)]
         if sizes != [[self.rank, *inputs], [outputs, self.rank]]:
-            raise ValueError(f"--lora={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} do not fit {target} {self.specs[target]}")
+            raise ValueError(
+                f"--lora={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} "
+                f"do not fit {target} {self.specs[target]}"
+            )
         return a, b
 
     def read(self, name: str) -> torch.Tensor:

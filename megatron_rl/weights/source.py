@@ -189,7 +189,9 @@ class MegatronSource:
         first = self._shards.read(name, 0)
         for rank in ranks[1:]:
             if not torch.equal(first, self._shards.read(name, rank)):
-                raise ValueError(f"{self._shards.where(name)}: {name} is replicated, but tensor-parallel ranks 0 and {rank} hold different values")
+                raise ValueError(
+                    f"{self._shards.where(name)}: {name} is replicated, but tensor-parallel ranks 0 and {rank} hold different values"
+                )
         return [first]
 
     def _check_copy(self, shards: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder tensor by tensor: memory holds two or three tensors, what was written is read back, a folder appears whole or not at all.
+"""Writing a Hugging Face folder tensor by tensor: memory holds two or three tensors, what was written is read back and then published.
 
 The safetensors format is a little-endian 8-byte length, a JSON header of that length (it may end in spaces), and the tensors' bytes in
 the header's order without gaps (safetensors 0.6, README.md, Format). The header's place is kept free and filled when the file is full,
@@ -41,7 +41,8 @@ def write_hf_folder(
 
     It is written beside its final name, flushed to disk, read back (headers against what came), and renamed last, so that a folder called
     `out` is whole or absent. `config` replaces like's config.json; `check` is shown the folder before it is renamed and may refuse it.
-    Returns the parts of a complete folder that `like` lacks, in words. Raises OSError (disk full, no permission) and what `tensors` and `check` raise; what was written until then is removed.
+    Returns the parts of a complete folder that `like` lacks, in words. Raises OSError (disk full, no permission) and what `tensors` and
+    `check` raise; what was written until then is removed.
     """
     with whole_or_absent(out) as partial:
         _write_shards(partial, tensors, shard_bytes)

@@ -53,7 +53,10 @@ def layer_part(hf: State, layer: int, rank: int, tp: int, *, fused_norms: bool) 
 
 def megatron_tower(hf: State, rank: int, tp: int) -> State:
     """The vision tower of one rank as Megatron cuts it."""
-    state = {"patch_embed.proj.weight": hf["visual.patch_embed.proj.weight"], "decoder.final_layernorm.weight": hf["visual.merger.ln_q.weight"]}
+    state = {
+        "patch_embed.proj.weight": hf["visual.patch_embed.proj.weight"],
+        "decoder.final_layernorm.weight": hf["visual.merger.ln_q.weight"],
+    }
     for kind in ("weight", "bias"):
         state[f"projection.encoder.linear_fc1.{kind}"] = share(hf[f"visual.merger.mlp.0.{kind}"], rank, tp, 0)
     state["projection.encoder.linear_fc2.weight"] = share(hf["visual.merger.mlp.2.weight"], rank, tp, 1)
@@ -66,7 +69,9 @@ def megatron_tower(hf: State, rank: int, tp: int) -> State:
             state[f"{mcore}{mine}.weight"] = share(hf[f"{prefix}{theirs}.weight"], rank, tp, 1)
             state[f"{mcore}{mine}.bias"] = hf[f"{prefix}{theirs}.bias"]
         for kind in ("weight", "bias"):
-            state[f"{mcore}mlp.linear_fc1.{kind}"] = torch.cat([share(hf[f"{prefix}mlp.{half}_proj.{kind}"], rank, tp, 0) for half in ("gate", "up")])
+            state[f"{mcore}mlp.linear_fc1.{kind}"] = torch.cat(
+                [share(hf[f"{prefix}mlp.{half}_proj.{kind}"], rank, tp, 0) for half in ("gate", "up")]
+            )
             fused, width = hf[f"{prefix}attn.qkv.{kind}"], VISION_HEADS * VISION_DIM
             heads = range(rank * VISION_HEADS // tp, (rank + 1) * VISION_HEADS // tp)
             blocks = [rows(fused[part * width :], head, VISION_DIM) for head in heads for part in range(3)]
@@ -76,12 +81,17 @@ def megatron_tower(hf: State, rank: int, tp: int) -> State:
 
 def chunk_state(hf: State, layers: range, rank: int, tp: int, *, padding: int, tower: str, fused_norms: bool, is_tied_copy: bool) -> State:
     """One model chunk of one rank: its layers numbered from 0, the ends of the model where they belong."""
+
     def padded(name: str) -> torch.Tensor:
         return share(torch.cat([hf[name], torch.full((padding, hf[name].shape[1]), 7.0)]), rank, tp, 0)
 
     state: State = {}
     if layers.start == 0:
-        vision = megatron_tower(hf, rank, tp) if tower == "megatron" else {n.removeprefix("visual."): t for n, t in hf.items() if n.startswith("visual.")}
+        vision = (
+            megatron_tower(hf, rank, tp)
+            if tower == "megatron"
+            else {n.removeprefix("visual."): t for n, t in hf.items() if n.startswith("visual.")}
+        )
         state |= {f"vision_model.{name}": tensor for name, tensor in vision.items()}
         state["language_model.embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
     for number, layer in enumerate(layers):
@@ -90,11 +100,15 @@ def chunk_state(hf: State, layers: range, rank: int, tp: int, *, padding: int, t
     if layers.stop == LAYERS:
         state["language_model.decoder.final_layernorm.weight"] = hf["model.norm.weight"]
         if "lm_head.weight" in hf or is_tied_copy:
-            state["language_model.output_layer.weight"] = padded("lm_head.weight" if "lm_head.weight" in hf else "model.embed_tokens.weight")
+            state["language_model.output_layer.weight"] = padded(
+                "lm_head.weight" if "lm_head.weight" in hf else "model.embed_tokens.weight"
+            )
     return state
 
 
-def write_verl_megatron(out: Path, hf: State, *, tp: int, pp: int, chunks: int = 1, padding: int = 0, tower: str = "hf", tied: bool = False) -> None:
+def write_verl_megatron(
+    out: Path, hf: State, *, tp: int, pp: int, chunks: int = 1, padding: int = 0, tower: str = "hf", tied: bool = False
+) -> None:
     """verl's: out/model/mp_rank_TT_PPP/model.pt with a list of state dicts, norms fused as Transformer Engine's."""
     size = LAYERS // (pp * chunks)
     for rank in range(tp):
@@ -124,7 +138,7 @@ def write_megatron_lm(out: Path, hf: State, *, tp: int, change: Callable[[int, S
         path = out / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
         everything = {
-            "args": argparse.Namespace(tensor_model_parallel_size=tp, params_dtype=torch.bfloat16), "checkpoint_version": 3.0, "iteration": 100,
+            "args": argparse.Namespace(tensor_model_parallel_size=tp, params_dtype=torch.bfloat16), "iteration": 100,
             "model": state, "rng_state": [{"np_rng_state": np.random.default_rng(0).bit_generator.state, "array": np.arange(3)}],
         }  # fmt: skip
         torch.save(everything, path)

@@ -54,15 +54,17 @@ def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.T
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("style", ["released", "nested"])
-def test_there_and_back_is_the_same_to_the_last_bit(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, kind: str, style: str) -> None:
+def test_there_and_back_is_the_same_to_the_last_bit(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, kind: str, style: str
+) -> None:
     """Tensors, names, companions; and transformers loads it without a missing, unexpected or misshapen key, and computes the same."""
     model, checkpoint = checkpoints[kind]
     out = tmp_path / "out"
     assert merge(checkpoint, out, "--style", style, "--reference", model) == 0
     assert_same(tensors_of(out), tensors_of(model))
     prefixes = {".".join(name.split(".")[:2]) for name in stored(out)} - {"lm_head.weight"}
-    assert prefixes == ({"model.visual", "model.language_model"} if style == "nested" else
-                        {"visual.blocks", "visual.merger", "visual.patch_embed", "model.layers", "model.norm", "model.embed_tokens"})  # fmt: skip
+    released = {"visual.blocks", "visual.merger", "visual.patch_embed", "model.layers", "model.norm", "model.embed_tokens"}
+    assert prefixes == ({"model.visual", "model.language_model"} if style == "nested" else released)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == stored(out).keys() and set(index["weight_map"].values()) == {"model-00001-of-00001.safetensors"}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(model).values())
@@ -102,7 +104,9 @@ sys.exit(main(sys.argv[1:]))"""
     assert_refused(checkpoint, tmp_path / "cast", capsys, "--verify", options=("--verify", "--dtype", "bf16"))
 
 
-def test_missing_companions_are_a_warning(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_companions_are_a_warning(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(checkpoints["untied"][1], checkpoint)
     for name in ("tokenizer.json", "processor_config.json"):
@@ -131,7 +135,11 @@ def change_reference(change: Callable[[State], None]) -> Callable[[Path], None]:
     ],
 )  # fmt: skip
 def test_a_reference_that_differs(
-    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[State], None], said: str
+    checkpoints: dict[str, tuple[Path, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[State], None],
+    said: str,
 ) -> None:
     model, checkpoint = checkpoints["untied"]
     shutil.copytree(model, tmp_path / "reference")
@@ -164,10 +172,14 @@ def test_damaged_checkpoints_and_places_are_refused(
     assert_refused(whole, tmp_path / "file" / "out", capsys, "file")
     before = sorted(whole.iterdir())
     capsys.readouterr()
-    assert merge(whole, whole.parent, "--force") == 1 and "holds --checkpoint" in capsys.readouterr().err and sorted(whole.iterdir()) == before
+    assert (
+        merge(whole, whole.parent, "--force") == 1 and "holds --checkpoint" in capsys.readouterr().err and sorted(whole.iterdir()) == before
+    )
 
 
-def test_only_force_replaces_and_only_a_model(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_force_replaces_and_only_a_model(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, checkpoint = checkpoints["untied"]
     out, other = tmp_path / "out", tmp_path / "other"
     shutil.copytree(model, out)
@@ -176,7 +188,11 @@ def test_only_force_replaces_and_only_a_model(checkpoints: dict[str, tuple[Path,
     assert merge(checkpoint, out, "--force") == 0 and not (out / "old").exists()
     other.mkdir()
     (other / "thesis.txt").touch()
-    assert merge(checkpoint, other, "--force") == 1 and "is no Hugging Face folder" in capsys.readouterr().err and (other / "thesis.txt").exists()
+    assert (
+        merge(checkpoint, other, "--force") == 1
+        and "is no Hugging Face folder" in capsys.readouterr().err
+        and (other / "thesis.txt").exists()
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
 
 
@@ -224,7 +240,15 @@ def write_adapter(folder: Path, *, targets: dict[str, tuple[int, int]], rank: in
         state[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator)
     folder.mkdir()
     save_file(state, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 7, "bias": "none", "use_rslora": False, "use_dora": False, "modules_to_save": None}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 7,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
     (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
     return state
 
@@ -293,7 +317,9 @@ def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path:
     call = ["--run", str(run), "--out", str(out)]
     assert merge_run.main(call) == 1
     said = capsys.readouterr()
-    assert "error: step_00000006: " in said.err and said.err.count("\n") == 1 and said.out.splitlines()[-1] == "2 merged, 0 skipped, 1 failed"
+    assert (
+        "error: step_00000006: " in said.err and said.err.count("\n") == 1 and said.out.splitlines()[-1] == "2 merged, 0 skipped, 1 failed"
+    )
     assert sorted(path.name for path in out.iterdir()) == ["step_00000003", "step_00000009"]
     data.with_suffix(".lost").rename(data)
     assert merge_run.main([*call, "--steps", "3", "9"]) == 0

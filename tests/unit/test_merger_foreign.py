@@ -66,7 +66,9 @@ def test_verl_megatron_with_tied_embeddings(tied_model: Path, tmp_path: Path, ca
     states = torch.load(path)
     states[0]["language_model.output_layer.weight"][3, 5] += 1e-3
     torch.save(states, path)
-    assert_refused(checkpoint, tmp_path / "again", capsys, "language.output_layer.weight differs from the embeddings", "mp_rank_01_001/model.pt")
+    assert_refused(
+        checkpoint, tmp_path / "again", capsys, "language.output_layer.weight differs from the embeddings", "mp_rank_01_001/model.pt"
+    )
 
 
 def test_megatron_lm_without_a_config(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,26 +95,28 @@ def damage(change: Callable[[State], None], *, at: int) -> Callable[[int, State]
 
 
 LINEAR = "module.decoder.layers.2.mlp.linear_fc2.weight"
+TABLE_LINEAR = "language.decoder.layers.2.mlp.linear_fc2.weight"
+LAYER = "module.decoder.layers.0"
 NORM = "module.decoder.final_layernorm.weight"
 PLANTED: dict[str, tuple[Callable[[int, State], None], tuple[str, ...]]] = {
-    "missing at one rank": (damage(lambda s: s.pop(LINEAR), at=1), ("language.decoder.layers.2.mlp.linear_fc2.weight", "rank 1", "mp_rank_00/model_optim_rng.pt")),
+    "missing at one rank": (damage(lambda s: s.pop(LINEAR), at=1), (TABLE_LINEAR, "rank 1", "mp_rank_00/model_optim_rng.pt")),
     "missing everywhere": (lambda _, s: s.pop(NORM), ("Missing: language.decoder.final_layernorm.weight",)),
     "a layer too many": (
-        lambda _, s: s.update({name.replace("layers.3", "layers.4"): t for name, t in s.items() if ".layers.3." in name and "vision" not in name}),
+        lambda _, s: s.update({name.replace(".layers.3.", ".layers.4."): t for name, t in s.items() if ".decoder.layers.3." in name}),
         ("unknown: language.decoder.layers.4.",),
     ),
     "a row too many": (
         lambda _, s: s.update({LINEAR: torch.cat([s[LINEAR], s[LINEAR][:1]])}),
-        ("language.decoder.layers.2.mlp.linear_fc2.weight", "model.layers.2.mlp.down_proj.weight", "[129, 256]", "[128, 256]"),
+        (TABLE_LINEAR, "model.layers.2.mlp.down_proj.weight", "[129, 256]", "[128, 256]"),
     ),
     "odd rows where three are fused": (
         lambda _, s: s.update({n: t[1:] for n, t in s.items() if n.endswith("layers.1.self_attention.linear_qkv.bias")}),
         ("language.decoder.layers.1.self_attention.linear_qkv.bias", "model.layers.1.self_attn.q_proj.bias"),
     ),
-    "parts of two shapes": (damage(lambda s: s.update({LINEAR: s[LINEAR][:, 1:]}), at=1), ("linear_fc2.weight", "parts differ", "[128, 127]")),
+    "parts of two shapes": (damage(lambda s: s.update({LINEAR: s[LINEAR][:, 1:]}), at=1), (TABLE_LINEAR, "parts differ", "[128, 127]")),
     "copies that differ": (damage(lambda s: s.update({NORM: s[NORM] + 1e-6}), at=1), ("final_layernorm.weight", "ranks 0 and 1")),
     "both spellings of a norm": (
-        lambda _, s: s.update({"module.decoder.layers.0.mlp.linear_fc1.layer_norm_weight": s["module.decoder.layers.0.pre_mlp_layernorm.weight"]}),
+        lambda _, s: s.update({f"{LAYER}.mlp.linear_fc1.layer_norm_weight": s[f"{LAYER}.pre_mlp_layernorm.weight"]}),
         ("layers.0.mlp.linear_fc1.layer_norm_weight", "layers.0.pre_mlp_layernorm.weight", "same tensor"),
     ),
     "a stranger": (lambda _, s: s.update({"module.decoder.adapter": torch.ones(2)}), ("unknown: language.decoder.adapter",)),
@@ -120,7 +124,9 @@ PLANTED: dict[str, tuple[Callable[[int, State], None], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_damaged_classic_checkpoint_is_refused(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+def test_a_damaged_classic_checkpoint_is_refused(
+    random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
     change, said = PLANTED[fault]
     hf, checkpoint = tensors_of(random_model), tmp_path / "checkpoint"
     write_megatron_lm(checkpoint, hf, tp=2, change=change)
@@ -128,7 +134,9 @@ def test_a_damaged_classic_checkpoint_is_refused(random_model: Path, tmp_path: P
     assert_refused(checkpoint, tmp_path / "out", capsys, *said)
 
 
-def test_missing_truncated_and_hostile_rank_files_are_refused(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_truncated_and_hostile_rank_files_are_refused(
+    random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hf, checkpoint, out = tensors_of(random_model), tmp_path / "checkpoint", tmp_path / "out"
     write_verl_megatron(checkpoint, hf, tp=2, pp=2)
     copy_companions(random_model, checkpoint / "huggingface")

@@ -53,7 +53,11 @@ def test_files_are_numbered_and_indexed_as_released_ones(like: Path, tmp_path: P
         assert all(tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]) for name, tensor in state.items())
         with safe_open(path, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
-    assert {path.name for path in out.iterdir()} - {path.name for path in files} == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert {path.name for path in out.iterdir()} - {path.name for path in files} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+    }
 
 
 def test_a_full_header_begins_a_new_file(like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +89,11 @@ def test_a_file_that_reads_back_differently_is_an_error(like: Path, tmp_path: Pa
     def damaged(shard: write_hf._Shard) -> None:
         close(shard)
         data = shard.path.read_bytes()
-        changed = {"a byte more": data + b"0", "another shape": data.replace(b"[7, 3]", b"[3, 7]"), "another name": data.replace(b"layer.0.", b"layer.x.")}
+        changed = {
+            "a byte more": data + b"0",
+            "another shape": data.replace(b"[7, 3]", b"[3, 7]"),
+            "another name": data.replace(b"layer.0.", b"layer.x."),
+        }
         assert changed[damage] != data
         shard.path.write_bytes(changed[damage])
 

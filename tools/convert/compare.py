@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -77,7 +78,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def compare(first: Path, second: Path, *, atol: float, show_all: bool, logits: bool) -> bool:
     """Print the table and a summary; True where no difference is beyond atol."""
-    table = Table("tensor", str(first), str(second), "difference")
+    table = Table("tensor", str(first), str(second), "difference", box=box.ASCII)
     counts = {"equal": 0, "within": 0, "beyond": 0}
     for difference in differences(open_any(first), open_any(second)):
         beyond = difference.is_beyond(atol)
@@ -87,7 +88,10 @@ def compare(first: Path, second: Path, *, atol: float, show_all: bool, logits: b
     console = Console(width=None if sys.stdout.isatty() else 200)
     if table.rows:
         console.print(table)
-    print(f"{counts['equal']} tensors equal to the last bit, {counts['within']} within {atol:g}, {counts['beyond']} beyond or on one side only")
+    print(
+        f"{counts['equal']} tensors equal to the last bit, {counts['within']} within {atol:g}, "
+        f"{counts['beyond']} beyond or on one side only"
+    )
     same = counts["beyond"] == 0
     if logits:
         same &= compare_logits(first, second, atol=atol)
@@ -119,7 +123,9 @@ exit codes: 0 no difference beyond --atol; 1 a difference, or an error in one li
     )
     parser.add_argument("first", type=Path, metavar="DIR", help="a Hugging Face folder or a torch_dist checkpoint of this trainer")
     parser.add_argument("second", type=Path, metavar="DIR", help="the one to compare it with")
-    parser.add_argument("--atol", type=float, default=0.0, help="largest absolute difference that is no difference (default: 0), of weights and of logits")
+    parser.add_argument(
+        "--atol", type=float, default=0.0, help="largest absolute difference that is no difference (default: 0), of weights and of logits"
+    )
     parser.add_argument("--logits", action="store_true", help="also run a text and a two-image prompt through both, in fp32")
     parser.add_argument("--all", action="store_true", dest="show_all", help="list every tensor, not only those that differ")
     return parser.parse_args(arguments)

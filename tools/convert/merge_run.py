@@ -59,7 +59,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 exit codes: 0 every chosen step is merged; 1 one failed or an error, in one line each; 2 wrong arguments""",
     )
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="a run's folder (with checkpoints/step_*), or the folder of step_* folders")
+    parser.add_argument(
+        "--run", type=Path, required=True, metavar="DIR", help="a run's folder (with checkpoints/step_*), or the folder of step_* folders"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that gets one Hugging Face folder a step")
     parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="only these steps (default: all)")
     add_options(parser)

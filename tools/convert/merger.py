@@ -1,4 +1,4 @@
-"""Makes a complete Hugging Face folder of a checkpoint: this trainer's, classic Megatron (mp_rank_*), verl's FSDP shards, or another folder.
+"""Makes a complete Hugging Face folder of a checkpoint: this trainer's, classic Megatron (mp_rank_*), verl's FSDP shards, Hugging Face.
 
 Every tensor of the checkpoint is used exactly once and every tensor of the model is written exactly once, with the shape that config.json
 asks for; the written files are read back before the folder gets its name. Anything else is an error, and no folder is left.
@@ -25,7 +25,7 @@ from megatron_rl.weights.write_hf import INDEX, write_hf_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STYLES = {"released": str, "nested": nested}
-"""How tensors are called. Both are loaded by transformers 5.19 and vLLM 0.32; released is what Qwen published, and what older ones load too."""
+"""How tensors are called. transformers 5.19 and vLLM 0.32 load both; released is what Qwen published, and what older ones load too."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -52,7 +52,9 @@ def merge(asked: Merge) -> str:
     config = read_config(like, key="--reference" if asked.reference else "--checkpoint")
     source = open_source(asked.checkpoint, config, key="--checkpoint")
     if asked.reference is not None:
-        check_same(source, HfSource(asked.reference, key="--reference"), what=f"--checkpoint={asked.checkpoint} and --reference={asked.reference}")
+        check_same(
+            source, HfSource(asked.reference, key="--reference"), what=f"--checkpoint={asked.checkpoint} and --reference={asked.reference}"
+        )
     if asked.lora is not None:
         if isinstance(source, Merged):
             raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")
@@ -110,7 +112,9 @@ def _verify(partial: Path, checkpoint: Path) -> str:
     return verify(partial, checkpoint)
 
 
-def _tensors(source: Source, specs: dict[str, Spec], rename: Callable[[str], str], advance: Callable[[int], None]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    source: Source, specs: dict[str, Spec], rename: Callable[[str], str], advance: Callable[[int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor once, under its name in the result."""
     for name, spec in specs.items():
         tensor = source.read(name).to(spec.dtype)
@@ -164,10 +168,22 @@ exit codes: 0 the folder is complete; 1 an error, in one line, and no folder; 2 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that merging one checkpoint and merging many have in common."""
     parser.add_argument("--dtype", choices=DTYPES, help="number type of the result (default: as stored)")
-    parser.add_argument("--reference", type=Path, metavar="HF_DIR", help="take config, tokenizer and processor from here, and hold names and shapes against it")
-    parser.add_argument("--style", choices=STYLES, default="released", help="tensor names: released (default, visual.*, model.*) or nested (model.visual.*, model.language_model.*)")
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="HF_DIR",
+        help="take config, tokenizer and processor from here, and hold names and shapes against it",
+    )
+    parser.add_argument(
+        "--style",
+        choices=STYLES,
+        default="released",
+        help="tensor names: released (default, visual.*, model.*) or nested (model.visual.*, model.language_model.*)",
+    )
     parser.add_argument("--lora", type=Path, metavar="PEFT_DIR", help="merge this LoRA adapter into the weights")
-    parser.add_argument("--verify", action="store_true", help="compare logits of the result in transformers with the checkpoint's in Megatron")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare logits of the result in transformers with the checkpoint's in Megatron"
+    )
     parser.add_argument("--force", action="store_true", help="replace a Hugging Face folder at --out")
 
 
