@@ -14,8 +14,8 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 HERE = Path(__file__).parent
 ONE_PROCESS = ["1,1,1,0,none,tied"]
-TWO_PROCESSES = ["2,1,1,0,none,tied", "2,1,1,1,selective,tied", "1,2,1,0,none,tied", "1,2,2,0,full,tied", "1,1,1,0,none,tied"]
-FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)) for layout in layouts]
+FOUR_PROCESSES = ["2,2,1,0,none,tied", "4,1,1,1,selective,tied", "2,1,1,0,none,tied", "1,2,2,0,full,tied", "2,2,1,1,none,tied"]
+FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (4, FOUR_PROCESSES)) for layout in layouts]
 MODULES = (
     r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
     r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(gate|up|down)_proj)|merger\.mlp\.(0|2))"
@@ -50,7 +50,7 @@ def adapter(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(models: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("layouts")
-    for world, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
+    for world, layouts in ((1, ONE_PROCESS), (4, FOUR_PROCESSES)):
         (out / str(world)).mkdir()
         torchrun(world, HERE / "lora_layouts.py", models, adapter, out / str(world), *layouts)
     folders = {file: (out / file).parent / f"adapter {Path(file).name}" for file in FILES}
@@ -128,7 +128,7 @@ def test_three_steps_train_the_adapter_alone_and_are_the_same_at_every_layout(fi
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_training_state_with_adapters_goes_on_at_any_layout(file: str, results: dict) -> None:
-    """Written at tensor parallel size 2 (or by one process), read here: the adapters bit for bit, and the fourth step as without a stop."""
+    """Written at tp 2 x pp 2 (or by one process), read here: the adapters bit for bit, and the fourth step as without a stop."""
     wrote = FILES[0] if file == FILES[0] else FILES[1]
     state, straight = results[file]["resumed"], results[wrote]["fourth_step"]
     trained = results[wrote]["three_steps"]["adapters"]
@@ -144,7 +144,9 @@ def test_a_training_state_with_adapters_goes_on_at_any_layout(file: str, results
 @pytest.mark.parametrize("file", FILES)
 def test_the_base_has_no_gradient_buffer_and_no_optimizer_state(file: str, results: dict) -> None:
     sizes = results[file]["sizes"]
-    dp = 2 if file == "2/1,1,1,0,none,tied" else 1
+    world, layout = file.split("/")
+    tp, pp = map(int, layout.split(",")[:2])
+    dp = int(world) // (tp * pp)
     assert sizes["adapters"] == sizes["trained"] == sizes["gradients"] > 1000
     assert sizes["state"] <= (2 * sizes["adapters"] + 1000) // dp  # two moments, cut over data-parallel ranks, padding aside
 
