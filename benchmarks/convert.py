@@ -116,7 +116,7 @@ def main() -> None:
         given.folder.rmdir()
         sys.exit(f"SKIPPED: {free:.0f} GB are free on the disk of {given.folder}, {NEEDED_GB} are needed; nothing was measured")
     try:
-        print(f"{'':24s} {'GB':>6} {'largest':>8} {'peak GiB':>8} {'bound':>6} {'cp s':>7} {'cp s':>7} {'tool s':>7} {'ratio':>6}   load", flush=True)
+        print(f"{'':24s} {'GB':>6} {'largest':>8} {'peak GiB':>8} {'bound':>6} {'cp s':>7} {'cp s':>7} {'tool s':>7} {'ratio':>6}   load")
         for size in given.sizes:
             measure(size, given.folder, [] if given.layers is None else ["--layers", str(given.layers)])
     finally:

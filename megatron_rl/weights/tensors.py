@@ -25,14 +25,15 @@ class HfTensors:
             for stored in self._stored_in(path):
                 name = canonical(stored.name)
                 if name in self._tensors:
-                    raise self._error(f"tensor {stored.name} stands in {self._tensors[name].path.name} and in {path.name}; remove one of the two")
+                    first = self._tensors[name].path.name
+                    raise self._error(f"tensor {stored.name} stands in {first} and in {path.name}; remove one of the two")
                 self._tensors[name] = stored
         listed = {canonical(name): file for name, file in index.items()}
         present = {name: stored.path.name for name, stored in self._tensors.items()}
         differ = sorted(name for name in listed.keys() | present.keys() if index and listed.get(name) != present.get(name))
         if differ:
             places = f"says {listed.get(differ[0], 'nothing')}, the files say {present.get(differ[0], 'nowhere')}"
-            raise self._error(f"{INDEX} and the files differ in {len(differ)} tensors; of {differ[0]} it {places}; copy the whole checkpoint")
+            raise self._error(f"{INDEX} and the files differ in {len(differ)} tensors; of {differ[0]} it {places}; copy it all again")
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"{self.key}={self.folder}: {what}")
@@ -51,7 +52,7 @@ class HfTensors:
         if missing:
             raise self._error(f"{INDEX} names {', '.join(missing)}, not in the folder; copy the whole checkpoint")
         if not files and any(self.folder.glob("*.bin")):
-            raise self._error("its weights are *.bin pickles, which can run code; save it as safetensors (transformers' save_pretrained) first")
+            raise self._error("its weights are *.bin pickles, which can run code; save it as safetensors first (save_pretrained)")
         if not files:
             raise self._error("no *.safetensors file in it; give a Hugging Face model folder")
         return files

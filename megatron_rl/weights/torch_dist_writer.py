@@ -60,8 +60,8 @@ class TorchDistWriter:
         entry = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, [])
         offsets = [0] * tensor.dim()
         for part in tensor.chunk(parts, dim) if parts > 1 else [tensor]:
-            # A view would be stored with all of its tensor behind it.
-            whole = part.contiguous() if part.untyped_storage().nbytes() == part.nbytes else part.clone(memory_format=torch.contiguous_format)
+            is_view = part.untyped_storage().nbytes() != part.nbytes  # it would be stored with all of its tensor behind it
+            whole = part.clone(memory_format=torch.contiguous_format) if is_view else part.contiguous()
             entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
             self._append(MetadataIndex(key, offsets), whole)
             if parts > 1:

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_converter.py: at each layout, Megatron's own load of a converted checkpoint against the policy's load of the
+"""Run under torchrun by test_converted.py: at each layout, Megatron's own load of a converted checkpoint against the policy's load of the
 Hugging Face folder it was made from, bitwise.
 
 usage: loaded.py TP,PP ... -- FOLDER ...            each with model/ and checkpoint/ in it
@@ -49,7 +49,7 @@ def main() -> None:
         for layout in sys.argv[1:cut]:
             tp, pp = (int(part) for part in layout.split(","))
             check(folder / "model", folder / "checkpoint", tp, pp)
-            print(f"{folder.name} equal at tp{tp} pp{pp}", flush=True)
+            sys.stdout.write(f"[{folder.name}] equal at tp{tp} pp{pp}\n")  # in one piece: four processes speak
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run by test_converter.py: converts one model with --verify once as it is and once with each of several planted mistakes.
+"""Run by test_converted.py: converts one model with --verify once as it is and once with each of several planted mistakes.
 
 Every mistake is symmetric: what converts there converts back, so that only the logits can tell.
 

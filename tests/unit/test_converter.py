@@ -84,6 +84,12 @@ def assert_holds(checkpoint: Path, wanted: Tensors) -> None:
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), key
 
 
+def newer(name: str) -> str:
+    """The spelling of transformers since 4.52."""
+    first, rest = name.split(".", 1)
+    return {"model": "model.language_model.", "visual": "model.visual.", "lm_head": "lm_head."}[first] + rest
+
+
 def convert(hf: Path, out: Path, *options: str) -> int:
     return main(["--hf", str(hf), "--out", str(out), *options])
 
@@ -94,11 +100,7 @@ def test_every_tensor_is_where_megatron_has_it(name: str, spelling: str, models:
     source = models[name]
     assert any(stored.startswith("visual.") for stored in load_file(source / WEIGHTS))
     if spelling == "model.visual.":
-        newer = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
-        source = variant(
-            source, tmp_path / "newer",
-            lambda tensors: {next(new + n.removeprefix(old) for old, new in newer.items() if n.startswith(old)): t for n, t in tensors.items()},
-        )  # fmt: skip
+        source = variant(source, tmp_path / "newer", lambda tensors: {newer(name): tensor for name, tensor in tensors.items()})
     assert convert(source, tmp_path / "out", "--tp", "2", "--pp", "2") == 0
     assert_holds(tmp_path / "out", by_hand(released(load_file(models[name] / WEIGHTS))))
     beside = {path.name for path in models[name].iterdir()} - {WEIGHTS}
@@ -132,14 +134,15 @@ def test_every_tensor_is_rounded_when_asked(models: dict[str, Path], tmp_path: P
 
 def test_padding_of_the_vocabulary_is_left_out(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def pad(tensors: Tensors) -> Tensors:
-        return {n: torch.cat([t, torch.ones(5, t.shape[1])]) if mapping.canonical(n) in (EMBEDDINGS, "lm_head.weight") else t for n, t in tensors.items()}
+        vocabularies = [name for name in tensors if mapping.canonical(name) in (EMBEDDINGS, "lm_head.weight")]
+        return {**tensors, **{name: torch.cat([tensors[name], torch.ones(5, 64)]) for name in vocabularies}}
 
     assert convert(variant(models["untied"], tmp_path / "padded", pad), tmp_path / "out") == 0
     assert "5 rows of vocabulary padding (beyond config.vocab_size) left out" in capsys.readouterr().out
     assert_holds(tmp_path / "out", by_hand(released(load_file(models["untied"] / WEIGHTS))))
 
 
-def test_a_stored_head_of_tied_embeddings_must_be_a_copy(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stored_head_of_tied_embeddings_is_a_copy(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def with_head(tensors: Tensors, change: float) -> Tensors:
         head = next(t for n, t in tensors.items() if mapping.canonical(n) == EMBEDDINGS).clone()
         head[7, 3] += change
@@ -151,7 +154,7 @@ def test_a_stored_head_of_tied_embeddings_must_be_a_copy(models: dict[str, Path]
     assert_refused(other, tmp_path / "none", capsys, "lm_head.weight differs from model.embed_tokens.weight")
 
 
-def test_what_is_missing_beside_the_weights_is_a_warning(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_beside_weights_is_a_warning(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(models["tied"], tmp_path / "bare")
     for name in ("tokenizer.json", "processor_config.json", "tokenizer_config.json"):
         (tmp_path / "bare" / name).unlink()
@@ -218,7 +221,8 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
 
 
 def test_a_layout_that_does_not_fit(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(models["untied"], tmp_path / "out", capsys, "tp=4: does not divide the model's 2 key/value heads; use one of 1, 2", "--tp", "4")
+    remedy = "tp=4: does not divide the model's 2 key/value heads; use one of 1, 2"
+    assert_refused(models["untied"], tmp_path / "out", capsys, remedy, "--tp", "4")
     assert_refused(models["untied"], tmp_path / "out", capsys, "pp=3: must divide the model's 2 layers", "--pp", "3")
     assert_refused(models["untied"], tmp_path / "out", capsys, "tp=0", "--tp", "0")
 
@@ -256,7 +260,7 @@ def test_a_disk_that_fills_up(models: dict[str, Path], tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("fault", ["lost", "renamed", "short"])
-def test_a_result_that_is_not_the_plan(fault: str, models: dict[str, Path], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_a_result_that_is_not_the_plan(fault: str, models: dict[str, Path], tmp_path: Path, capsys, monkeypatch) -> None:  # noqa: ANN001
     """What is on the disk is compared with what was to be written, whatever the writer believes."""
     key, add = "language.decoder.layers.1.mlp.linear_fc2.weight", TorchDistWriter.add
 

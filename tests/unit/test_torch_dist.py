@@ -55,7 +55,8 @@ def test_what_torch_wrote_is_read(tmp_path: Path) -> None:
 
 def test_chunks_are_those_of_the_ranks(written: Path) -> None:
     stored = McoreTensors(written)
-    assert [(tuple(offsets), tuple(sizes)) for offsets, sizes in stored.chunks("columns")] == [((0, 0), (8, 2)), ((0, 2), (8, 2)), ((0, 4), (8, 2))]
+    chunks = [(tuple(offsets), tuple(sizes)) for offsets, sizes in stored.chunks("columns")]
+    assert chunks == [((0, 0), (8, 2)), ((0, 2), (8, 2)), ((0, 4), (8, 2))]
     assert (stored.shape("rows"), stored.dtype("columns")) == (torch.Size([8, 6]), torch.bfloat16)
     assert all(torch.equal(stored.read(key), TENSORS[key]) for key in stored.names())
 
@@ -133,7 +134,8 @@ with TorchDistWriter(Path(sys.argv[1])) as writer:
 
 def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     """24 tensors of 16 MiB: torch's own writer holds all of them until the file is full."""
-    result = subprocess.run([sys.executable, "-c", WRITES_384_MB, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    command = [sys.executable, "-c", WRITES_384_MB, str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     assert sum(path.stat().st_size for path in tmp_path.glob("*.distcp")) > 25 << 24
     assert int(result.stdout) <= 48
 

@@ -73,7 +73,7 @@ def find(hf: str) -> Path:
     try:
         return Path(snapshot_download(hf, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"--hf={hf}: is no folder here, and the Hub did not give it ({type(error).__name__}); download it first") from error
+        raise ValueError(f"--hf={hf}: is no folder, and the Hub did not give it ({type(error).__name__}); download it first") from error
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -44,4 +44,5 @@ def test_megatron_loads_what_the_policy_loads(tmp_path: Path, torchrun) -> None:
         written = ("--hf", str(tmp_path / name / "model"), "--out", str(tmp_path / name / "checkpoint"), "--tp", "2", "--pp", "2")
         assert main(written) == 0
     said = torchrun(4, HERE / "loaded.py", "2,2", "1,4", "2,1", "--", tmp_path / "untied", tmp_path / "tied")
-    assert all(said.count(f"{name} equal at {layout}") == 4 for layout in ("tp2 pp2", "tp1 pp4", "tp2 pp1") for name in ("untied", "tied"))
+    wanted = [f"[{name}] equal at {layout}\n" for name in ("untied", "tied") for layout in ("tp2 pp2", "tp1 pp4", "tp2 pp1")]
+    assert [said.count(line) for line in wanted] == [4] * 6
