@@ -1,4 +1,4 @@
-"""The merger over this trainer's own checkpoints: bitwise round trips, LoRA, refusals, a full disk, SIGKILL; and the bulk wrapper."""
+"""The merger over this trainer's own checkpoints: bitwise round trips, refusals, a full disk, SIGKILL."""
 
 import json
 import resource
@@ -14,42 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
+from megatron_rl.weights.torch_dist import McoreTensors
+from megatron_rl.weights.torch_dist_writer import TorchDistWriter
 from tests.conftest import ROOT
 from tests.unit.foreign import State, tensors_of
-from tools.convert import converter_hf_to_mcore, merge_run, merger
-
-
-def merge(checkpoint: Path, out: Path, *options: object) -> int:
-    return merger.main(["--checkpoint", str(checkpoint), "--out", str(out), *map(str, options)])
+from tests.unit.merging import assert_refused, assert_same, merge
 
 
 def stored(folder: Path) -> State:
     """All tensors of a folder under the names in its files."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
-def assert_same(found: State, wanted: State) -> None:
-    assert found.keys() == wanted.keys()
-    assert not [name for name in wanted if found[name].dtype != wanted[name].dtype or not torch.equal(found[name], wanted[name])]
-
-
-def assert_refused(checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str], *said: str, options: tuple[object, ...] = ()) -> None:
-    """Exit code 1, one line, nothing written."""
-    capsys.readouterr()
-    assert merge(checkpoint, out, *options) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    assert not [part for part in said if part not in error], error
-    assert not out.exists() and not out.with_name(f".{out.name}.partial").exists()
-
-
-@pytest.fixture(scope="session")
-def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """'untied', 'tied': (Hugging Face folder, the checkpoint that the converter made of it)."""
-    folder = tmp_path_factory.mktemp("mcore")
-    for name, model in (("untied", random_model), ("tied", tied_model)):
-        assert converter_hf_to_mcore.main(["--hf", str(model), "--out", str(folder / name), "--tp", "2"]) == 0
-    return {"untied": (random_model, folder / "untied"), "tied": (tied_model, folder / "tied")}
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
@@ -177,6 +151,60 @@ def test_damaged_checkpoints_and_places_are_refused(
     )
 
 
+def rewritten(checkpoint: Path, out: Path, change: Callable[[State], None]) -> Path:
+    """A copy of a torch_dist checkpoint with other tensors in it, by key."""
+    tensors = McoreTensors(checkpoint)
+    state = {key: tensors.read(key) for key in tensors.names()}
+    change(state)
+    out.mkdir()
+    with TorchDistWriter(out) as writer:
+        for key, tensor in state.items():
+            writer.add(key, tensor)
+        writer.finish()
+    shutil.copytree(checkpoint / "hf", out / "hf")
+    return out
+
+
+NORM, EMBEDDING = "language.decoder.final_layernorm.weight", "language.embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.pop(NORM), f"Missing: {NORM}"),
+        (lambda state: state.update({NORM: state[NORM][:-1].clone()}), f"{NORM}: gives model.norm.weight the shape [127]"),
+        (lambda state: state.update({EMBEDDING: state[EMBEDDING][:-1].clone()}), "model.embed_tokens.weight the shape [1023"),
+        (lambda state: state.update({"language.decoder.layers.0.stranger": torch.ones(1)}), "unknown: language.decoder.layers.0.stranger"),
+        (
+            lambda state: state.update({"language.decoder.layers.0.input_layernorm.weight": torch.ones(128)}),
+            "language.decoder.layers.0.input_layernorm.weight are the same tensor",
+        ),
+    ],
+)
+def test_tensors_that_are_not_the_models(
+    checkpoints: dict[str, tuple[Path, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[State], None],
+    said: str,
+) -> None:
+    _, checkpoint = checkpoints["untied"]
+    assert_refused(rewritten(checkpoint, tmp_path / "changed", change), tmp_path / "out", capsys, said)
+
+
+def test_optimizer_state_and_padding_are_left_out(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    """As in a training checkpoint, and as with a vocabulary that was padded for tensor parallelism."""
+    model, checkpoint = checkpoints["untied"]
+
+    def change(state: State) -> None:
+        state["optimizer.state.exp_avg.language.decoder.final_layernorm.weight"] = torch.ones(128)
+        for key in (EMBEDDING, "language.output_layer.weight"):
+            state[key] = torch.cat([state[key], torch.full((64, 128), 7.0)])
+
+    assert merge(rewritten(checkpoint, tmp_path / "changed", change), tmp_path / "out") == 0
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(model))
+
+
 def test_only_force_replaces_and_only_a_model(
     checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,104 +257,3 @@ main(sys.argv[1:])"""
     assert merge(checkpoint, out) == 0
     assert_same(tensors_of(out), tensors_of(model))
     assert not partial.exists()
-
-
-def write_adapter(folder: Path, *, targets: dict[str, tuple[int, int]], rank: int = 3, **settings: object) -> State:
-    """A random adapter in PEFT's format: module -> (outputs, inputs)."""
-    generator = torch.Generator().manual_seed(0)
-    state = {}
-    for module, (outputs, inputs) in targets.items():
-        state[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator)
-        state[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator)
-    folder.mkdir()
-    save_file(state, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 7,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
-    return state
-
-
-TARGETS = {
-    "model.language_model.layers.1.self_attn.k_proj": (64, 128), "model.layers.3.mlp.gate_proj": (256, 128),
-    "model.visual.blocks.0.attn.qkv": (192, 64), "visual.merger.mlp.2": (128, 256),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_an_adapter_is_added_to_its_weights_alone(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, use_rslora: bool) -> None:
-    """Names in both spellings; W + scale B A in double precision is the oracle. The base is ours, or a Hugging Face folder."""
-    model, checkpoint = checkpoints["untied"]
-    adapter = write_adapter(tmp_path / "adapter", targets=TARGETS, use_rslora=use_rslora)
-    scale = 7 / 3**0.5 if use_rslora else 7 / 3
-    before = tensors_of(model)
-    for base in (checkpoint, model):
-        out = tmp_path / f"merged_{base.name}"
-        assert merge(base, out, "--lora", tmp_path / "adapter") == 0
-        after = tensors_of(out)
-        touched = set()
-        for module in TARGETS:
-            a, b = (adapter[f"base_model.model.{module}.lora_{half}.weight"].double() for half in "AB")
-            name = f"{module.replace('model.language_model.', 'model.').replace('model.visual.', 'visual.')}.weight"
-            torch.testing.assert_close(after[name].double(), before[name].double() + scale * b @ a, rtol=1e-5, atol=1e-5)
-            assert not torch.equal(after[name], before[name])
-            touched.add(name)
-        assert_same({name: after[name] for name in after.keys() - touched}, {name: before[name] for name in before.keys() - touched})
-
-
-def test_adapters_that_do_not_fit_are_refused(
-    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, _ = checkpoints["untied"]
-
-    def refused(name: str, *said: str, drop: str = "", targets: dict[str, tuple[int, int]] = TARGETS, **settings: object) -> None:
-        adapter = write_adapter(tmp_path / name, targets=targets, **settings)
-        if drop:
-            del adapter[drop]
-            save_file(adapter, tmp_path / name / "adapter_model.safetensors")
-        assert_refused(model, tmp_path / "out", capsys, *said, options=("--lora", tmp_path / name))
-
-    refused("dora", "use_dora", use_dora=True)
-    refused("bias", "bias=all", bias="all")
-    refused("whole_modules", "modules_to_save", modules_to_save=["lm_head"])
-    refused("ranks", "rank_pattern", rank_pattern={"q_proj": 8})
-    refused("stranger", "layers.9.mlp.up_proj", targets={"model.layers.9.mlp.up_proj": (256, 128)})
-    refused("misshapen", "model.layers.0.mlp.up_proj", "[257, 3]", "[256, 128]", targets={"model.layers.0.mlp.up_proj": (257, 128)})
-    refused("half", "lora_B", "visual.merger.mlp.2", drop="base_model.model.visual.merger.mlp.2.lora_B.weight")
-    refused("twice", "k_proj", targets={**TARGETS, "model.layers.1.self_attn.k_proj": (64, 128)})
-    (tmp_path / "bare").mkdir()
-    assert_refused(model, tmp_path / "out", capsys, "adapter_config.json", options=("--lora", tmp_path / "bare"))
-
-
-def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that fails does not stop the others; a second call merges what is left; --steps selects."""
-    model, checkpoint = checkpoints["untied"]
-    run, out = tmp_path / "run", tmp_path / "merged"
-    steps = [run / "checkpoints" / f"step_{step:08d}" for step in (3, 6, 9)]
-    for path in steps:
-        shutil.copytree(checkpoint, path)
-    shutil.copytree(checkpoint, run / "checkpoints" / ".step_00000012.partial")
-    data = next(path for path in steps[1].iterdir() if path.suffix == ".distcp")
-    data.rename(data.with_suffix(".lost"))
-    call = ["--run", str(run), "--out", str(out)]
-    assert merge_run.main(call) == 1
-    said = capsys.readouterr()
-    assert (
-        "error: step_00000006: " in said.err and said.err.count("\n") == 1 and said.out.splitlines()[-1] == "2 merged, 0 skipped, 1 failed"
-    )
-    assert sorted(path.name for path in out.iterdir()) == ["step_00000003", "step_00000009"]
-    data.with_suffix(".lost").rename(data)
-    assert merge_run.main([*call, "--steps", "3", "9"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "0 merged, 2 skipped, 0 failed"
-    assert merge_run.main(call) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "1 merged, 2 skipped, 0 failed"
-    for path in steps:
-        assert_same(tensors_of(out / path.name), tensors_of(model))
-    assert merge_run.main([*call, "--steps", "4"]) == 1 and "there are 3 6 9" in capsys.readouterr().err
-    assert merge_run.main(["--run", str(tmp_path / "merged" / "step_00000003"), "--out", str(out)]) == 1

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.foreign import State, tensors_of, write_megatron_lm, write_verl_megatron
-from tools.convert.merger import main
+from tests.unit.merging import assert_refused, assert_same, merge
 
 
 def copy_companions(model: Path, into: Path) -> None:
@@ -23,24 +23,8 @@ def copy_companions(model: Path, into: Path) -> None:
 
 
 def merged(checkpoint: Path, out: Path, *options: object) -> State:
-    assert main(["--checkpoint", str(checkpoint), "--out", str(out), *map(str, options)]) == 0
+    assert merge(checkpoint, out, *options) == 0
     return tensors_of(out)
-
-
-def assert_same(found: State, wanted: State) -> None:
-    assert found.keys() == wanted.keys()
-    differing = [name for name in wanted if found[name].dtype != wanted[name].dtype or not torch.equal(found[name], wanted[name])]
-    assert not differing
-
-
-def assert_refused(checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str], *parts: str) -> None:
-    """Exit code 1, one line that says all of `parts`, and nothing written."""
-    capsys.readouterr()
-    assert main(["--checkpoint", str(checkpoint), "--out", str(out)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    assert not [part for part in parts if part not in said], said
-    assert not out.exists() and not out.with_name(f".{out.name}.partial").exists()
 
 
 @pytest.mark.parametrize(
