@@ -6,7 +6,8 @@
 """
 
 from sandbox.layers import Layers
-from sandbox.pool import Box, Sandbox
+from sandbox.box import Box
+from sandbox.pool import Sandbox
 from sandbox.types import BoxClosed, Dropped, Error, Fault, HostFault, Isolation, Limits, Picture, PoolFull, Result, Usage
 
 __all__ = [

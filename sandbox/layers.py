@@ -5,9 +5,17 @@ private_tmp, cgroup, rlimits, drop_uid, capabilities, landlock, and seccomp last
 """
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
+
+from sandbox.types import HostFault
+
+SOURCE = str(Path(__file__).resolve().parents[1])
+"""Where this package is imported from."""
 
 REQUIRED = ("mount_ns", "read_only_root", "private_tmp", "pid_ns", "net_ns", "rlimits", "capabilities")
 """Without one of these there is no room. Of `drop_uid` and `user_ns` one is needed, and so is one of `cgroup` and `watchdog`."""
@@ -51,5 +59,24 @@ NAMES = [layer.name for layer in fields(Layers)]
 
 def offered() -> dict[str, str | None]:
     """layer -> None where this host offers it, else the reason. Every layer is tried for real in a process of its own (about 0.3 s)."""
-    probe = subprocess.run([sys.executable, "-m", "sandbox.probe"], capture_output=True, text=True, timeout=60, check=True)
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    command = [sys.executable, "-m", "sandbox.probe"]
+    probe = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     return json.loads(probe.stdout)
+
+
+def choose(offers: Mapping[str, str | None]) -> Layers:
+    """Every layer that helps of those on offer: the watchdog only without a cgroup, a user namespace only where the uid cannot be dropped.
+
+    Raises HostFault with each missing layer and its reason where what is left is no room.
+    """
+    taken = {name for name in NAMES if offers[name] is None}
+    taken -= {"watchdog"} if "cgroup" in taken else set()
+    taken -= {"user_ns"} if "drop_uid" in taken else set()
+    missing = [name for name in REQUIRED if name not in taken]
+    for pair in (("drop_uid", "user_ns"), ("cgroup", "watchdog")):
+        missing += [] if taken.intersection(pair) else pair
+    if missing:
+        reasons = "; ".join(f"{name}: {offers[name]}" for name in missing)
+        raise HostFault(f'this host offers no isolation ({reasons}). isolation="none" runs the code unconfined, with all that this user may do')
+    return Layers(**dict.fromkeys(taken, True))

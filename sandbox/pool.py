@@ -1,37 +1,25 @@
-"""The pool: boxes handed out, called, killed and replaced. (Signatures first; the body follows.)"""
+"""The pool: boxes handed out on a bounded number of places, each with its control group, its user id and its directory."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
+import psutil
 from PIL import Image
 
+from sandbox import cgroups, frames, layers as layers_, mounts
+from sandbox.box import Box
+from sandbox.inputs import Input, collect
+from sandbox.keeper import Keeper, Life
 from sandbox.layers import Layers
-from sandbox.types import Isolation, Limits, Result
+from sandbox.types import HostFault, Isolation, Limits, PoolFull
 
-
-class Box:
-    """One episode's Python. One call at a time; a second waits for the first. `async with` closes it."""
-
-    id: int
-
-    async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
-        """Execute `code` in the box's namespace. A cancelled run kills the box's processes. Raises BoxClosed; all other trouble is in the result."""
-        raise NotImplementedError
-
-    async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Contents of files of the working directory; a name that is no readable file of at most `Limits.file` bytes is left out."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Kill what runs and free the place. Twice is once."""
-        raise NotImplementedError
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
+MAX_SIZE = 256
+WATCH_S = 0.1
 
 
 class Sandbox:
@@ -39,23 +27,57 @@ class Sandbox:
 
     layers: Layers
     """Those in force once the pool is started."""
-    limits: Limits
-    size: int
 
     def __init__(self, *, size: int = 8, limits: Limits | None = None, layers: Layers | None = None, isolation: str = Isolation.AUTO.value) -> None:
-        raise NotImplementedError
+        if not 1 <= size <= MAX_SIZE:
+            raise ValueError(f"size is {size}: from 1 to {MAX_SIZE}; a larger service has several pools")
+        self.size = size
+        self.limits = limits or Limits()
+        self.isolation = Isolation(isolation)
+        if layers is not None and self.isolation is Isolation.NONE:
+            raise ValueError('layers given with isolation="none": leave one out')
+        self._wanted = Layers() if self.isolation is Isolation.NONE else layers
+        self._started = False
+        self._starting = asyncio.Lock()
 
     @property
     def num_open(self) -> int:
-        raise NotImplementedError
+        return len(self._boxes)
 
     async def start(self) -> None:
         """Raises HostFault, with every missing layer and its reason, where the host offers no room and isolation is not "none"."""
-        raise NotImplementedError
+        assert not self._started, "the pool is running"
+        self.layers = self._wanted if self._wanted is not None else layers_.choose(layers_.offered())
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        for slot in range(self.size):
+            self._free.put_nowait(slot)
+        self._boxes: dict[int, tuple[Box, int, list[Input], str]] = {}
+        self._next = 0
+        self._directories: dict[int, str] = {}
+        try:
+            self._groups = cgroups.Groups(size=self.size, limits=self.limits) if self.layers.cgroup else None
+        except OSError as error:
+            raise HostFault(f"cgroup: {error}") from error
+        self._keeper = Keeper(self.layers, self.limits)
+        try:
+            await self._keeper.start()
+        except BaseException:
+            self._remove_groups()
+            raise
+        self._watch = asyncio.create_task(self._watchdog()) if self.layers.watchdog else None
+        self._started = True
 
     async def close(self) -> None:
         """Kill every box and the zygote; nothing of them is left. Twice is once."""
-        raise NotImplementedError
+        if not self._started:
+            return
+        self._started = False
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(*(box.close() for box, *_ in list(self._boxes.values())))
+        await self._keeper.stop()
+        self._remove_groups()
 
     async def open(
         self,
@@ -71,7 +93,19 @@ class Sandbox:
         variable `photo`). Waits for a free place for ever, or `wait_s` seconds: then PoolFull. Raises ValueError for a name, an image or a
         preload that is no good, HostFault when the host fails.
         """
-        raise NotImplementedError
+        assert self._started, "open on a pool that is not running"
+        inputs = collect(images=images or {}, files=files or {}, limits=self.limits)
+        slot = await self._place(wait_s)
+        self._next += 1
+        group = self._groups.slots[slot] if self._groups else None
+        box = Box(self._next, keeper=self._keeper, limits=self.limits, group=group, begin=self._begin, release=self._release)
+        self._boxes[box.id] = (box, slot, inputs, preload)
+        try:
+            box.life = await self._begin(box)
+        except BaseException:
+            await asyncio.shield(box.close())
+            raise
+        return box
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -79,3 +113,99 @@ class Sandbox:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
+
+    async def _place(self, wait_s: float | None) -> int:
+        if not self._free.empty():
+            return self._free.get_nowait()
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._free.get()
+        except TimeoutError as full:
+            raise PoolFull(f"all {self.size} boxes of the pool are in use, for {wait_s:g} s") from full
+
+    async def _begin(self, box: Box) -> Life:
+        """A fresh interpreter for the box, its inputs loaded and its preload run."""
+        _, slot, inputs, preload = self._boxes[box.id]
+        async with self._starting:
+            if not self._keeper.alive:
+                await self._keeper.stop()
+                await self._keeper.start()
+        self._remove_directory(box)
+        directory = mounts.BOX if self.layers.read_only_root else self._make_directory(box)
+        life = await self._keeper.spawn(slot=slot, directory=directory)
+        try:
+            if self._groups:
+                self._groups.slots[slot].join(life.pid)
+            async with asyncio.timeout(self.limits.open_s):
+                listed = [{"name": item.name, "image": item.image, "variable": item.variable} for item in inputs]
+                life.writer.write(frames.pack({"inputs": listed, "preload": preload}, [item.content for item in inputs]))
+                answer, _ = await frames.read(life.reader, max_bytes=0)
+            if "bad" in answer:
+                raise ValueError(str(answer["bad"]))
+            if "host" in answer:
+                raise HostFault(str(answer["host"]))
+        except BaseException as error:
+            exit_ = await asyncio.shield(self._keeper.end(life))
+            life.forget()
+            if isinstance(error, TimeoutError):
+                raise ValueError(f"opening took longer than {self.limits.open_s:g} s (Limits.open_s): the preload, or an image") from error
+            if isinstance(error, asyncio.IncompleteReadError | ConnectionError | ProcessLookupError):
+                raise _early_end(exit_.status) from error
+            if isinstance(error, OSError):
+                raise HostFault(f"cgroup: {error}") from error
+            raise
+        return life
+
+    async def _release(self, box: Box) -> None:
+        _, slot, *_ = self._boxes.pop(box.id)
+        self._remove_directory(box)
+        self._free.put_nowait(slot)
+
+    def _make_directory(self, box: Box) -> str:
+        """Where the host's root is the box's too: a folder of the host, under a tmpfs of the box's own if it has one."""
+        self._directories[box.id] = tempfile.mkdtemp(prefix="sandbox-")
+        os.chmod(self._directories[box.id], 0o755)
+        return self._directories[box.id]
+
+    def _remove_directory(self, box: Box) -> None:
+        directory = self._directories.pop(box.id, None)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _remove_groups(self) -> None:
+        if self._groups is not None:
+            self._groups.close()
+
+    async def _watchdog(self) -> None:
+        """Takes down what outgrows its memory or its number of processes, on hosts where no control group does."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for box, *_ in list(self._boxes.values()):
+                if box.life is not None and not box.life.ended.done():
+                    box.life.verdict = _outgrown(box.life.pid, limits=self.limits, shared=self._keeper.resident)
+                    if box.life.verdict is not None:
+                        await self._keeper.end(box.life)
+
+
+def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
+    """The limit that the tree below `pid` is over. Each process counts for what it has beyond the zygote's pages."""
+    try:
+        root = psutil.Process(pid)
+        tree = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return None
+    memory = threads = 0
+    for process in tree:
+        try:
+            memory += max(0, process.memory_info().rss - shared)
+            threads += process.num_threads()
+        except psutil.NoSuchProcess:
+            continue
+    return "processes" if threads > limits.processes else "memory" if memory > limits.memory else None
+
+
+def _early_end(status: int | None) -> Exception:
+    """A box that died while it opened: by its preload or by an image, unless the zygote went."""
+    if status is None:
+        return HostFault("the zygote died while a box opened")
+    return ValueError(f"the box died while it opened (exit {os.waitstatus_to_exitcode(status)}): the preload, or an image")

@@ -1,0 +1,70 @@
+"""Frames between the pool and a box: a JSON object with a list of byte strings behind it.
+
+    u32 length of the JSON | u32 number of byte strings | u64 length of each | JSON | byte strings
+
+The pool reads frames of a box that its code may have written: every length is checked before anything is read, and what is not a frame
+raises Malformed.
+"""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Sequence
+
+HEAD = struct.Struct("!II")
+MAX_JSON = 2 << 20
+MAX_BLOBS = 1024
+MAX_CONTROL = 1 << 16
+"""Of a datagram between the pool and its zygote, JSON alone."""
+Frame = tuple[dict[str, object], list[bytes]]
+
+
+class Malformed(ValueError):
+    """The other side does not speak the protocol."""
+
+
+def pack(message: dict[str, object], blobs: Sequence[bytes] = ()) -> bytes:
+    text = json.dumps(message).encode("ascii")
+    return b"".join([HEAD.pack(len(text), len(blobs)), struct.pack(f"!{len(blobs)}Q", *map(len, blobs)), text, *blobs])
+
+
+async def read(reader: asyncio.StreamReader, *, max_bytes: int) -> Frame:
+    """One frame whose byte strings are `max_bytes` together at most. Raises Malformed, or IncompleteReadError where the other side is gone."""
+    num_text, num_blobs = HEAD.unpack(await reader.readexactly(HEAD.size))
+    if num_text > MAX_JSON or num_blobs > MAX_BLOBS:
+        raise Malformed(f"{num_text} bytes of JSON and {num_blobs} byte strings")
+    lengths = struct.unpack(f"!{num_blobs}Q", await reader.readexactly(8 * num_blobs))
+    if sum(lengths) > max_bytes:
+        raise Malformed(f"{sum(lengths)} bytes, {max_bytes} allowed")
+    message = _parse(await reader.readexactly(num_text))
+    return message, [await reader.readexactly(length) for length in lengths]
+
+
+def receive(channel: socket.socket) -> Frame:
+    """The same for a blocking socket whose other side is trusted. Raises EOFError."""
+    num_text, num_blobs = HEAD.unpack(_exactly(channel, HEAD.size))
+    lengths = struct.unpack(f"!{num_blobs}Q", _exactly(channel, 8 * num_blobs))
+    message = _parse(_exactly(channel, num_text))
+    return message, [_exactly(channel, length) for length in lengths]
+
+
+def _parse(text: bytes) -> dict[str, object]:
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise Malformed("not an object")
+    return message
+
+
+def _exactly(channel: socket.socket, length: int) -> bytes:
+    received = bytearray(length)
+    view = memoryview(received)
+    while view:
+        count = channel.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return bytes(received)

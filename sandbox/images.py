@@ -1,0 +1,82 @@
+"""Images out of a box: the one set of limits, plain PNG, and the check of a PNG that hostile code may have written."""
+
+import struct
+import zlib
+from io import BytesIO
+
+from PIL import Image
+
+from sandbox.types import Limits
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+CHANNELS = {0: 1, 2: 3, 6: 4}
+"""PNG's color types that are returned -> bytes per pixel: gray, RGB, RGBA, 8 bits each."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+PLAIN_MODES = ("L", "RGB", "RGBA")
+
+
+def refusal(*, width: int, height: int, limits: Limits) -> str | None:
+    """Why an image of this size is not returned, as a sentence for the model; None where it is."""
+    shape = f"{width}x{height} pixels"
+    shorter, longer = sorted((width, height))
+    if shorter < limits.image_side:
+        return f"{shape}: the shorter side has less than {limits.image_side}; enlarge it"
+    if longer > limits.image_aspect * shorter:
+        return f"{shape}: one side is more than {limits.image_aspect:g} times the other"
+    if width * height > limits.image_pixels:
+        return f"{shape}: more than {limits.image_pixels} pixels; make it smaller"
+    return None
+
+
+def encode(picture: Image.Image) -> bytes:
+    """A PNG of header, pixels and end only. Fast rather than small."""
+    plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")
+    bare = Image.frombytes(plain.mode, plain.size, plain.tobytes()) if plain.info else plain
+    buffer = BytesIO()
+    bare.save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def check_png(png: bytes) -> tuple[int, int]:
+    """Width and height of a PNG that any decoder will read whole: header, data, end, right checksums, exactly the pixels that it announces.
+
+    Call `refusal` on a size read by `png_size` first: this inflates the pixels. Raises ValueError.
+    """
+    width, height = png_size(png)
+    kinds: list[bytes] = []
+    data: list[bytes] = []
+    place = len(SIGNATURE)
+    while place < len(png):
+        if place + 12 > len(png):
+            raise ValueError("a chunk is cut short")
+        length, kind = struct.unpack_from("!I4s", png, place)
+        if place + 12 + length > len(png):
+            raise ValueError("a chunk is cut short")
+        body = png[place + 8 : place + 8 + length]
+        if struct.unpack_from("!I", png, place + 8 + length)[0] != zlib.crc32(body, zlib.crc32(kind)):
+            raise ValueError("a checksum is wrong")
+        kinds.append(kind)
+        data += [body] if kind == b"IDAT" else []
+        place += 12 + length
+    if kinds != [b"IHDR", *[b"IDAT"] * len(data), b"IEND"] or not data:
+        raise ValueError("chunks other than header, data and end")
+    row = 1 + width * CHANNELS[png[25]]  # one byte before each row names its filter, 0 to 4
+    inflater = zlib.decompressobj()
+    try:
+        pixels = inflater.decompress(b"".join(data), row * height + 1)
+    except zlib.error as error:
+        raise ValueError(f"pixel data: {error}") from error
+    if len(pixels) != row * height or not inflater.eof or max(pixels[::row]) > 4:
+        raise ValueError("not the pixels that the header announces")
+    return width, height
+
+
+def png_size(png: bytes) -> tuple[int, int]:
+    """Width and height that the header announces, 8 bits a channel, not interlaced. Raises ValueError."""
+    if len(png) < 57 or png[:8] != SIGNATURE or png[8:16] != b"\x00\x00\x00\rIHDR":
+        raise ValueError("not a PNG")
+    width, height, depth, color, compression, filtering, interlace = struct.unpack_from("!IIBBBBB", png, 16)
+    if depth != 8 or color not in CHANNELS or compression or filtering or interlace or not width or not height:
+        raise ValueError("not a plain PNG")
+    return width, height

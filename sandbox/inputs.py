@@ -1,0 +1,76 @@
+"""What `open` is given, checked and brought into one form: named bytes, and which of them are images to be bound to variables."""
+
+import keyword
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import PurePosixPath
+
+from PIL import Image
+
+from sandbox.types import Limits
+
+MAGIC = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp", b"II*\0": ".tif", b"MM\0*": ".tif"}
+"""First bytes -> suffix. The pool goes no further into an encoded image: decoding is for the box."""
+MAX_INPUTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    name: str
+    """Relative path in the working directory."""
+    content: bytes = field(repr=False)
+    image: bool = False
+    variable: str | None = None
+
+
+def collect(*, images: Mapping[str, Image.Image | bytes], files: Mapping[str, bytes], limits: Limits) -> list[Input]:
+    """Raises ValueError naming the entry that is no good."""
+    found = [_image(name, picture) for name, picture in images.items()]
+    found += [Input(name=name, content=bytes(content)) for name, content in files.items()]
+    names: set[str] = set()
+    for item in found:
+        if not _is_name(item.name):
+            raise ValueError(f"{item.name!r} is no name for a file of the working directory: give a relative path without '..'")
+        if item.name in names:
+            raise ValueError(f"two inputs are called {item.name!r}: rename one")
+        names.add(item.name)
+    for name in names:
+        above = {str(folder) for folder in PurePosixPath(name).parents}
+        if above & names:
+            raise ValueError(f"{name!r} lies in a folder that another input's name takes: rename one")
+    size = sum(len(item.content) for item in found)
+    if size > limits.input_bytes or len(found) > MAX_INPUTS:
+        raise ValueError(f"{len(found)} inputs of {size} bytes: at most {MAX_INPUTS} of {limits.input_bytes} (Limits.input_bytes)")
+    return found
+
+
+def _image(name: str, picture: Image.Image | bytes) -> Input:
+    if isinstance(picture, Image.Image):
+        buffer = BytesIO()
+        try:
+            picture.save(buffer, format="PNG", compress_level=1)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"images.{name}: cannot be written as PNG: {error}") from error
+        content, suffix = buffer.getvalue(), ".png"
+    else:
+        content = bytes(picture)
+        suffix = next((suffix for magic, suffix in MAGIC.items() if content.startswith(magic)), "")
+        if not suffix:
+            raise ValueError(f"images.{name}: {len(content)} bytes that begin like no PNG, JPEG, WEBP, GIF, BMP or TIFF")
+    path = PurePosixPath(name)
+    stem = path.stem if _is_variable(path.stem) else None
+    if path.suffix:
+        return Input(name=name, content=content, image=True, variable=stem)
+    if stem is None or name != stem:
+        raise ValueError(f"images.{name}: neither a variable's name nor a file's: call it image_0 or photo.jpg")
+    return Input(name=name + suffix, content=content, image=True, variable=stem)
+
+
+def _is_variable(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
+
+
+def _is_name(name: str) -> bool:
+    parts = name.split("/")
+    return "\0" not in name and len(parts) <= 8 and all(part not in ("", ".", "..") and len(part.encode("utf-8", "replace")) <= 200 for part in parts)

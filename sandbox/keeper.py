@@ -1,0 +1,215 @@
+"""The pool's side of the zygote: starts it, asks it for processes, hears of their ends, and takes a box's process tree down."""
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+
+import psutil
+
+from sandbox.frames import MAX_CONTROL
+from sandbox.layers import SOURCE, Layers
+from sandbox.types import HostFault, Limits
+
+START_S = 60.0
+STOP_S = 10.0
+ENVIRONMENT = {"LANG": "C.UTF-8", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    status: int | None
+    """As of wait(2); None: the zygote went away with it."""
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class Life:
+    """One interpreter of a box, from its fork to its end."""
+
+    id: int
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    streams: tuple[int, int]
+    """memfds of standard output and error; the pool's own copies, so that they outlive the process."""
+    ended: asyncio.Future[Exit]
+    verdict: str | None = None
+    """The limit for which the watchdog took it down."""
+
+    def forget(self) -> None:
+        self.writer.transport.abort()
+        for descriptor in self.streams:
+            os.close(descriptor)
+
+
+@dataclass(slots=True)
+class Keeper:
+    layers: Layers
+    limits: Limits
+    resident: int = 0
+    """Bytes that every fork shares with the zygote."""
+    alive: bool = False
+    _next: int = 0
+    _lives: dict[int, Life] = field(default_factory=dict)
+    _waiting: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    _ended: dict[int, asyncio.Future[Exit]] = field(default_factory=dict)
+    _ready: asyncio.Future[int] | None = None
+    _control: socket.socket | None = None
+    _process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Raises HostFault when it does not come up."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = json.dumps({"layers": asdict(self.layers), "limits": asdict(self.limits), "source": SOURCE})
+        home = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # HOME: Matplotlib's list of fonts lies there
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "sandbox.zygote", settings],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                env={**home, **ENVIRONMENT, "PYTHONPATH": SOURCE},
+                start_new_session=True,
+            )
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(self._control.fileno(), self._hear)
+        try:
+            async with asyncio.timeout(START_S):
+                self.resident = await self._ready
+        except TimeoutError as late:
+            await self.stop()
+            raise HostFault(f"the zygote did not start within {START_S:g} s") from late
+        except HostFault:
+            await self.stop()
+            raise
+        self.alive = True
+
+    async def spawn(self, *, slot: int, directory: str) -> Life:
+        """A fresh process that waits for its inputs. Raises HostFault."""
+        if not self.alive:
+            raise HostFault("the zygote is gone")
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        streams = tuple(os.memfd_create(name, os.MFD_CLOEXEC) for name in ("stdout", "stderr"))
+        self._next += 1
+        number = self._next
+        self._waiting[number], self._ended[number] = loop.create_future(), loop.create_future()
+        try:
+            for stream in streams:
+                _append_only(stream)
+            self._say({"spawn": number, "slot": slot, "directory": directory}, [theirs.fileno(), *streams])
+            theirs.close()
+            pid = await self._waiting[number]
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            for stream in streams:
+                os.close(stream)
+            self._kill(number)
+            raise
+        return Life(id=number, pid=pid, reader=reader, writer=writer, streams=streams, ended=self._ended[number])
+
+    async def end(self, life: Life) -> Exit:
+        """Kill the process and all that came from it, wait until they are gone."""
+        if not life.ended.done():
+            if not self.layers.pid_ns:
+                kill_tree(life.pid)
+            self._kill(life.id)
+        try:
+            async with asyncio.timeout(STOP_S):
+                return await asyncio.shield(life.ended)
+        except TimeoutError:
+            return Exit(None, 0.0)
+
+    async def stop(self) -> None:
+        """The zygote kills its children, waits for them and leaves; killed itself, the kernel does it for it."""
+        self.alive = False
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            for _ in range(int(STOP_S / 0.005)):
+                if self._process.poll() is not None:
+                    break
+                await asyncio.sleep(0.005)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._lose()
+
+    def _say(self, message: dict[str, object], descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+        except OSError as error:
+            raise HostFault(f"the zygote does not listen: {error}") from error
+
+    def _kill(self, number: int) -> None:
+        if self.alive and number in self._ended:
+            self._say({"kill": number}, [])
+
+    def _hear(self) -> None:
+        try:
+            text = self._control.recv(MAX_CONTROL)
+        except ConnectionResetError:
+            text = b""
+        if not text:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self.alive = False
+            self._lose()
+            return
+        message = json.loads(text)
+        if "ready" in message:
+            self._ready.set_result(message["ready"])
+        elif "host" in message:
+            self._ready.set_exception(HostFault(message["host"]))
+        elif "spawned" in message:
+            future = self._waiting.pop(message["spawned"])
+            if not future.done():
+                future.set_result(message["pid"])
+        else:
+            self._ended.pop(message["exited"]).set_result(Exit(message["status"], message["cpu_s"]))
+
+    def _lose(self) -> None:
+        """The zygote is gone, and with it, by the kernel's hand, its children."""
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(HostFault("the zygote died while it started; its standard error says why"))
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(HostFault("the zygote died"))
+        for ended in self._ended.values():
+            ended.set_result(Exit(None, 0.0))
+        self._waiting.clear()
+        self._ended.clear()
+
+
+def kill_tree(pid: int) -> None:
+    """Everything below `pid`, which adopts the orphans of its tree and is left for the zygote. For boxes without a pid namespace."""
+    try:
+        root = psutil.Process(pid)
+        root.suspend()
+    except psutil.NoSuchProcess:
+        return
+    again = True
+    while again:
+        again = False
+        for child in root.children(recursive=True):
+            try:
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    child.send_signal(signal.SIGKILL)
+                    again = True
+            except psutil.NoSuchProcess:
+                continue
+
+
+def _append_only(descriptor: int) -> None:
+    """Both of the box's ends of a stream, and whatever it starts, write behind each other."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)

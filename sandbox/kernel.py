@@ -1,0 +1,94 @@
+"""Linux system calls that Python 3.11 has no words for, through libc. Every one raises OSError with the call's name. Constants: Linux uapi."""
+
+import ctypes
+import os
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CLONE_NEW_ANY = 0x7E020000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
+SYS_MOUNT_SETATTR = 442  # of 5.12: the same number everywhere
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 36, 38, 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+LAST_CAP = 63
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _checked(value: int, *, name: str, path: str = "") -> int:
+    if value < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}", path or None)
+    return value
+
+
+def syscall(number: int, *arguments: object, name: str) -> int:
+    """Integers are passed as C longs; pointers as ctypes objects or bytes."""
+    raw = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
+    return _checked(_libc.syscall(ctypes.c_long(number), *raw), name=name)
+
+
+def unshare(flags: int) -> None:
+    _checked(_libc.unshare(flags), name=f"unshare({flags:#x})")
+
+
+def setns(descriptor: int, kind: int) -> None:
+    _checked(_libc.setns(descriptor, kind), name="setns")
+
+
+def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str = "") -> None:
+    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    _checked(result, name="mount", path=target)
+
+
+def umount(target: str, flags: int = MNT_DETACH) -> None:
+    _checked(_libc.umount2(target.encode(), flags), name="umount", path=target)
+
+
+def pivot_root(new: str, old: str) -> None:
+    syscall(SYS_PIVOT_ROOT, new.encode(), old.encode(), name="pivot_root")
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def harden_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
+    """Adds attributes (read-only, nosuid, ...) to a mount and all below it; unlike a remount it cannot clear those locked by an outer owner."""
+    wanted = _MountAttributes(attr_set=attributes)
+    arguments = (AT_FDCWD, target.encode(), AT_RECURSIVE if recursive else 0, ctypes.byref(wanted), ctypes.sizeof(wanted))
+    syscall(SYS_MOUNT_SETATTR, *arguments, name=f"mount_setattr({target})")
+
+
+def prctl(option: int, *arguments: int) -> None:
+    padded = [ctypes.c_ulong(item) for item in (*arguments, 0, 0, 0, 0)[:4]]
+    _checked(_libc.prctl(option, *padded), name=f"prctl({option})")
+
+
+def drop_capabilities() -> None:
+    """Empties all five sets, for good: bounding and ambient here, the others by capset(2), version 3 of its header."""
+    for capability in range(LAST_CAP + 1):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # EINVAL past the kernel's last; EPERM without CAP_SETPCAP, and then exec gains nothing under no_new_privs
+            break
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    _checked(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), name="capset")
+
+
+def close_from(lowest: int) -> None:
+    """Closes every descriptor from `lowest` up."""
+    os.closerange(lowest, 1 << 20)

@@ -1,0 +1,103 @@
+"""What a box sees of the file system: a root of read-only pieces of the host made once per zygote, and a tmpfs of its own per box.
+
+    /          empty read-only tmpfs with: the interpreter's prefixes, /usr and its links, a few files of /etc, five devices
+    /box       the box's tmpfs: work/ (its working directory), tmp/ (which /tmp and /dev/shm point to)
+There is no /proc, no /sys, no /home and nothing of the project but its virtual environment.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sandbox import kernel
+
+BOX = "/box"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+WRITABLE_DEVICES = DEVICES[:3]
+ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/mime.types")
+TOP = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+STAGE = "/sys"  # covered in the zygote's own mount table: it is on every host, and nothing that a box needs lies in it
+
+
+def system_paths() -> list[str]:
+    """Real paths of the host that boxes read and execute, none inside another."""
+    wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr", *(path for path in TOP if not os.path.islink(path)), *ETC]
+    found = sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)})
+    return [path for path in found if not any(path.startswith(other.rstrip("/") + "/") for other in found if other != path)]
+
+
+def build_root() -> None:
+    """Replaces the root of this mount namespace, which must not be the host's, for good."""
+    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    sources = system_paths()
+    kernel.mount("tmpfs", STAGE, kind="tmpfs", flags=kernel.MS_NOSUID, data="size=1m,mode=755")
+    for path in sources:
+        _bind(path, STAGE + path)
+        kernel.harden_mount(STAGE + path, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
+    for path in DEVICES:
+        _bind(path, STAGE + path)
+    for path in {*TOP, *ETC, sys.prefix, sys.base_prefix}:
+        if os.path.exists(path) and os.path.realpath(path) != path and not os.path.lexists(STAGE + path):
+            os.makedirs(os.path.dirname(STAGE + path), mode=0o755, exist_ok=True)
+            os.symlink(os.path.realpath(path), STAGE + path)
+    os.makedirs(STAGE + BOX, exist_ok=True)
+    os.symlink(f"{BOX}/tmp", f"{STAGE}/tmp")
+    os.symlink(f"{BOX}/tmp", f"{STAGE}/dev/shm")
+    os.mkdir(f"{STAGE}/old")
+    kernel.pivot_root(STAGE, f"{STAGE}/old")
+    os.chdir("/")
+    kernel.umount("/old")
+    os.rmdir("/old")
+    kernel.harden_mount("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
+
+
+def _bind(source: str, target: str) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, mode=0o755, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+        Path(target).touch()
+    kernel.mount(source, target, flags=kernel.MS_BIND | kernel.MS_REC)
+
+
+def mount_box(directory: str, *, num_bytes: int, num_inodes: int) -> None:
+    """A fresh tmpfs over `directory` in this mount namespace."""
+    options = f"size={num_bytes},nr_inodes={num_inodes},mode=755"
+    kernel.mount("tmpfs", directory, kind="tmpfs", flags=kernel.MS_NOSUID | kernel.MS_NODEV, data=options)
+
+
+def make_directories(directory: str, *, owner: int | None) -> str:
+    """work/ and tmp/ in the box's directory, given to `owner`; returns work's path."""
+    for name in ("work", "tmp"):
+        path = f"{directory}/{name}"
+        os.mkdir(path, 0o700)
+        _give(path, owner)
+    return f"{directory}/work"
+
+
+def write_inputs(work: str, inputs: Mapping[str, bytes], *, owner: int | None, mounted: bool) -> None:
+    """Inputs as files that nobody may write; with `mounted` each is a read-only mount too: not to be replaced, renamed or deleted either."""
+    for name, content in inputs.items():
+        path = f"{work}/{name}"
+        for folder in reversed(Path(name).parents[:-1]):
+            if not os.path.isdir(f"{work}/{folder}"):
+                os.mkdir(f"{work}/{folder}", 0o700)
+                _give(f"{work}/{folder}", owner)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o444)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        _give(path, owner)
+        if mounted:
+            kernel.mount(path, path, flags=kernel.MS_BIND)
+            kernel.harden_mount(path, kernel.MOUNT_ATTR_RDONLY)
+
+
+def _give(path: str, owner: int | None) -> None:
+    if owner is not None:
+        os.chown(path, owner, owner)
+
+
+def tmpfs_size(disk: int, inputs: Sequence[bytes]) -> int:
+    """Bytes of a tmpfs that holds the inputs, in whole pages, and `disk` more."""
+    return disk + sum(-(-len(content) // 4096) * 4096 for content in inputs)

@@ -1,0 +1,110 @@
+"""Tries every layer for real, each in a process of its own, and prints {layer: null or the reason} as JSON: `python -m sandbox.probe`."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+
+import psutil
+
+from sandbox import cgroups, confine, kernel, landlock, mounts, seccomp
+from sandbox.layers import NAMES, Layers
+from sandbox.types import Limits
+
+
+def attempt(try_it: Callable[[], None]) -> str | None:
+    """None where `try_it` runs through in a child, else what it raised."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            try_it()
+        except (OSError, AssertionError) as error:
+            os.write(writing, str(error).encode()[:1000] or b"?")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        reason = answer.read().decode()
+    _, status = os.waitpid(child, 0)
+    return reason or (None if status == 0 else f"the trial died with status {status}")
+
+
+def probe() -> dict[str, str | None]:
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+    outer = Layers() if is_privileged() else Layers(user_ns=True)
+
+    def enter(flags: int) -> Callable[[], None]:
+        def try_it() -> None:
+            confine.enter_zygote(outer, proc=proc)
+            kernel.unshare(flags)
+            if flags == kernel.CLONE_NEWPID:
+                child = os.fork()
+                if child == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+
+        return try_it
+
+    def root() -> None:
+        confine.enter_zygote(Layers(user_ns=outer.user_ns, mount_ns=True, read_only_root=True), proc=proc)
+
+    def private_tmp() -> None:
+        root()
+        mounts.mount_box(mounts.BOX, num_bytes=1 << 20, num_inodes=16)
+        mounts.write_inputs(mounts.BOX, {"a": b"a"}, owner=None, mounted=True)
+
+    def drop_uid() -> None:
+        uid = confine.uid_of(os.getpid(), 0)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+    def restrict(layer: Callable[[], None]) -> Callable[[], None]:
+        def try_it() -> None:
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            layer()
+
+        return try_it
+
+    trials: dict[str, Callable[[], None]] = {
+        "user_ns": lambda: confine.enter_zygote(Layers(user_ns=True), proc=proc),
+        "mount_ns": enter(kernel.CLONE_NEWNS),
+        "read_only_root": root,
+        "private_tmp": private_tmp,
+        "net_ns": enter(kernel.CLONE_NEWNET),
+        "pid_ns": enter(kernel.CLONE_NEWPID),
+        "ipc_ns": enter(kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS),
+        "cgroup": try_cgroup,
+        "watchdog": lambda: psutil.Process(os.getppid()).memory_info() and None,
+        "rlimits": lambda: confine.set_rlimits(Limits(), base_data=1 << 30),
+        "drop_uid": drop_uid,
+        "capabilities": restrict(kernel.drop_capabilities),
+        "landlock": restrict(lambda: landlock.restrict(readable=[tempfile.gettempdir()], writable=[])),
+        "seccomp": restrict(seccomp.restrict),
+    }
+    assert list(trials) == NAMES, f"{list(trials)} against {NAMES}"
+    return {name: attempt(trial) for name, trial in trials.items()}
+
+
+def is_privileged() -> bool:
+    """Whether namespaces can be made without a user namespace first."""
+    return attempt(lambda: kernel.unshare(kernel.CLONE_NEWNS)) is None
+
+
+def try_cgroup() -> None:
+    groups = cgroups.Groups(size=1, limits=Limits())
+    try:
+        child = os.fork()
+        if child == 0:
+            groups.slots[0].join(os.getpid())
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            raise OSError("a process may not be moved into a control group")
+    finally:
+        groups.close()
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))

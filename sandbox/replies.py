@@ -1,0 +1,140 @@
+"""Reading what a box says. Its code may have written any of it: every field's type and size is checked, every PNG is taken apart."""
+
+import os
+from dataclasses import dataclass
+
+from sandbox import images
+from sandbox.types import Dropped, Error, Limits, Picture
+from sandbox.frames import Frame, Malformed
+
+MAX_NAME = 4096
+MAX_MESSAGE = 2000
+MAX_TRACEBACK = 8192
+LIMITS = {"memory", "disk", "processes"}
+"""What the box's own process may say that its code ran into; the others are seen from outside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    error: Error | None
+    limit: str | None
+    pictures: tuple[Picture, ...]
+    dropped: tuple[Dropped, ...]
+    files: dict[str, int]
+    cpu_s: float
+    memory: int
+
+
+def parse(frame: Frame, *, number: int, limits: Limits, images_left: int) -> Reply:
+    """Raises Malformed."""
+    message, blobs = frame
+    if _integer(message, "id") != number:
+        raise Malformed(f"a reply to call {message['id']}, not {number}")
+    sources = _list(message, "sources", most=len(blobs))
+    if len(sources) != len(blobs):
+        raise Malformed(f"{len(sources)} sources of {len(blobs)} images")
+    dropped = [_dropped(item) for item in _list(message, "dropped", most=100)]
+    pictures: list[Picture] = []
+    for source, png in zip(sources, blobs, strict=True):
+        picture = _picture(_text(source, most=MAX_NAME), png, limits=limits, full=len(pictures) >= min(limits.images, images_left))
+        (pictures if isinstance(picture, Picture) else dropped).append(picture)
+    files = message.get("files")
+    if not isinstance(files, dict) or len(files) > limits.files or not all(type(size) is int and size >= 0 for size in files.values()):
+        raise Malformed("files")
+    limit = message.get("limit")
+    return Reply(
+        error=None if message.get("error") is None else _error(message["error"]),
+        limit=limit if isinstance(limit, str) and limit in LIMITS else None,
+        pictures=tuple(pictures),
+        dropped=tuple(dropped),
+        files={_text(name, most=MAX_NAME): size for name, size in files.items()},
+        cpu_s=_seconds(message),
+        memory=_integer(message, "memory"),
+    )
+
+
+def parse_files(frame: Frame, *, number: int, asked: set[str], limits: Limits) -> dict[str, bytes]:
+    """The answer to a fetch. Raises Malformed."""
+    message, blobs = frame
+    names = [_text(name, most=MAX_NAME) for name in _list(message, "names", most=len(blobs))]
+    if _integer(message, "id") != number or len(names) != len(blobs) or not asked.issuperset(names):
+        raise Malformed("not the files that were asked for")
+    if any(len(content) > limits.file for content in blobs):
+        raise Malformed("a file above its limit")
+    return dict(zip(names, blobs, strict=True))
+
+
+def read_stream(descriptor: int, *, what: str, limits: Limits) -> tuple[str, Dropped | None]:
+    """What was printed: whole, or its first and last characters, `limits.text` together."""
+    size = os.fstat(descriptor).st_size
+    most = 4 * limits.text  # bytes of that many characters
+    if size <= 2 * most:
+        text = os.pread(descriptor, size, 0).decode("utf-8", "replace")
+        if len(text) <= limits.text:
+            return text, None
+        first, last, missing = text[: limits.text // 2], text[-(limits.text // 2) :], f"{len(text) - limits.text // 2 * 2} characters"
+    else:
+        first = os.pread(descriptor, most, 0).decode("utf-8", "replace")[: limits.text // 2]
+        last = os.pread(descriptor, most, size - most).decode("utf-8", "replace")[-(limits.text // 2) :]
+        missing = f"about {size - limits.text} bytes"
+    return f"{first}\n[... {missing} left out ...]\n{last}", Dropped(what=what, reason=f"{missing} in the middle; {limits.text} are kept")
+
+
+def _picture(source: str, png: bytes, *, limits: Limits, full: bool) -> Picture | Dropped:
+    if full:
+        return Dropped(what="image", reason=f"{source}: only {limits.images} images are returned per call, {limits.images_total} in total")
+    try:
+        width, height = images.png_size(png)
+        reason = images.refusal(width=width, height=height, limits=limits)
+        if reason or len(png) > limits.image_bytes:
+            return Dropped(what="image", reason=f"{source}: {reason or f'{len(png)} bytes as PNG, {limits.image_bytes} allowed'}")
+        images.check_png(png)
+    except ValueError as error:
+        return Dropped(what="image", reason=f"{source}: {error}")
+    return Picture(png=png, width=width, height=height, source=source)
+
+
+def _error(value: object) -> Error:
+    if not isinstance(value, dict):
+        raise Malformed("error")
+    line = value.get("line")
+    return Error(
+        type=_text(value.get("type"), most=100),
+        message=_text(value.get("message"), most=MAX_MESSAGE),
+        line=line if type(line) is int and 0 < line < 1 << 31 else None,
+        traceback=_text(value.get("traceback"), most=MAX_TRACEBACK),
+    )
+
+
+def _dropped(value: object) -> Dropped:
+    if not isinstance(value, list) or len(value) != 2 or value[0] not in ("image", "files"):
+        raise Malformed("dropped")
+    return Dropped(what=value[0], reason=_text(value[1], most=MAX_NAME + MAX_MESSAGE))
+
+
+def _text(value: object, *, most: int) -> str:
+    """A string that can be encoded: what is no Unicode becomes question marks."""
+    if not isinstance(value, str) or len(value) > most:
+        raise Malformed(f"a string of at most {most} characters was due")
+    return value.encode("utf-8", "replace").decode()
+
+
+def _list(message: dict[str, object], key: str, *, most: int) -> list[object]:
+    value = message.get(key)
+    if not isinstance(value, list) or len(value) > most:
+        raise Malformed(key)
+    return value
+
+
+def _integer(message: dict[str, object], key: str) -> int:
+    value = message.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise Malformed(key)
+    return value
+
+
+def _seconds(message: dict[str, object]) -> float:
+    value = message.get("cpu_s")
+    if type(value) is not float or not 0 <= value < 1e9:
+        raise Malformed("cpu_s")
+    return value

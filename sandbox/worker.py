@@ -1,0 +1,261 @@
+"""The process that a box is: reads its inputs, locks itself in, then executes calls until its channel closes.
+
+It shares its interpreter with the code it runs, so nothing that it says is believed outside (replies.py): it can only speak ill of its own box.
+"""
+
+import builtins
+import errno
+import io
+import linecache
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from PIL import Image
+
+from sandbox import confine, frames, images, kernel
+from sandbox.capture import Gallery
+
+MAX_MESSAGE = 2000
+MAX_TRACEBACK = 4000
+MAX_PRINTED = 1 << 20
+LIMIT_OF_ERRNO = {errno.EFBIG: "disk", errno.ENOSPC: "disk", errno.EDQUOT: "disk", errno.EAGAIN: "processes", errno.ENOMEM: "memory"}
+
+
+class BadInput(ValueError):
+    """An image or a preload that is no good."""
+
+
+def serve(channel: socket.socket, *, room: confine.Room, proc: int, streams: tuple[int, int]) -> None:
+    """Everything after the fork. Returns when the pool has closed the channel."""
+    for number, handler in ((signal.SIGCHLD, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
+    message, blobs = frames.receive(channel)
+    try:
+        confine.enter_namespaces(room.layers, proc=proc)
+        os.close(proc)
+        names = [str(item["name"]) for item in message["inputs"]]
+        work = confine.furnish(room, dict(zip(names, blobs, strict=True)))
+        set_environment(room.directory)
+        confine.lock(room)
+    except OSError as error:
+        channel.sendall(frames.pack({"host": f"{type(error).__name__}: {error}"}))
+        return
+    session = Session(channel, room=room, work=work, streams=streams)
+    try:
+        session.load(message["inputs"], preload=str(message["preload"]))
+    except BadInput as error:
+        channel.sendall(frames.pack({"bad": str(error)[:MAX_MESSAGE]}))
+        return
+    channel.sendall(frames.pack({"ready": True}))
+    session.serve()
+
+
+def set_environment(directory: str) -> None:
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name in os.environ}
+    os.environ.clear()
+    os.environ.update(kept, HOME=f"{directory}/tmp", TMPDIR=f"{directory}/tmp", USER="box")
+
+
+class Session:
+    """The namespace that lives over the calls of a box."""
+
+    def __init__(self, channel: socket.socket, *, room: confine.Room, work: str, streams: tuple[int, int]) -> None:
+        self.channel = channel
+        self.limits = room.limits
+        self.streams = streams
+        self.work = work
+        self.pid = os.getpid()
+        module = types.ModuleType("__main__")
+        module.__dict__["__builtins__"] = builtins
+        sys.modules["__main__"] = module
+        sys.argv = [""]
+        sys.path[0:0] = [""]
+        self.scope = module.__dict__
+        random.seed()
+        np.random.seed()  # noqa: NPY002  # the state that user code shares; a fork would give every box the same numbers
+        self.gallery = Gallery(room.limits, work=work)
+
+    def load(self, inputs: list[dict[str, object]], *, preload: str) -> None:
+        for item in inputs:
+            if item["image"]:
+                picture = self._decode(str(item["name"]))
+                if item["variable"] is not None:
+                    self.scope[str(item["variable"])] = picture
+        if preload:
+            stdout, stderr = self._open_streams()
+            error, _ = self._execute(preload, name="<preload>")
+            self._close_streams(stdout, stderr)
+            if error:
+                raise BadInput(f"preload: line {error['line']}: {error['type']}: {error['message']}")
+
+    def serve(self) -> None:
+        while True:
+            try:
+                message, _ = frames.receive(self.channel)
+            except EOFError:
+                return
+            if "code" in message:
+                self._run(int(message["id"]), str(message["code"]))
+            else:
+                self._fetch(int(message["id"]), [str(name) for name in message["names"]])
+
+    def _run(self, number: int, code: str) -> None:
+        spent = _cpu_s()
+        self.gallery.start()
+        stdout, stderr = self._open_streams()
+        error, limit = self._execute(code, name=f"<call {number}>")
+        self._close_streams(stdout, stderr)
+        if os.getpid() != self.pid:  # the code forked and its child came home: it has no business here
+            os._exit(0)
+        files = self._finish()
+        reply = {
+            "id": number,
+            "error": error,
+            "limit": limit,
+            "sources": [source for source, _ in self.gallery.taken],
+            "dropped": self.gallery.dropped[:100],
+            "files": files,
+            "cpu_s": _cpu_s() - spent,
+            "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        self.gallery.left -= len(self.gallery.taken)
+        self.channel.sendall(frames.pack(reply, [png for _, png in self.gallery.taken]))
+
+    def _finish(self) -> dict[str, int]:
+        size = os.fstat(self.streams[0]).st_size
+        printed = os.pread(self.streams[0], MAX_PRINTED, max(0, size - MAX_PRINTED)).decode("utf-8", "replace")
+        try:
+            return self.gallery.finish(printed)
+        except BaseException as error:  # drawing a figure runs what the code put into it
+            self.gallery.dropped.append(("image", f"figure: {type(error).__name__}: {_text_of(error)}"))
+            return {}
+
+    def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
+        """Error and limit of executing `code`, which may raise anything at all."""
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        try:
+            exec(compile(code, name, "exec"), self.scope)
+        except SystemExit as leaving:
+            if leaving.code in (None, 0):
+                return None, None
+            return _describe(leaving, name=name)
+        except BaseException as error:
+            return _describe(error, name=name)
+        return None, None
+
+    def _open_streams(self) -> tuple[TextIO, TextIO]:
+        """Descriptors 1 and 2, and what Python calls by their names, as they should be, whatever the last call did to them."""
+        for number, stream in enumerate(self.streams, start=1):
+            os.dup2(stream, number)
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(open(number, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True) for number in (1, 2)
+        )
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+        return sys.stdout, sys.stderr
+
+    def _close_streams(self, *streams: TextIO) -> None:
+        for stream in streams:
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # full, or closed by the code
+                pass
+
+    def _decode(self, name: str) -> Image.Image:
+        try:
+            with Image.open(Path(self.work, name), formats=images.FORMATS) as picture:
+                if picture.width * picture.height > self.limits.input_pixels:
+                    raise BadInput(f"images.{name}: {picture.width}x{picture.height} pixels, {self.limits.input_pixels} allowed")
+                picture.load()
+                return picture
+        except (OSError, SyntaxError, MemoryError, ValueError, Image.DecompressionBombError) as error:
+            raise BadInput(str(error) if isinstance(error, BadInput) else f"images.{name}: cannot be read: {_text_of(error)}") from error
+
+    def _fetch(self, number: int, names: list[str]) -> None:
+        found: dict[str, bytes] = {}
+        for name in names:
+            try:
+                with open(Path(self.work, name), "rb") as file:
+                    content = file.read(self.limits.file + 1)
+            except (OSError, ValueError):
+                continue
+            if len(content) <= self.limits.file:
+                found[name] = content
+        self.channel.sendall(frames.pack({"id": number, "names": list(found)}, list(found.values())))
+
+
+def _describe(error: BaseException, *, name: str) -> tuple[dict[str, object], str | None]:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    line = lines[-1] if lines else None
+    if isinstance(error, SyntaxError) and error.filename == name:
+        line = error.lineno
+    limit = LIMIT_OF_ERRNO.get(error.errno) if isinstance(error, OSError) and error.errno else None
+    if isinstance(error, MemoryError):
+        limit = "memory"
+    elif isinstance(error, RuntimeError) and "can't start new thread" in _text_of(error):
+        limit = "processes"
+    described = {"type": type(error).__name__[:100], "message": _text_of(error), "line": line, "traceback": _traceback(error)}
+    return described, limit
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_MESSAGE]
+    except BaseException as worse:
+        return f"its message cannot be printed: {type(worse).__name__}"
+
+
+def _traceback(error: BaseException) -> str:
+    """As Python prints it, without the frames of this file; the middle of a long one is left out."""
+    try:
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, trace, limit=-20))
+    except BaseException as worse:
+        return f"the traceback cannot be printed: {type(worse).__name__}"
+    return text if len(text) <= MAX_TRACEBACK else f"{text[: MAX_TRACEBACK // 2]}\n[...]\n{text[-MAX_TRACEBACK // 2 :]}"
+
+
+def _cpu_s() -> float:
+    own, waited = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + waited.ru_utime + waited.ru_stime
+
+
+def warm_up() -> None:
+    """Loads the libraries and what they load at first use, before any fork. One thread: OpenBLAS and OpenCV are told so."""
+    import cv2
+    import matplotlib.pyplot as plt
+    import pandas
+    import scipy.ndimage
+    import scipy.optimize
+    import scipy.stats  # noqa: F401
+    import sympy
+
+    cv2.setNumThreads(0)
+    Image.init()
+    figure, axes = plt.subplots()
+    axes.plot([0, 1], label="a")
+    axes.legend()
+    figure.canvas.draw()
+    plt.close(figure)
+    images.encode(Image.new("RGB", (32, 32)).resize((16, 16)))
+    str(pandas.DataFrame({"a": [1.5]}))
+    sympy.solve(sympy.Symbol("x") - 1)
+    np.linalg.svd(np.eye(2))
+
+
+def close_others(kept: list[int]) -> None:
+    """Closes every descriptor from 3 up but `kept`."""
+    last = 3
+    for descriptor in sorted(kept):
+        os.closerange(last, descriptor)
+        last = descriptor + 1
+    kernel.close_from(last)

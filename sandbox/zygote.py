@@ -1,0 +1,151 @@
+"""The zygote: one thread, the libraries loaded, inside the outer layers; forks a box's process whenever the pool asks, and reaps it.
+
+It is started as `python -m sandbox.zygote SETTINGS` with the pool's control socket (SOCK_SEQPACKET, JSON datagrams) on descriptor 0.
+
+    pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors: channel, stdout, stderr;   {"kill": id}
+    zygote -> pool   {"ready": base resident bytes} or {"host": reason};   {"spawned": id, "pid": pid};   {"exited": id, "status", "cpu_s"}
+When the control socket closes it kills every box, waits for them and exits.
+"""
+
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from dataclasses import dataclass, fields
+
+from sandbox import confine, kernel, worker
+from sandbox.frames import MAX_CONTROL
+from sandbox.layers import Layers
+from sandbox.types import Limits
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class Child:
+    id: int
+    pid: int
+    watch: int
+    """A pidfd."""
+
+
+class Zygote:
+    def __init__(self, control: socket.socket, *, layers: Layers, limits: Limits) -> None:
+        self.control, self.layers, self.limits = control, layers, limits
+        self.children: dict[int, Child] = {}
+        self.selector = selectors.DefaultSelector()
+        self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self.number = os.getpid()
+        memory = [int(field) * PAGE for field in open("/proc/self/statm").read().split()]
+        self.resident, self.data = memory[1], memory[5]
+
+    def serve(self) -> None:
+        self.selector.register(self.control, selectors.EVENT_READ)
+        self.say({"ready": self.resident})
+        while True:
+            for key, _ in self.selector.select():
+                if key.data is not None:
+                    self.reap(key.data)
+                elif not self.obey():
+                    self.leave()
+                    return
+
+    def obey(self) -> bool:
+        """One request of the pool; False when it is gone."""
+        text, descriptors, _, _ = socket.recv_fds(self.control, MAX_CONTROL, 3)
+        if not text:
+            return False
+        request = json.loads(text)
+        if "kill" in request:
+            child = self.children.get(request["kill"])
+            if child is not None:
+                signal.pidfd_send_signal(child.watch, signal.SIGKILL)
+            return True
+        pid = self.fork(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        child = Child(id=request["spawn"], pid=pid, watch=os.pidfd_open(pid))
+        self.children[child.id] = child
+        self.selector.register(child.watch, selectors.EVENT_READ, child)
+        self.say({"spawned": child.id, "pid": pid})
+        return True
+
+    def fork(self, request: dict[str, object], descriptors: list[int]) -> int:
+        """Its first process is number 1 of its own pid namespace: when it dies, the kernel kills all others in there."""
+        if self.layers.pid_ns:
+            kernel.unshare(kernel.CLONE_NEWPID)
+        pid = os.fork()
+        if pid == 0:
+            self.become_box(request, descriptors)
+        if self.layers.pid_ns:
+            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+        return pid
+
+    def become_box(self, request: dict[str, object], descriptors: list[int]) -> None:
+        """Never returns."""
+        status = 1
+        try:
+            os.setsid()
+            if not self.layers.pid_ns:
+                kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            null = os.open("/dev/null", os.O_RDWR)
+            for number in range(3):
+                os.dup2(null, number)
+            worker.close_others([*descriptors, self.proc])
+            channel = socket.socket(fileno=descriptors[0])
+            room = confine.Room(
+                layers=self.layers,
+                limits=self.limits,
+                directory=str(request["directory"]),
+                uid=confine.uid_of(self.number, int(request["slot"])),
+                base_data=self.data,
+            )
+            worker.serve(channel, room=room, proc=self.proc, streams=(descriptors[1], descriptors[2]))
+            status = 0
+        finally:
+            os._exit(status)
+
+    def reap(self, child: Child) -> None:
+        _, status, usage = os.wait4(child.pid, 0)
+        self.selector.unregister(child.watch)
+        os.close(child.watch)
+        del self.children[child.id]
+        self.say({"exited": child.id, "status": status, "cpu_s": usage.ru_utime + usage.ru_stime})
+
+    def leave(self) -> None:
+        for child in self.children.values():
+            signal.pidfd_send_signal(child.watch, signal.SIGKILL)
+        for child in self.children.values():
+            os.waitpid(child.pid, 0)
+
+    def say(self, message: dict[str, object]) -> None:
+        try:
+            self.control.send(json.dumps(message).encode())
+        except (BrokenPipeError, ConnectionResetError):  # the pool is gone: the next look at the socket says so too
+            pass
+
+
+def main(settings: str) -> None:
+    chosen = json.loads(settings)
+    layers = Layers(**chosen["layers"])
+    limits = Limits(**{item.name: chosen["limits"][item.name] for item in fields(Limits)})
+    control = socket.socket(fileno=os.dup(0))
+    sys.path[:] = [path for path in sys.path if path != chosen["source"]]
+    worker.warm_up()
+    zygote = Zygote(control, layers=layers, limits=limits)
+    try:
+        confine.enter_zygote(layers, proc=zygote.proc)
+    except OSError as error:
+        zygote.say({"host": str(error)})
+        return
+    gc.collect()
+    gc.freeze()
+    zygote.serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
