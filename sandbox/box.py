@@ -55,14 +55,16 @@ class Box:
                 return Result(id=self._calls, fault=Fault.CODE, limit="code", error=Error(type="CodeTooLong", message=reason))
             try:
                 life = await self._living()
-            except (HostFault, ValueError) as error:
+            except (HostFault, ValueError) as error:  # ValueError: what opened once does not open again
                 return self._host_fault(str(error))
             lost, self._lost = self._lost, False
             try:
-                return await self._call(life, code, seconds=timeout_s or self._limits.call_s, state_lost=lost)
+                result = await self._call(life, code, seconds=self._limits.call_s if timeout_s is None else timeout_s, state_lost=lost)
             except BaseException:  # cancelled: the client is gone while its code still runs
                 await asyncio.shield(self._end(life))
                 raise
+            self._check_open()
+            return result
 
     async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
         """Contents of files of the working directory; a name that is no readable file of at most `Limits.file` bytes is left out."""
@@ -71,7 +73,7 @@ class Box:
             self._calls += 1
             try:
                 life = await self._living()
-            except HostFault:
+            except (HostFault, ValueError):
                 return {}
             try:
                 async with asyncio.timeout(self._limits.call_s):
@@ -91,8 +93,16 @@ class Box:
             return
         self._closed = True
         if self.life is not None:
-            await self._end(self.life)
-        await self._release(self)
+            await self._keeper.end(self.life)
+        async with self._lock:  # a call that was running has seen the end of its interpreter
+            if self.life is not None:
+                await self._end(self.life)
+            await self._release(self)
+
+    async def start(self) -> None:
+        """For the pool: the first interpreter."""
+        async with self._lock:
+            await self._living()
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,6 +120,7 @@ class Box:
         if self.life is None:
             self.life = await self._begin(self)
             self._out_of_memory = self._group.out_of_memory() if self._group else 0
+        self._check_open()
         return self.life
 
     async def _call(self, life: Life, code: str, *, seconds: float, state_lost: bool) -> Result:

@@ -16,10 +16,12 @@ from sandbox.box import Box
 from sandbox.inputs import Input, collect
 from sandbox.keeper import Keeper, Life
 from sandbox.layers import Layers
-from sandbox.types import HostFault, Isolation, Limits, PoolFull
+from sandbox.types import BoxClosed, HostFault, Isolation, Limits, PoolFull
 
 MAX_SIZE = 256
 WATCH_S = 0.1
+CLOSED = -1
+"""In the queue of free places: there will be none any more."""
 
 
 class Sandbox:
@@ -75,6 +77,7 @@ class Sandbox:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        self._free.put_nowait(CLOSED)
         await asyncio.gather(*(box.close() for box, *_ in list(self._boxes.values())))
         await self._keeper.stop()
         self._remove_groups()
@@ -101,7 +104,7 @@ class Sandbox:
         box = Box(self._next, keeper=self._keeper, limits=self.limits, group=group, begin=self._begin, release=self._release)
         self._boxes[box.id] = (box, slot, inputs, preload)
         try:
-            box.life = await self._begin(box)
+            await box.start()
         except BaseException:
             await asyncio.shield(box.close())
             raise
@@ -115,13 +118,15 @@ class Sandbox:
         await self.close()
 
     async def _place(self, wait_s: float | None) -> int:
-        if not self._free.empty():
-            return self._free.get_nowait()
         try:
             async with asyncio.timeout(wait_s):
-                return await self._free.get()
+                slot = self._free.get_nowait() if self._free.qsize() else await self._free.get()
         except TimeoutError as full:
-            raise PoolFull(f"all {self.size} boxes of the pool are in use, for {wait_s:g} s") from full
+            raise PoolFull(f"all {self.size} boxes of the pool were in use for {wait_s:g} s") from full
+        if slot == CLOSED:
+            self._free.put_nowait(CLOSED)  # for the next in line
+            raise BoxClosed("the pool was closed")
+        return slot
 
     async def _begin(self, box: Box) -> Life:
         """A fresh interpreter for the box, its inputs loaded and its preload run."""

@@ -38,7 +38,6 @@ class Zygote:
         self.children: dict[int, Child] = {}
         self.selector = selectors.DefaultSelector()
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self.number = os.getpid()
         memory = [int(field) * PAGE for field in open("/proc/self/statm").read().split()]
         self.resident, self.data = memory[1], memory[5]
@@ -75,15 +74,30 @@ class Zygote:
         return True
 
     def fork(self, request: dict[str, object], descriptors: list[int]) -> int:
-        """Its first process is number 1 of its own pid namespace: when it dies, the kernel kills all others in there."""
-        if self.layers.pid_ns:
-            kernel.unshare(kernel.CLONE_NEWPID)
-        pid = os.fork()
-        if pid == 0:
-            self.become_box(request, descriptors)
-        if self.layers.pid_ns:
-            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
-        return pid
+        """Its first process is number 1 of its own pid namespace: when it dies, the kernel kills all others in there.
+
+        unshare(CLONE_NEWPID) works once and for children only, so a process in between does it, which leaves its child to this subreaper.
+        """
+        if not self.layers.pid_ns:
+            pid = os.fork()
+            if pid == 0:
+                self.become_box(request, descriptors)
+            return pid
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            try:
+                kernel.unshare(kernel.CLONE_NEWPID)
+                pid = os.fork()
+                if pid == 0:
+                    self.become_box(request, descriptors)
+                os.write(writing, str(pid).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        os.waitpid(between, 0)
+        with os.fdopen(reading) as answer:
+            return int(answer.read())
 
     def become_box(self, request: dict[str, object], descriptors: list[int]) -> None:
         """Never returns."""
@@ -134,6 +148,7 @@ def main(settings: str) -> None:
     layers = Layers(**chosen["layers"])
     limits = Limits(**{item.name: chosen["limits"][item.name] for item in fields(Limits)})
     control = socket.socket(fileno=os.dup(0))
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     sys.path[:] = [path for path in sys.path if path != chosen["source"]]
     worker.warm_up()
     zygote = Zygote(control, layers=layers, limits=limits)
