@@ -1,11 +1,12 @@
 """One attack on one pool, and its control: the same with layers lifted, inside the outer bounds, in a process of its own.
 
-    python -m sandbox.attack.attempt PROBE LAYER,LAYER,...       (what the suite starts; prints one line of JSON)
+python -m sandbox.attack.attempt PROBE LAYER,LAYER,...       (what the suite starts; prints one line of JSON)
 """
 
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 
@@ -55,7 +56,7 @@ def _met(results: list[Result]) -> str:
             return f"{result.error.type}: {result.error.message}"[:60]
         if result.dropped:
             return str(result.dropped[0])[:60]
-    return "nothing there"
+    return (results[-1].text.strip() or "nothing there")[:60]
 
 
 def without(layers: Layers, lifted: frozenset[str]) -> Layers:
@@ -64,8 +65,16 @@ def without(layers: Layers, lifted: frozenset[str]) -> Layers:
 
 async def control(probe: Probe, layers: Layers) -> Attempt:
     with Witness(LIMITS) as witness:
+        if probe.bare:
+            return _plain_child(probe, witness)
         async with Sandbox(size=2, limits=replace(LIMITS, **probe.raised), layers=layers) as pool:
             return await attempt(probe, pool=pool, witness=witness)
+
+
+def _plain_child(probe: Probe, witness: Witness) -> Attempt:
+    command = [sys.executable, "-c", witness.source(PRELUDE + probe.calls[0])]
+    child = subprocess.run(command, close_fds=False, capture_output=True, text=True, errors="replace", timeout=CONTROL_S, check=False)
+    return Attempt(succeeded=witness.seen(probe, [Result(id=1, text=child.stdout)], {}), met=child.stderr[-60:])
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ ENVIRONMENT = (
         "print the environment, where keys of judges stand",
         Evidence.SECRET,
         ("print(dict(os.environ))",),
-        frozenset({"clean_start"}),
+        bare=True,
     ),
     Probe(
         "proc_self_environ",
@@ -84,7 +84,7 @@ ENVIRONMENT = (
         "read what the interpreter was started with",
         Evidence.SECRET,
         ('print(open("/proc/self/environ").read())',),
-        VIEW | {"clean_start"},
+        bare=True,
     ),
     Probe(
         "proc_other_environ",
@@ -118,7 +118,7 @@ for number in range(3, 256):
         pass
 """,
         ),
-        frozenset({"clean_start"}),
+        bare=True,
     ),
 )
 

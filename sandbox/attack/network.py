@@ -13,7 +13,14 @@ def _send(family: str, kind: str, address: str) -> str:
 
 
 INTERNET = (
-    Probe("tcp4", "internet", "TCP to a server of the host", Evidence.REACHED, (_send("AF_INET", "SOCK_STREAM", '("127.0.0.1", W["tcp4"])'),), NET),
+    Probe(
+        "tcp4",
+        "internet",
+        "TCP to a server of the host",
+        Evidence.REACHED,
+        (_send("AF_INET", "SOCK_STREAM", '("127.0.0.1", W["tcp4"])'),),
+        NET,
+    ),
     Probe("tcp6", "internet", "the same by IPv6", Evidence.REACHED, (_send("AF_INET6", "SOCK_STREAM", '("::1", W["tcp6"])'),), NET),
     Probe("udp4", "internet", "UDP", Evidence.REACHED, (_send("AF_INET", "SOCK_DGRAM", '("127.0.0.1", W["udp4"])'),), NET),
     Probe(

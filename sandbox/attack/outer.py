@@ -1,7 +1,8 @@
 """The bounds around a control: a run of an attack with layers lifted must not harm the host that it runs on.
 
 Namespaces of every kind (a user namespace too, without root), every file system read-only but fresh small ones for /tmp, /var/tmp and
-/dev/shm, no network but a loopback, limits on processes, memory, time and file size. Whoever enters is process 1 of a process namespace:
+/dev/shm, no network but a loopback, limits on processes, memory, time and file size (control groups of version 1 where they
+are had, rlimits everywhere). Whoever enters is process 1 of a process namespace:
 when it ends, by itself or at the time limit, nothing of it is left.
 """
 
@@ -16,11 +17,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sandbox import kernel
+from sandbox import cgroups, kernel
+from sandbox.types import Limits
 
 FRESH = {"/tmp": "1777", "/var/tmp": "1777", "/dev/shm": "1777"}
 FRESH_BYTES = 512 << 20
-LIMITS = {resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CPU: 60, resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: 8 << 30}
+LIMITS = {resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: 8 << 30}
+AROUND = Limits(memory=3 << 30, processes=500, cpus=2.0)
 SPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 
@@ -32,15 +35,42 @@ def run(work: Callable[[], None], *, timeout_s: float) -> int:
         kernel.unshare(kernel.CLONE_NEWUSER)
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(line)
+    groups = _groups()
     kernel.unshare(SPACES)
     sys.stdout.flush()
+    waiting, go = os.pipe()
     child = os.fork()
     if child == 0:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(go)
+        os.read(waiting, 1)
         _confine(root=uid == 0)
         work()
         sys.stdout.flush()
         os._exit(0)
+    try:
+        if groups is not None:
+            groups.slots[0].join(child)
+        os.close(go)
+        return _wait(child, timeout_s=timeout_s)
+    finally:
+        if groups is not None:
+            groups.close()
+
+
+def _groups() -> cgroups.Groups | None:
+    """A control group around the control, below which its own pool makes more. Version 2 cannot nest them like that."""
+    try:
+        groups = cgroups.Groups(size=1, limits=AROUND)
+    except OSError:
+        return None
+    if groups.unified:
+        groups.close()
+        return None
+    return groups
+
+
+def _wait(child: int, *, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)

@@ -37,7 +37,7 @@ MOUNTS = (
         "mounts",
         "become root of a user namespace of one's own",
         Evidence.TOLD,
-        ('if libc.unshare(0x10000000) == 0:\n    pwned(os.getuid())',),
+        ("if libc.unshare(0x10000000) == 0:\n    pwned(os.getuid())",),
         MOUNT,
     ),
     Probe(
@@ -72,8 +72,23 @@ for kind, flag in (("net", 0x40000000), ("mnt", 0x20000)):
 
 FILTERED = frozenset({"seccomp", "drop_uid", "capabilities"})
 CALLS = (
-    Probe("io_uring", "kernel calls", "set up an io_uring", Evidence.TOLD, ("syscall(425, 4, ctypes.create_string_buffer(256))\npwned()",), FILTERED),
-    Probe("userfaultfd", "kernel calls", "handle page faults by oneself", Evidence.TOLD, ("syscall(323, 0)\npwned()",), FILTERED, needs_root=True),
+    Probe(
+        "io_uring",
+        "kernel calls",
+        "set up an io_uring",
+        Evidence.TOLD,
+        ("syscall(425, 4, ctypes.create_string_buffer(256))\npwned()",),
+        FILTERED,
+    ),
+    Probe(
+        "userfaultfd",
+        "kernel calls",
+        "handle page faults by oneself",
+        Evidence.TOLD,
+        ("syscall(323, 0)\npwned()",),
+        FILTERED,
+        needs_root=True,
+    ),
     Probe(
         "bpf",
         "kernel calls",
@@ -106,7 +121,15 @@ CALLS = (
         ),
         FILTERED,
     ),
-    Probe("host_name", "kernel calls", "rename the host", Evidence.CHANGED, ('socket.sethostname("gone")',), FILTERED | {"ipc_ns"}, needs_root=True),
+    Probe(
+        "host_name",
+        "kernel calls",
+        "rename the host",
+        Evidence.CHANGED,
+        ('socket.sethostname("gone")',),
+        FILTERED | {"ipc_ns"},
+        needs_root=True,
+    ),
 )
 
 PROBES = (*MOUNTS, *CALLS)

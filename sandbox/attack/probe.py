@@ -30,10 +30,12 @@ class Probe:
     calls: tuple[str, ...]
     lifted: frozenset[str] = frozenset()
     raised: dict[str, float] = field(default_factory=dict)
+    bare: bool = False
+    """The control is a plain child process of the server, as others run code: no switch of ours lets a box inherit what that inherits."""
     needs_root: bool = False  # even without layers this takes capabilities that an unprivileged user lacks
 
 
-PRELUDE = '''
+PRELUDE = """
 import ctypes, errno, os, signal, socket, struct, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
 def pwned(note=""):
@@ -44,5 +46,5 @@ def syscall(number, *arguments):
     if result == -1:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
-'''
-"""In front of every call, after `W = {...}`, what the witness tells. The word stands in it backwards: an echo of the source is no success."""
+"""
+"""In front of every call, after `W = {...}`, what the witness tells. Its word stands there backwards: an echo of the code is no success."""

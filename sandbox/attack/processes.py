@@ -9,7 +9,9 @@ MARK = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
 """Names this process so that the witness finds it from outside, whatever namespace it is in."""
 
 SIGNALS = (
-    Probe("kill", "signals", "signal a process of the host by its number", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGWINCH)',), SIGHT),
+    Probe(
+        "kill", "signals", "signal a process of the host by its number", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGWINCH)',), SIGHT
+    ),
     Probe("kill_all", "signals", "signal everything in sight at once", Evidence.CHANGED, ("os.kill(-1, signal.SIGWINCH)",), SIGHT),
     Probe(
         "pidfd",
@@ -19,7 +21,9 @@ SIGNALS = (
         ('syscall(424, syscall(434, W["canary"], 0), int(signal.SIGWINCH), None, 0)',),
         SIGHT,
     ),
-    Probe("stop_server", "signals", "stop a process without killing it", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGSTOP)',), SIGHT),
+    Probe(
+        "stop_server", "signals", "stop a process without killing it", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGSTOP)',), SIGHT
+    ),
     Probe(
         "renice",
         "signals",
@@ -44,7 +48,14 @@ PTRACE = (
         "debugging",
         "ptrace a process of the host",
         Evidence.TOLD,
-        ('syscall(101, 16, W["canary"], None, None)\nos.waitpid(W["canary"], 0x40000000)\nsyscall(101, 17, W["canary"], None, None)\npwned()',),
+        (
+            """
+syscall(101, 16, W["canary"], None, None)
+os.waitpid(W["canary"], 0x40000000)
+syscall(101, 17, W["canary"], None, None)
+pwned()
+""",
+        ),
         DEBUG,
     ),
     Probe(
@@ -146,7 +157,7 @@ for depth in range(7):
     else:
         break
 if lane == 1:
-    end = time.monotonic() + 3
+    end = time.monotonic() + 1.2
     while sum(count[:256]) < W["many"] and time.monotonic() < end:
         time.sleep(0.05)
     if sum(count[:256]) >= W["many"]:

@@ -20,7 +20,8 @@ MEMORY = (
         Evidence.TOLD,
         (
             """
-pieces = 8
+import select
+pieces, got = 8, 0
 done, tell = os.pipe()
 for _ in range(pieces):
     if os.fork() == 0:
@@ -28,13 +29,12 @@ for _ in range(pieces):
         os.write(tell, b"1")
         time.sleep(4)
         os._exit(0)
-os.close(tell)
-got = 0
-while got < pieces and (part := os.read(done, 16)):
-    got += len(part)
-time.sleep(0.5)
+while got < pieces and select.select([done], [], [], 1)[0]:
+    got += len(os.read(done, 16))
+print(got, "of", pieces)
 if got == pieces:
-    pwned(got)
+    time.sleep(0.3)
+    pwned()
 """,
         ),
         MEMORY_LAYERS,
@@ -102,7 +102,14 @@ DISK = (
         STORE,
     ),
     Probe("fill_shared_memory", "disk", "fill /dev/shm, which is memory", Evidence.TOLD, (FILL.format(where="/dev/shm"),), STORE),
-    Probe("fill_var_tmp", "disk", "fill /var/tmp, which is forgotten more often than /tmp", Evidence.TOLD, (FILL.format(where="/var/tmp"),), STORE),
+    Probe(
+        "fill_var_tmp",
+        "disk",
+        "fill /var/tmp, which is forgotten more often than /tmp",
+        Evidence.TOLD,
+        (FILL.format(where="/var/tmp"),),
+        STORE,
+    ),
     Probe(
         "inodes",
         "disk",
@@ -143,7 +150,7 @@ ENDLESS = (
         "endless",
         "a single call into C that never returns to the interpreter",
         Evidence.TOLD,
-        ('libc.sleep.restype = ctypes.c_uint\nleft = int(W["too_long_s"]) + 1\nwhile left:\n    left = ctypes.PyDLL(None).sleep(left)\npwned()',),
+        ('ctypes.PyDLL(None).sleep(int(W["too_long_s"]) + 1)\npwned()',),
         frozenset(),
         LONG,
     ),
@@ -182,7 +189,15 @@ FLOODS = (
         frozenset(),
         OUTPUT,
     ),
-    Probe("exception_text", "output", "an exception with a text of 8 MB", Evidence.FLOODED, ('raise ValueError("x" * (8 << 20))',), frozenset(), OUTPUT),
+    Probe(
+        "exception_text",
+        "output",
+        "an exception with a text of 8 MB",
+        Evidence.FLOODED,
+        ('raise ValueError("x" * (8 << 20))',),
+        frozenset(),
+        OUTPUT,
+    ),
     Probe(
         "many_images",
         "output",

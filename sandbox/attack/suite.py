@@ -1,4 +1,4 @@
-"""All attacks on the pool as this host gives it, each with its control; the table; and whether every one was held and every control got through."""
+"""All attacks on the pool that this host gives, each with its control; the table; whether all were held and all controls got through."""
 
 import asyncio
 import json

@@ -18,7 +18,13 @@ MODE = 0o666
 class Attributes(ctypes.Structure):
     """struct mq_attr"""
 
-    _fields_ = (("flags", ctypes.c_long), ("most", ctypes.c_long), ("size", ctypes.c_long), ("now", ctypes.c_long), ("pad", ctypes.c_long * 4))
+    _fields_ = (
+        ("flags", ctypes.c_long),
+        ("most", ctypes.c_long),
+        ("size", ctypes.c_long),
+        ("now", ctypes.c_long),
+        ("pad", ctypes.c_long * 4),
+    )
 
 
 def _checked(result: int, name: str) -> int:

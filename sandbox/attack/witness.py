@@ -42,7 +42,7 @@ for line in sys.stdin:
 
 
 class Witness:
-    """`with Witness(limits) as witness`: `facts` goes into the code of a probe, `state()` is compared before and after, `seen()` decides."""
+    """`with Witness(limits) as witness`: `facts` goes into a probe's code, `state()` is compared before and after, `seen()` decides."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -198,6 +198,8 @@ class Witness:
                 return first != last
             case Evidence.FLOODED:
                 limits = self.limits
-                longest = max(len(text) for result in results for text in (result.text, result.stderr, result.error.message if result.error else ""))
+                longest = max(
+                    len(text) for result in results for text in (result.text, result.stderr, result.error.message if result.error else "")
+                )
                 pixels = max((picture.width * picture.height for picture in pictures), default=0)
                 return longest > limits.text + 1000 or len(pictures) > limits.images or pixels > limits.image_pixels

@@ -1,0 +1,222 @@
+"""What a call in the sandbox costs, how many a second there are, and what ten thousand leave behind; prints Markdown.
+
+    .venv/bin/python benchmarks/sandbox_calls.py                all of it, about three minutes on two quiet cores
+    .venv/bin/python benchmarks/sandbox_calls.py --parts warm throughput
+
+A warm call is `box.run` on a box that is open. Every client of the throughput has a box of its own. Beside each figure with all layers of
+this host stands the same without isolation, in the same run.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from PIL import Image
+
+from sandbox import Fault, Limits, Result, Sandbox
+from sandbox.client import SandboxClient
+
+CODES = {
+    "print": "print(1 + 1)",
+    "Pillow crop, returned as PNG": "image_0.crop((40, 40, 340, 240)).show()",
+    "matplotlib figure": "import matplotlib.pyplot as plt\nplt.figure()\nplt.plot([1, 3, 2])\nplt.show()",
+}
+IMAGE = Image.effect_noise((640, 480), 40).convert("RGB")
+REPEATS = 300
+CLIENTS, SECONDS = 32, 10.0
+CALLS, CALLS_PER_BOX, TIMEOUT_EVERY = 10_000, 100, 20
+PORT = 18080
+
+
+def checked(result: Result) -> Result:
+    assert result.fault is Fault.NONE, result
+    return result
+
+
+async def timed(work: Callable[[], Awaitable[object]], *, repeats: int) -> list[float]:
+    """Milliseconds of each of `repeats`, sorted, after ten that are not counted."""
+    spent = []
+    for number in range(repeats + 10):
+        started = time.perf_counter()
+        await work()
+        spent += [1e3 * (time.perf_counter() - started)] if number >= 10 else []
+    return sorted(spent)
+
+
+def row(name: str, *columns: list[float]) -> str:
+    cells = [f"{statistics.median(spent):.1f} | {spent[int(0.95 * len(spent))]:.1f}" for spent in columns]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+async def warm() -> None:
+    columns: dict[str, list[list[float]]] = {}
+    for isolation in ("auto", "none"):
+        started = time.perf_counter()
+        async with Sandbox(size=4, isolation=isolation) as pool:
+            print(f"Pool started in {time.perf_counter() - started:.2f} s, layers: {', '.join(pool.layers.names()) or 'none'}.\n")
+            async with await pool.open(images={"image_0": IMAGE}) as box:
+                for name, code in CODES.items():
+                    spent = await timed(lambda code=code, box=box: _run(box, code), repeats=REPEATS)
+                    columns.setdefault(f"warm call: {name}", []).append(spent)
+
+            async def cycle(pool: Sandbox = pool) -> None:
+                async with await pool.open() as box:
+                    checked(await box.run(CODES["print"]))
+
+            columns.setdefault("open, print, close", []).append(await timed(cycle, repeats=100))
+    print("| ms | median | 95% | no isolation: median | 95% |\n|---|---|---|---|---|")
+    for name, pair in columns.items():
+        print(row(name, *pair))
+    plain = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-c", "import numpy, PIL.Image, matplotlib.pyplot; print(1 + 1)"], check=True, stdout=subprocess.DEVNULL
+        )
+        plain.append(1e3 * (time.perf_counter() - started))
+    print(f"\nA fresh `python -c` that imports numpy, Pillow and pyplot, for comparison: {statistics.median(plain):.0f} ms.\n")
+
+
+async def _run(box: object, code: str) -> None:
+    checked(await box.run(code))  # type: ignore[attr-defined]
+
+
+async def per_second(pool: Sandbox | SandboxClient, *, reopen: bool) -> dict[str, float]:
+    """Calls a second by code, of 32 clients side by side. With `reopen` every call has a new box."""
+    rates = {}
+    for name, code in CODES.items():
+        deadline = time.perf_counter() + SECONDS / 2
+        done = 0
+
+        async def client(code: str = code, deadline: float = deadline) -> None:
+            nonlocal done
+            box = await pool.open(images={"image_0": IMAGE})
+            while time.perf_counter() < deadline:
+                checked(await box.run(code))
+                done += 1
+                if reopen:
+                    await box.close()
+                    box = await pool.open(images={"image_0": IMAGE})
+            await box.close()
+
+        started = time.perf_counter()
+        await asyncio.gather(*[client() for _ in range(CLIENTS)])
+        rates[name] = done / (time.perf_counter() - started)
+    return rates
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    command = [sys.executable, "-m", "sandbox", "serve", "--port", str(PORT), "--size", str(CLIENTS)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{PORT}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def _until_up(url: str) -> SandboxClient:
+    for _ in range(300):
+        try:
+            client = SandboxClient(url)
+            await client.start()
+            return client
+        except RuntimeError:
+            await client.close()
+            await asyncio.sleep(0.1)
+    raise TimeoutError("the server did not come up")
+
+
+async def throughput() -> None:
+    tables = {}
+    async with Sandbox(size=CLIENTS) as pool:
+        tables["in process, an open box each"] = await per_second(pool, reopen=False)
+        tables["in process, a new box every call"] = await per_second(pool, reopen=True)
+    with server() as url:
+        async with await _until_up(url) as client:
+            tables["over HTTP, an open box each"] = await per_second(client, reopen=False)
+    async with Sandbox(size=CLIENTS, isolation="none") as pool:
+        tables["no isolation, in process, an open box each"] = await per_second(pool, reopen=False)
+    print(f"Calls a second, {CLIENTS} clients, {os.cpu_count()} cores:\n\n| | {' | '.join(CODES)} |\n|---|{'---|' * len(CODES)}")
+    for name, rates in tables.items():
+        print(f"| {name} | {' | '.join(f'{rate:.0f}' for rate in rates.values())} |")
+    print()
+
+
+def standing() -> dict[str, int]:
+    """What a leak would raise: processes, descriptors, threads of this process; files in the temporary folders; control groups; IPC."""
+    own = psutil.Process()
+    groups = Path("/sys/fs/cgroup")
+    return {
+        "processes": len(own.children(recursive=True)),
+        "processes of the machine": len(psutil.pids()),
+        "descriptors": own.num_fds(),
+        "threads": own.num_threads(),
+        "temporary files": sum(len(list(Path(place).iterdir())) for place in {tempfile.gettempdir(), "/tmp", "/dev/shm", "/var/tmp"}),
+        "control groups": sum(1 for _ in groups.rglob("sandbox-*")) if groups.exists() else 0,
+        "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
+        "IPC objects": sum(len(Path(f"/proc/sysvipc/{kind}").read_text().splitlines()) - 1 for kind in ("shm", "msg", "sem")),
+    }
+
+
+async def leaks() -> None:
+    """Ten thousand calls, a new box every hundred, and in every twentieth box a call that forks and runs into its time-out."""
+    mixed = [*CODES.values(), 'open("kept.bin", "wb").write(bytes(100000))', "1 / 0"]
+    before = standing()
+    started = time.perf_counter()
+    async with Sandbox(size=8, limits=Limits()) as pool:
+        async with await pool.open(images={"image_0": IMAGE}) as box:
+            await box.run(CODES["print"])
+        warm_up = standing()
+        memory = psutil.Process().memory_info().rss
+
+        async def client(number: int) -> int:
+            lost = 0
+            for turn in range(CALLS // CALLS_PER_BOX // 8 + (number < CALLS // CALLS_PER_BOX % 8)):
+                async with await pool.open(images={"image_0": IMAGE}) as box:
+                    for call in range(CALLS_PER_BOX):
+                        if call == 50 and (8 * turn + number) % TIMEOUT_EVERY == 0:
+                            result = await box.run("import os\nos.fork()\nwhile True: pass", timeout_s=0.2)
+                            assert result.limit == "time", result
+                        else:
+                            result = await box.run(mixed[(call + turn) % len(mixed)])
+                            assert result.fault is not Fault.HOST, result
+                        lost += result.state_lost
+            return lost
+
+        lost = sum(await asyncio.gather(*[client(number) for number in range(8)]))
+        at_end = standing()
+        grown = (psutil.Process().memory_info().rss - memory) / 2**20
+    after = standing()
+    print(f"{CALLS} calls in {time.perf_counter() - started:.0f} s, {lost} of them told that the state before was lost:\n")
+    print("| | before the pool | pool with no box open | the same after the calls | pool closed |\n|---|---|---|---|---|")
+    for name in before:
+        print(f"| {name} | {before[name]} | {warm_up[name]} | {at_end[name]} | {after[name]} |")
+    print(f"\nResident memory of the pool's own process grew by {grown:.1f} MiB meanwhile.")
+    own = {name for name in before if name != "processes of the machine"}  # others come and go
+    assert all(after[name] <= before[name] for name in own), "something was left behind"
+
+
+PARTS = {"warm": warm, "throughput": throughput, "leaks": leaks}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    print(f"Load average at the start: {', '.join(f'{load:.1f}' for load in os.getloadavg())}.\n")
+    for part in parser.parse_args().parts:
+        asyncio.run(PARTS[part]())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""SandboxFusion's `/run_code` request, answered by our pool, so that what was written for its servers can point at ours.
+
+One of its servers behind our verbs: fusion_client.py. Names, defaults and statuses are SandboxFusion's (its documented REST API). A
+time-out is `TimeLimitExceeded` without a return code, any other end of the program `Finished` with one; the request as a whole is `Success` only for
+a return code of 0, and `SandboxError` is the host's.
+"""
+
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+
+from pydantic import BaseModel, Field
+
+from sandbox.messages import decoded, encoded
+from sandbox.pool import Box
+from sandbox.types import Fault, Limits, Result
+
+KILLED = 137
+"""What a shell reports for a program that was killed (128 + SIGKILL)."""
+
+
+class RunStatus(StrEnum):
+    SUCCESS = "Success"
+    FAILED = "Failed"
+    SANDBOX_ERROR = "SandboxError"
+
+
+class CommandStatus(StrEnum):
+    FINISHED = "Finished"
+    ERROR = "Error"
+    TIME_LIMIT = "TimeLimitExceeded"
+
+
+class RunCodeRequest(BaseModel):
+    """Keys that we do not know are left alone, as SandboxFusion does: clients send keys of several versions."""
+
+    code: str
+    language: str
+    compile_timeout: float = 10
+    run_timeout: float = Field(default=10, gt=0)
+    memory_limit_MB: int = -1
+    stdin: str | None = None
+    files: dict[str, str | None] = {}
+    fetch_files: list[str] = Field(default=[], max_length=1000)
+    args: list[str] = []
+
+
+class CommandResult(BaseModel):
+    status: CommandStatus
+    execution_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class RunCodeResponse(BaseModel):
+    status: RunStatus
+    message: str = ""
+    compile_result: CommandResult | None = None
+    run_result: CommandResult | None = None
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+
+
+async def serve(
+    request: RunCodeRequest, *, limits: Limits, open_box: Callable[..., Awaitable[Box]]
+) -> tuple[RunCodeResponse, Result | None]:
+    """Run the code in a fresh box of a pool with `limits`. `open_box` takes `files` and `preload`; what it raises is the caller's."""
+    if request.language != "python":
+        return _refused(f"this server runs python only, not {request.language!r}"), None
+    try:
+        files = {name: decoded(content) for name, content in request.files.items() if content is not None}
+    except ValueError as error:
+        return _refused(str(error)), None
+    async with await open_box(files=files, preload=_preload(request, limits)) as box:
+        result = await box.run(request.code, timeout_s=request.run_timeout)
+        fetched = await box.fetch(request.fetch_files) if request.fetch_files and not _killed(result) else {}
+    return _response(result, fetched), result
+
+
+def _refused(why: str) -> RunCodeResponse:
+    return RunCodeResponse(status=RunStatus.SANDBOX_ERROR, message=why)
+
+
+def _killed(result: Result) -> bool:
+    """Did the program end without an exception of its own?"""
+    return result.fault is Fault.HOST or (result.error is not None and not result.error.traceback)
+
+
+def _preload(request: RunCodeRequest, limits: Limits) -> str:
+    """Standard input, and a memory limit where one is asked for below the pool's; leaves no name behind."""
+    lines = ["import os, resource, sys, tempfile", "with tempfile.TemporaryFile() as file:"]
+    lines += [f"    file.write({(request.stdin or '').encode()!r})", "    file.seek(0)", "    os.dup2(file.fileno(), 0)"]
+    lines += ["sys.stdin = open(0, encoding='utf-8', closefd=False)"]
+    spare = limits.memory - (request.memory_limit_MB << 20)
+    if request.memory_limit_MB > 0 and spare > 0:
+        lines += ["soft, hard = resource.getrlimit(resource.RLIMIT_DATA)", "if soft != resource.RLIM_INFINITY:"]
+        lines += [f"    resource.setrlimit(resource.RLIMIT_DATA, (soft - {spare}, hard))", "del soft, hard"]
+    return "\n".join([*lines, "del file, os, resource, sys, tempfile"])
+
+
+def _response(result: Result, fetched: dict[str, bytes]) -> RunCodeResponse:
+    error = result.error
+    if result.fault is Fault.HOST:
+        return _refused(error.message if error else "the host failed")
+    stderr = result.stderr + (error.traceback or f"{error.type}: {error.message}\n" if error else "")
+    run = CommandResult(status=CommandStatus.FINISHED, execution_time=result.usage.wall_s, stdout=result.text, stderr=stderr)
+    if result.limit == "time":
+        run.status = CommandStatus.TIME_LIMIT
+    else:
+        run.return_code = _return_code(result)
+    good = run.return_code == 0
+    files = {name: encoded(content) for name, content in fetched.items()}
+    return RunCodeResponse(status=RunStatus.SUCCESS if good else RunStatus.FAILED, run_result=run, files=files)
+
+
+def _return_code(result: Result) -> int:
+    if result.error is None:
+        return 0
+    if result.error.type == "SystemExit":
+        return int(result.error.message) & 255 if result.error.message.lstrip("-").isdigit() else 1
+    return KILLED if _killed(result) else 1
