@@ -1,12 +1,12 @@
 """A checkpoint into Megatron's distributed format, tensor by tensor, with the proof that nothing was lost or doubled."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from megatron_rl.weights.mapping import Row
+from megatron_rl.weights.mapping import Row, Tensors
 from megatron_rl.weights.source import Source, Spec, check_names
 from megatron_rl.weights.torch_dist import McoreTensors
 from megatron_rl.weights.torch_dist_writer import TorchDistWriter
@@ -41,8 +41,7 @@ class Import:
         its own bytes only; the result loads at every layout. Raises OSError (disk full) and ValueError (damage)."""
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
-            for row in self.rows:
-                tensor = row.to_mcore(tuple(self._read(name) for name in row.hf), 0, 1)
+            for row, tensor in self._made():
                 writer.add(row.key, tensor, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
                 if has_extra_state(row):
                     writer.add_empty_object(f"{row.key.removesuffix('weight')}_extra_state/shard_0_1")
@@ -55,8 +54,14 @@ class Import:
             raise ValueError(f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no tensor of Megatron'}, not once")
         self._check_result(into)
 
-    def _read(self, name: str) -> torch.Tensor:
-        return self.source.read(name).to(self.dtype or self.source.specs[name].dtype)
+    def _made(self) -> Iterator[tuple[Row, torch.Tensor]]:
+        """Each row with its tensor. The next one's sources are asked for before, so that the disk reads while this one is written."""
+        ahead: deque[Tensors] = deque()
+        for row, following in zip([None, *self.rows], [*self.rows, None], strict=True):
+            if following is not None:
+                ahead.append(tuple(self.source.read(name) for name in following.hf))
+            if row is not None:
+                yield row, row.to_mcore(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in ahead.popleft()), 0, 1)
 
     def _check_result(self, into: Path) -> None:
         """Read the folder's own account of itself again and compare it with the plan."""

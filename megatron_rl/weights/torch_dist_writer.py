@@ -7,7 +7,6 @@ and `dist_checkpointing.save` has all of them to begin with; here each is a torc
 import json
 import os
 import pickle
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -36,20 +35,17 @@ class TorchDistWriter:
     Raises OSError (disk full), from whichever call notices.
     """
 
-    def __init__(self, folder: Path, *, file_bytes: int = 1 << 30) -> None:
-        """A new file begins when one has reached file_bytes. Full ones are flushed to disk in a thread of their own meanwhile."""
+    def __init__(self, folder: Path, *, file_bytes: int = 4 << 30) -> None:
+        """A new file begins when one has reached file_bytes."""
         self.folder, self.file_bytes = folder, file_bytes
         self._metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
         self._file: BinaryIO | None = None
         self._num_files = 0
-        self._flusher = ThreadPoolExecutor(1)
-        self._flushed: list[Future[None]] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._flusher.shutdown(cancel_futures=True)
         if self._file is not None:
             self._file.raw.close()  # not the buffered file, which would try to write what did not fit
 
@@ -81,6 +77,9 @@ class TorchDistWriter:
         except RuntimeError as error:  # torch's zip writer raises its own where the file could not be written
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from error
         self._metadata.storage_data[index] = _StorageInfo(Path(file.name).name, offset, file.tell() - offset)
+        file.flush()
+        # Linux begins to write out the pages it is told nobody needs, and does not wait for them (mm/fadvise.c).
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if file.tell() >= self.file_bytes:
             self._close_file()
 
@@ -91,24 +90,15 @@ class TorchDistWriter:
         return self._file
 
     def _close_file(self) -> None:
-        self._file.flush()
-        self._flushed.append(self._flusher.submit(_flush_and_close, self._file))
+        os.fsync(self._file.fileno())
+        self._file.close()
         self._file = None
 
     def finish(self) -> None:
-        """Write what makes the files a checkpoint, once they are on the disk."""
+        """Write what makes the files a checkpoint."""
         if self._file is not None:
             self._close_file()
-        for flushed in self._flushed:
-            flushed.result()
         torch.save({}, self.folder / "common.pt")
         (self.folder / "metadata.json").write_text(json.dumps(BACKENDS))
         with (self.folder / METADATA).open("wb") as file:
             pickle.dump(self._metadata, file)
-
-
-def _flush_and_close(file: BinaryIO) -> None:
-    try:
-        os.fsync(file.fileno())
-    finally:
-        file.close()

@@ -31,11 +31,13 @@ PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None, force: bool, check_logits: bool, console: Console) -> str:
     """Write the checkpoint at `out` and return a line about it. Raises ValueError and OSError; then `out` is as it was before."""
-    from megatron_rl.policy.parallel import check_layout  # brings Megatron, whose warnings main() silences
-
     check_out(out, force=force)
     config = read_config(hf, key="--hf")
-    check_layout(ParallelSettings(tp=tp, pp=pp), config, world_size=tp * pp)
+    parallel = ParallelSettings(tp=tp, pp=pp)
+    if tp * pp > 1:
+        from megatron_rl.policy.parallel import check_layout  # brings Megatron: 2 seconds, and warnings that main() silences
+
+        check_layout(parallel, config, world_size=tp * pp)
     stored = HfSource(hf, key="--hf")
     source = NamedSource(stored, hf_shapes(config))
     plan = Import(source, rows_of(config), dtype=dtype)
