@@ -4,9 +4,9 @@ A folder holds the weights under `Row.key`, optimizer tensors under keys that be
 the number of updates, the layout, and the generators of every rank. AdamW's step and the learning rate follow from the number of updates.
 
 Writing in the background is a thread of this process with torch's FileSystemWriter, not megatron-core 0.16.1's AsyncCallsQueue
-(dist_checkpointing/strategies/async_utils.py). Its persistent worker divides by the number of GPUs and would share live CPU tensors with
-training; its temporal worker forks a process that has threads and holds gloo's sockets, so the peers of a killed rank hear of its death
-only when the fork ends, and each rank's queue is a manager process that a killed rank leaves behind.
+(dist_checkpointing/strategies/async_utils.py). Tried on CPUs with gloo: its persistent worker ends with ZeroDivisionError (it divides by
+the number of GPUs); its temporal worker is a fork that holds gloo's sockets, so that the peers of a killed rank hear of its death when the
+fork ends (25 s for one of 25 s, at once without); and the manager process of each rank's queue outlives a killed rank.
 """
 
 import io
@@ -201,8 +201,8 @@ def _prepare(optimizer: ChainedOptimizer) -> None:
     """Zero moments for all that is trained, without AdamW's own step: megatron-core 0.16.1 copies by the names that the state has
     (optimizer/distrib_optimizer.py, _set_main_param_and_optimizer_states), and its reshardable formats have no step."""
     for part in _trained(optimizer):
-        part.optimizer.state.clear()
-        part.init_state_fn(part.optimizer, part.config)
+        for main in (main for group in part.optimizer.param_groups for main in group["params"]):
+            part.optimizer.state[main] = {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
 
 
 def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> None:
