@@ -1,11 +1,9 @@
 """The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's own task comes as an argument."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.checkpoints import Checkpoints, find
 from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
@@ -20,6 +18,7 @@ from megatron_rl.sft import warm_start
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.train import train
+from megatron_rl.weights.hf_config import read_config
 from megatron_rl.world import World, connect, place
 
 TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {"number_line": NumberLineTask}
@@ -73,12 +72,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
 
 def check(settings: Settings, world_size: int) -> None:
     """What can be known before any process talks to another; every rank raises the same ValueError."""
-    folder = settings.model.path
-    require((Path(folder) / "config.json").is_file(), "model.path", folder, "there is no config.json; give a Hugging Face model folder")
-    try:
-        model = Qwen2_5_VLConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={folder}: its config.json cannot be read; copy the folder again ({error})") from error
+    model = read_config(settings.model.path)
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextConfig
+from transformers import Qwen2_5_VLTextConfig
 
 from megatron_rl.algo.losses import LossMetrics
 from megatron_rl.batch import Piece, balance, cut, loads_of, pack
@@ -28,9 +28,10 @@ from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.qwen2_5_vl import Qwen2_5_VL, uses_transformer_engine
 from megatron_rl.types import Batch
 from megatron_rl.weights.adapters import adapter_table, load_peft, peft_config, start_adapters, write_peft
-from megatron_rl.weights.mapping import Heads, table
+from megatron_rl.weights.checkpoints import open_source
+from megatron_rl.weights.hf_config import read_config, rows_of
 from megatron_rl.weights.stream import Export, Shards, load_hf
-from megatron_rl.weights.tensors import HfTensors, write_hf_folder
+from megatron_rl.weights.write_hf import write_hf_folder
 
 Loss = Callable[[torch.Tensor, torch.Tensor, Batch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """(logprob_R, entropy_R, batch, rows_R) -> the summed loss and its metrics; rows_R are the entries of the batch with a sampled target."""
@@ -77,21 +78,19 @@ class Policy:
     def _load(self, *, seed: int, bucket_bytes: int) -> Qwen2_5_VLTextConfig:
         """The chunks with their weights and adapters, and how these leave again."""
         settings, layout, lora = self.settings, self.layout, self.lora
-        config = Qwen2_5_VLConfig.from_pretrained(settings.path)
+        config = read_config(settings.path)
         text, dtype = config.text_config, getattr(torch, settings.dtype)
         self.chunks = nn.ModuleList(Qwen2_5_VL(config, layout, dtype, lora=lora, chunk=chunk) for chunk in range(layout.vpp))
         if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
             self.chunks.cuda()
-        heads = Heads(text.num_attention_heads, text.num_key_value_heads, text.hidden_size // text.num_attention_heads)
-        source = HfTensors(settings.path)
-        vision_names = sorted(name.removeprefix("visual.") for name in source.names() if name.startswith("visual."))
-        rows = table(num_layers=text.num_hidden_layers, heads=heads, tied=text.tie_word_embeddings, vision_names=vision_names)
+        rows = rows_of(config)
         shards = Shards(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
             layers_per_chunk=text.num_hidden_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
         )  # fmt: skip
-        load_hf(self.chunks, rows, shards, source)
+        load_hf(self.chunks, rows, shards, open_source(Path(settings.path), config, key="model.path").read)
         targets = lora.targets if lora.rank else []
+        vision_names = [row.mcore.removeprefix("vision.") for row in rows if row.mcore.startswith("vision.")]
         adapter_rows = adapter_table(targets=targets, num_layers=text.num_hidden_layers, vision_names=vision_names)
         if lora.path:
             load_peft(self.chunks, adapter_rows, shards, Path(lora.path), rank=lora.rank, alpha=lora.alpha)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.weights.mapping import Row, Tensors
-from megatron_rl.weights.tensors import HfTensors
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,20 +57,10 @@ def _layer(row: Row) -> int:
     return int(row.stage.removeprefix("layer:"))
 
 
-def load_hf(chunks: nn.ModuleList, rows: list[Row], shards: Shards, source: HfTensors) -> None:
-    """Fill this rank's parameters from a Hugging Face folder.
-
-    Raises ValueError naming the tensors of either side that have no partner, or whose shapes differ.
-    """
-    wanted = {name for row in rows for name in row.hf}
-    missing, unknown = sorted(wanted - source.names()), sorted(source.names() - wanted)
-    if missing or unknown:
-        raise ValueError(
-            f"model.path={source.folder}: the checkpoint and the model differ. Missing in the checkpoint: {missing[:4]} ({len(missing)}); "
-            f"unknown to the model: {unknown[:4]} ({len(unknown)}). Its config.json must describe these tensors"
-        )
+def load_hf(chunks: nn.ModuleList, rows: list[Row], shards: Shards, read: Callable[[str], torch.Tensor]) -> None:
+    """Fill this rank's parameters; `read` gives a full Hugging Face tensor by its name in the table, of a source that was proven complete."""
     base = {name: parameter for name, parameter in chunks.named_parameters() if not is_adapter(name)}
-    fill(base, rows, shards, lambda row, _shape: tuple(source.read(name) for name in row.hf))
+    fill(base, rows, shards, lambda row, _shape: tuple(map(read, row.hf)))
 
 
 def is_adapter(name: str) -> bool:

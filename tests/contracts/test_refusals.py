@@ -45,7 +45,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^model.path={tmp_path}: .*give a Hugging Face model folder"):
         check(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"^model.path={tmp_path}: its config.json cannot be read"):
+    with pytest.raises(ValueError, match=f"^model.path={tmp_path}: config.json is damaged"):
         check(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
 
 

@@ -28,7 +28,7 @@ def check(model: Path, checkpoint: Path, tp: int, pp: int) -> None:
         layout = build_layout(ParallelSettings(tp=tp, pp=pp), seed=0)
         ours, theirs = (Qwen2_5_VL(read_config(model), layout, torch.float32, lora=LoraSettings()) for _ in range(2))
         shards = Shards(layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=1, layers_per_chunk=num_layers // pp)
-        load_hf(nn.ModuleList([ours]), rows_of(config), shards, HfTensors(model))
+        load_hf(nn.ModuleList([ours]), rows_of(config), shards, HfTensors(model).read)
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.fill_(float("nan"))

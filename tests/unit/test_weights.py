@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.weights.mapping import Heads, canonical, fuse_qkv, split_qkv, table
-from megatron_rl.weights.tensors import HfTensors, write_hf_folder
+from megatron_rl.weights.tensors import HfTensors
+from megatron_rl.weights.write_hf import write_hf_folder
 
 HEADS = Heads(num_query=8, num_kv=4, dim=2)
 
