@@ -123,7 +123,7 @@ def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> Non
 
 
 def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, tmp_path: Path) -> None:
-    """From step 36, the first of the second stage's five, as if all that came later had never been; what it had left of later steps is forgotten."""
+    """From step 36, the first of the second stage's five; what the run had left of later steps is forgotten."""
     run = tmp_path / "sft"
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
