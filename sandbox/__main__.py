@@ -1,8 +1,9 @@
-"""python -m sandbox doctor | run FILE [--image IMG]... : what the host offers; one file of code in a box of its own."""
+"""python -m sandbox doctor | run FILE [--image IMG]... | serve | attack: what the host offers; one file; over HTTP; is it held?"""
 
 import argparse
 import asyncio
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from sandbox import doctor
@@ -61,6 +62,36 @@ def tell(arguments: argparse.Namespace) -> int:
     return GOOD if able else HOST
 
 
+def serve(arguments: argparse.Namespace) -> int:
+    """Until SIGINT or SIGTERM."""
+    from sandbox import server  # the other commands do without FastAPI
+
+    limits = Limits(**dict(arguments.limit))
+    pool = Sandbox(size=arguments.size, limits=limits, isolation=arguments.isolation)
+    try:
+        serving = server.serve(pool, host=arguments.host, port=arguments.port, wait_s=arguments.wait, idle_s=arguments.idle)
+        asyncio.run(serving)
+    except (HostFault, OSError) as fault:  # OSError: the port is taken
+        print(f"sandbox serve: {fault}", file=sys.stderr)
+        return HOST
+    return GOOD
+
+
+def attack(arguments: argparse.Namespace) -> int:
+    from sandbox.attack import suite
+
+    return suite.main(arguments.probes, alone=arguments.alone)
+
+
+def limit(text: str) -> tuple[str, float]:
+    """`call_s=20` of the command line."""
+    name, _, value = text.partition("=")
+    kinds = {item.name: item.type for item in fields(Limits)}
+    if name not in kinds:
+        raise argparse.ArgumentTypeError(f"no limit is called {name!r}; there are {', '.join(kinds)}")
+    return name, kinds[name](value)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
     commands = top.add_subparsers(required=True)
@@ -71,6 +102,19 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--timeout", type=float, default=Limits().call_s, help="seconds (default %(default)g)")
     running.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
     running.set_defaults(command=run)
+    serving = commands.add_parser("serve", help="a pool over HTTP; prints its address when it is up")
+    serving.add_argument("--host", default="127.0.0.1", help="address to listen on: whoever reaches it may run code (default %(default)s)")
+    serving.add_argument("--port", type=int, default=8080, help="0 is any free one (default %(default)s)")
+    serving.add_argument("--size", type=int, default=8, help="boxes at the same time (default %(default)s)")
+    serving.add_argument("--wait", type=float, default=10.0, help="seconds a request waits for a free box (default %(default)g)")
+    serving.add_argument("--idle", type=float, default=600.0, help="seconds without a call that close a box (default %(default)g)")
+    serving.add_argument("--limit", type=limit, action="append", default=[], metavar="NAME=VALUE", help="for example call_s=20")
+    serving.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
+    serving.set_defaults(command=serve)
+    attacking = commands.add_parser("attack", help="every attack and its control; exits 0 if all were held and all controls got through")
+    attacking.add_argument("probes", nargs="*", metavar="NAME", help="of probes or classes (default all)")
+    attacking.add_argument("--alone", action="store_true", help="find out too which of the lifted layers stops it alone (some minutes more)")
+    attacking.set_defaults(command=attack)
     commands.add_parser("doctor", help="what this host offers; exits 0 or 3").set_defaults(command=tell)
     return top
 

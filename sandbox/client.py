@@ -38,10 +38,13 @@ class SandboxClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         transport = transport or httpx.AsyncHTTPTransport(retries=RETRIES_AT_CONNECT, limits=limits)
         self.http = httpx.AsyncClient(base_url=url, transport=transport, timeout=CONNECT_S)
-        self.health: dict[str, Any] = {}
 
     async def start(self) -> None:
-        self.health = await self.ask("GET", "/health")
+        health = await self.ask("GET", "/health")
+        try:
+            self.call_s, self.open_s = float(health["limits"]["call_s"]), float(health["limits"]["open_s"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise HostFault(f"{self.http.base_url}: no sandbox server, or another version: {health!r:.200}") from error
 
     async def close(self) -> None:
         await self.http.aclose()
@@ -83,7 +86,7 @@ class SandboxClient:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                answer = await self.ask("POST", "/boxes", body | {"wait_s": left}, wait_s=self.health["limits"]["open_s"] + GRACE_S)
+                answer = await self.ask("POST", "/boxes", body | {"wait_s": left}, wait_s=self.open_s + GRACE_S)
                 return RemoteBox(self, str(answer["box"]))
             except Refused as full:
                 if left is not None and left <= full.after_s:
@@ -118,12 +121,19 @@ class RemoteBox:
     async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
         """As `Box.run`. Cancelled, it closes the connection, and the server the box. Raises BoxClosed."""
         self.calls += 1
-        allowed = self.pool.health["limits"]["call_s"] if timeout_s is None else timeout_s
+        allowed = self.pool.call_s if timeout_s is None else timeout_s
         body = {"call": secrets.token_hex(8), "code": code, "timeout_s": timeout_s}
         try:
-            return result_from_wire(await self.pool.ask("POST", f"/boxes/{self.name}/calls", body, wait_s=allowed + GRACE_S))
-        except (HostFault, KeyError, TypeError) as error:
-            return Result(id=self.calls, fault=Fault.HOST, error=Error(type="HostFault", message=str(error)))
+            answer = await self.pool.ask("POST", f"/boxes/{self.name}/calls", body, wait_s=allowed + GRACE_S)
+        except HostFault as error:
+            return self._host_fault(str(error))
+        try:
+            return result_from_wire(answer)
+        except (ValueError, KeyError, TypeError) as error:
+            return self._host_fault(f"{self.pool.http.base_url}: no result: {error}")
+
+    def _host_fault(self, reason: str) -> Result:
+        return Result(id=self.calls, fault=Fault.HOST, error=Error(type="HostFault", message=reason[:2000]))
 
     async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
         answer = await self.pool.ask("POST", f"/boxes/{self.name}/files", {"names": list(names)}, wait_s=GRACE_S)

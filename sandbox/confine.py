@@ -16,6 +16,8 @@ from sandbox.layers import Layers
 from sandbox.types import Limits
 
 INNER_UID = 1000  # of a box that has a user namespace of its own
+HEADROOM = 64 << 20
+"""Bytes above `Limits.memory` for the worker itself, to say that the memory is used up and to encode images."""
 FIRST_UID = 1_000_000_000  # far above what people, services and containers are given
 
 
@@ -111,7 +113,6 @@ def lock(room: Room) -> None:
 def set_rlimits(limits: Limits, *, base_data: int) -> None:
     """RLIMIT_NPROC counts per user and user namespace, and never binds root."""
     wanted = {
-        resource.RLIMIT_DATA: base_data + limits.memory,
         resource.RLIMIT_NPROC: limits.processes,
         resource.RLIMIT_NOFILE: limits.open_files,
         resource.RLIMIT_FSIZE: limits.file,
@@ -124,4 +125,5 @@ def set_rlimits(limits: Limits, *, base_data: int) -> None:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
+    resource.setrlimit(resource.RLIMIT_DATA, (base_data + limits.memory, base_data + limits.memory + HEADROOM))
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))

@@ -14,6 +14,7 @@ is silent for `idle_s` too: nothing is kept for those who do not come back.
 import asyncio
 import contextlib
 import math
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict
@@ -89,7 +90,7 @@ def busy(code: int, text: str) -> HTTPException:
 
 
 def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None) -> FastAPI:
-    """The application; its start starts the pool, its end closes every box. `waiting` requests at most (one per box by default) wait for a
+    """The application over a running pool; its end closes every box. `waiting` requests at most (one per box by default) wait for a
     free box, each at most `wait_s`; more are refused at once."""
     metrics = Metrics(pool)
     rooms = Rooms(idle_s=idle_s, metrics=metrics)
@@ -97,11 +98,8 @@ def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, wa
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with pool:
-            try:
-                yield
-            finally:
-                await rooms.close()
+        yield
+        await rooms.close()
 
     app = FastAPI(title="sandbox", lifespan=lifespan)
     app.add_middleware(BodyLimit, most=BODY_BYTES)
@@ -200,20 +198,16 @@ def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, wa
     return app
 
 
-def serve(pool: Sandbox, *, host: str, port: int, wait_s: float, idle_s: float) -> None:
-    """Until a signal says otherwise. Port 0 is any free one: the address is printed as soon as the pool is up."""
+async def serve(pool: Sandbox, *, host: str, port: int, wait_s: float, idle_s: float) -> None:
+    """Until SIGINT or SIGTERM. Port 0 is any free one: the address is printed as soon as requests are taken. Raises HostFault, OSError."""
     with socket.create_server((host, port)) as listener:
-        config = uvicorn.Config(create_app(pool, wait_s=wait_s, idle_s=idle_s), log_level="warning", timeout_graceful_shutdown=5)
-        address = f"http://{host}:{listener.getsockname()[1]}"
-        config.load()
-        server = uvicorn.Server(config)
-        asyncio.run(_announced(server, listener, address))
-
-
-async def _announced(server: uvicorn.Server, listener: socket.socket, address: str) -> None:
-    running = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not running.done():
-        await asyncio.sleep(0.02)
-    if server.started:
-        print(address, flush=True)
-    await running
+        async with pool:
+            config = uvicorn.Config(create_app(pool, wait_s=wait_s, idle_s=idle_s), log_level="warning", timeout_graceful_shutdown=5)
+            server = uvicorn.Server(config)
+            for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops, then raises it again: the pool must end before us
+                asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started and not running.done():
+                await asyncio.sleep(0.02)
+            print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
+            await running

@@ -75,6 +75,7 @@ class Session:
         self.streams = streams
         self.work = work
         self.pid = os.getpid()
+        self.data = resource.getrlimit(resource.RLIMIT_DATA)  # (the code's, the worker's)
         module = types.ModuleType("__main__")
         module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = module
@@ -143,14 +144,16 @@ class Session:
     def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
         """Error and limit of executing `code`, which may raise anything at all."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        own, worker = self.data
+        resource.setrlimit(resource.RLIMIT_DATA, (own, worker))
         try:
             exec(compile(code, name, "exec"), self.scope)
-        except SystemExit as leaving:
-            if leaving.code in (None, 0):
-                return None, None
-            return _describe(leaving, name=name)
         except BaseException as error:
+            resource.setrlimit(resource.RLIMIT_DATA, (worker, worker))  # else a MemoryError leaves no memory to tell of it
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                return None, None
             return _describe(error, name=name)
+        resource.setrlimit(resource.RLIMIT_DATA, (worker, worker))
         return None, None
 
     def _open_streams(self) -> tuple[TextIO, TextIO]:

@@ -6,8 +6,12 @@ python -m sandbox.attack.attempt PROBE LAYER,LAYER,...       (what the suite sta
 import argparse
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 
 from PIL import Image
@@ -41,7 +45,7 @@ async def attempt(probe: Probe, *, pool: Sandbox, witness: Witness) -> Attempt:
         await pool.open(files={"neighbour.txt": witness.secret.encode()}),
         await pool.open(images={"image_0": picture}) as box,
     ):
-        results = [await box.run(witness.source(PRELUDE + call)) for call in probe.calls]
+        results = [await box.run(witness.source(PRELUDE + call, patience_s=pool.limits.call_s / 3)) for call in probe.calls]
     if probe.evidence in (Evidence.SURVIVED, Evidence.REACHED, Evidence.CHANGED):
         await asyncio.sleep(SETTLE_S)
     succeeded = witness.seen(probe, results, before)
@@ -72,9 +76,19 @@ async def control(probe: Probe, layers: Layers) -> Attempt:
 
 
 def _plain_child(probe: Probe, witness: Witness) -> Attempt:
-    command = [sys.executable, "-c", witness.source(PRELUDE + probe.calls[0])]
-    child = subprocess.run(command, close_fds=False, capture_output=True, text=True, errors="replace", timeout=CONTROL_S, check=False)
-    return Attempt(succeeded=witness.seen(probe, [Result(id=1, text=child.stdout)], {}), met=child.stderr[-60:])
+    """As simple runners do it: the server's environment and descriptors inherited, at the time-out the process group killed."""
+    command = [sys.executable, "-c", witness.source(PRELUDE + probe.calls[0], patience_s=LIMITS.call_s / 3)]
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(command, close_fds=False, stdout=output, stderr=output, start_new_session=True)
+        try:
+            child.wait(LIMITS.call_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        time.sleep(SETTLE_S)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    return Attempt(succeeded=witness.seen(probe, [Result(id=1, text=text)], {}), met=text[-60:])
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ HOST_FILES = (
     Probe(
         "read_through_symlink",
         "host files",
-        "print the name of a link: is it followed on the way out?",
+        "read it through a link in the working directory",
         Evidence.SECRET,
         ('os.symlink(W["secret_file"], "notes.txt")\nprint(open("notes.txt").read())',),
         VIEW,
@@ -28,9 +28,9 @@ HOST_FILES = (
     Probe(
         "image_through_symlink",
         "host files",
-        "a link to a picture of the host, named like an output",
+        "show a picture of the host through a link",
         Evidence.SECRET,
-        ('os.symlink(W["secret_image"], "plot.png")\nprint("plot.png")',),
+        ('from PIL import Image\nos.symlink(W["secret_image"], "plot.png")\nImage.open("plot.png").show()',),
         VIEW,
     ),
     Probe(

@@ -178,7 +178,7 @@ syscall(243, queue, box, 8192, None, None)
 print(box.raw[:64])
 """,
         ),
-        frozenset({"ipc_ns", "seccomp"}),
+        frozenset({"ipc_ns", "seccomp", "landlock"}),
     ),
 )
 

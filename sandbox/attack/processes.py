@@ -129,6 +129,7 @@ FORKS = (
         Evidence.TOLD,
         (COUNT.format(start="if os.fork() == 0:\n            time.sleep(4)\n            os._exit(0)"),),
         TASKS,
+        {"call_s": 20},
     ),
     Probe(
         "thread_bomb",
@@ -137,6 +138,7 @@ FORKS = (
         Evidence.TOLD,
         ("import threading\n" + COUNT.format(start="threading.Thread(target=time.sleep, args=(2,), daemon=True).start()"),),
         TASKS,
+        {"call_s": 20},
     ),
     Probe(
         "tree",
@@ -157,36 +159,33 @@ for depth in range(7):
     else:
         break
 if lane == 1:
-    end = time.monotonic() + 1.2
+    end = time.monotonic() + W["patience_s"]
     while sum(count[:256]) < W["many"] and time.monotonic() < end:
         time.sleep(0.05)
+    print(sum(count[:256]), "processes")
     if sum(count[:256]) >= W["many"]:
-        pwned(sum(count[:256]))
+        pwned()
 else:
-    time.sleep(3)
+    time.sleep(W["patience_s"])
     os._exit(0)
 """,
         ),
         TASKS,
+        {"call_s": 20},
     ),
     Probe(
         "daemon",
         "fork bombs",
-        "a process in a session of its own that goes on when the box is closed",
+        "a process in a session of its own that goes on when the interpreter ends",
         Evidence.SURVIVED,
         (
             f"""
 if os.fork() == 0:
     os.setsid()
-    if os.fork() == 0:
-        {MARK}
-        for fd in range(256):
-            try:
-                os.close(fd)
-            except OSError:
-                pass
-        time.sleep(20)
-    os._exit(0)
+    {MARK}
+    os.closerange(0, 256)
+    time.sleep(20)
+os._exit(0)
 """,
         ),
         ENDS,
@@ -209,7 +208,7 @@ while True:
     time.sleep(1)
 """,
         ),
-        ENDS,
+        bare=True,
     ),
 )
 

@@ -165,15 +165,17 @@ class Witness:
             "forward": forward.read_text() if forward.exists() else "",
         }
 
-    def source(self, call: str) -> str:
-        return f"W = {self.facts!r}\n{call}"
+    def source(self, call: str, *, patience_s: float) -> str:
+        """`patience_s`: for how long the code may wait for something without running into its time-out."""
+        return f"W = {self.facts | {'patience_s': patience_s}!r}\n{call}"
 
     def survivors(self) -> list[int]:
-        """Processes, in any namespace below this one, that bear the mark."""
+        """Processes, in any namespace below this one, that bear the mark; what is dead and waits for its parent does not count."""
         alive = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and (entry / "comm").read_text().strip() == self.facts["mark"]:
+                marked = entry.name.isdigit() and (entry / "comm").read_text().strip() == self.facts["mark"]
+                if marked and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
                     alive.append(int(entry.name))
         return alive
 
