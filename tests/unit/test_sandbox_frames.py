@@ -1,0 +1,67 @@
+"""Frames against what was packed, and every way of being no frame. The reader's other side is hostile."""
+
+import asyncio
+import json
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox import frames
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+def read(data: bytes, *, max_bytes: int = 1 << 20) -> frames.Frame:
+    async def feed() -> frames.Frame:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await frames.read(reader, max_bytes=max_bytes)
+
+    return asyncio.run(feed())
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.lists(st.binary(max_size=50), max_size=4))
+def test_what_was_packed_is_read(message, blobs):
+    assert read(frames.pack(message, blobs)) == (message, blobs)
+
+
+def head(num_text: int, lengths: list[int]) -> bytes:
+    return struct.pack(f"!II{len(lengths)}Q", num_text, len(lengths), *lengths)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        head(1 << 30, []),
+        struct.pack("!II", 2, 1 << 30),
+        head(2, [1 << 62]) + b"{}",
+        head(2, [600_000, 600_000]) + b"{}",
+        head(2, []) + b"[]",
+        head(3, []) + b"{,}",
+        head(4, []) + b"\xff\xfe{}",
+        head(200_000, []) + b"[" * 200_000,
+        head(5010, []) + b'{"a":' + b"1" * 5004 + b"}",
+    ],
+    ids=["json", "count", "blob", "sum", "array", "syntax", "encoding", "depth", "digits"],
+)
+def test_what_is_no_frame_is_refused_before_it_takes_memory(data):
+    with pytest.raises(frames.Malformed):
+        read(data)
+
+
+@pytest.mark.parametrize("cut", range(len(frames.pack({"a": 1}, [b"xyz"]))))
+def test_a_frame_cut_anywhere_is_an_end(cut):
+    with pytest.raises(asyncio.IncompleteReadError):
+        read(frames.pack({"a": 1}, [b"xyz"])[:cut])
+
+
+def test_lone_surrogates_travel():
+    message = {"code": "\ud800"}
+    assert read(frames.pack(message)) == (message, [])
+    assert json.dumps(message).isascii()

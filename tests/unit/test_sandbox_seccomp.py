@@ -1,0 +1,75 @@
+"""The filter: its table against the kernel's header, its program against a machine that executes it as the kernel would."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from sandbox import seccomp
+
+HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")]
+EPERM, ENOSYS = seccomp.ERRNO | 1, seccomp.ERRNO | 38
+
+
+def execute(number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64) -> int:
+    """Classic BPF, the six instructions that are used, over struct seccomp_data."""
+    words = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: arch}
+    for index in range(6):
+        words[seccomp.ARGUMENTS + 8 * index] = arguments[index] & 0xFFFFFFFF if index < len(arguments) else 0
+    place, accumulator = 0, 0
+    program = seccomp.program()
+    while True:
+        code, yes, no, operand = program[place]
+        place += 1
+        if code == 0x20:
+            accumulator = words[operand]
+        elif code == 0x54:
+            accumulator &= operand
+        elif code == 0x06:
+            return operand
+        else:
+            true = {0x15: accumulator == operand, 0x45: bool(accumulator & operand), 0x35: accumulator >= operand}[code]
+            place += yes if true else no
+
+
+def test_numbers_are_the_kernels():
+    header = next((path for path in HEADERS if path.exists()), None)
+    if header is None:
+        pytest.skip("no linux headers on this host")
+    known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())}
+    table = {**seccomp.ALLOWED, **seccomp.HOSTILE, "clone": seccomp.CLONE, "clone3": seccomp.CLONE3, "prctl": seccomp.PRCTL, "ioctl": seccomp.IOCTL}
+    assert {name: known[name] for name in table} == table
+    assert not seccomp.ALLOWED.keys() & seccomp.HOSTILE.keys()
+    listed = {*table.values(), seccomp.SOCKETPAIR}
+    for number in range(500):
+        verdict = execute(number)
+        expected = seccomp.ALLOW if number in seccomp.ALLOWED.values() else seccomp.KILL_PROCESS if number in seccomp.HOSTILE.values() else EPERM
+        assert verdict == expected or number in listed - set(seccomp.ALLOWED.values()) - set(seccomp.HOSTILE.values()), number
+
+
+@pytest.mark.parametrize(
+    ("call", "verdict"),
+    [
+        ((seccomp.CLONE, 0x1200011), seccomp.ALLOW),  # fork, as glibc does it
+        ((seccomp.CLONE, 0x3D0F00), seccomp.ALLOW),  # a thread
+        *[((seccomp.CLONE, flag | 17), EPERM) for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)],
+        ((seccomp.CLONE3, 0), ENOSYS),
+        ((seccomp.SOCKETPAIR, socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC), seccomp.ALLOW),
+        ((seccomp.SOCKETPAIR, socket.AF_UNIX, socket.SOCK_DGRAM), EPERM),
+        ((seccomp.SOCKETPAIR, socket.AF_INET, socket.SOCK_STREAM), EPERM),
+        ((41, socket.AF_UNIX, socket.SOCK_STREAM), EPERM),
+        ((seccomp.PRCTL, 15), seccomp.ALLOW),
+        ((seccomp.PRCTL, 1), EPERM),  # PR_SET_PDEATHSIG would let a box outlive its zygote
+        ((seccomp.IOCTL, 0, 0x5401), seccomp.ALLOW),
+        ((seccomp.IOCTL, 0, 0x5412), EPERM),  # TIOCSTI types into a terminal
+        ((0x40000000, 0), seccomp.KILL_PROCESS),  # x32's read
+        ((10_000, 0), EPERM),
+    ],
+)
+def test_calls_that_depend_on_their_arguments(call, verdict):
+    assert execute(*call) == verdict
+
+
+def test_other_machines_calls_are_death():
+    assert execute(0, arch=0x40000003) == seccomp.KILL_PROCESS  # i386's restart_syscall by the number of read
