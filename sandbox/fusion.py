@@ -1,7 +1,7 @@
 """SandboxFusion's `/run_code` request, answered by our pool, so that what was written for its servers can point at ours.
 
-One of its servers behind our verbs: fusion_client.py. Names, defaults and statuses are SandboxFusion's (its documented REST API). A
-time-out is `TimeLimitExceeded` without a return code, any other end of the program `Finished` with one; the request as a whole is `Success` only for
+One of its servers behind our verbs: fusion_client.py. Names, defaults and statuses are SandboxFusion's (its documented REST API). A time-out
+is `TimeLimitExceeded` without a return code, any other end of the program `Finished` with one; the request as a whole is `Success` only for
 a return code of 0, and `SandboxError` is the host's.
 """
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from sandbox.messages import decoded, encoded
 from sandbox.pool import Box
-from sandbox.types import Fault, Limits, Result
+from sandbox.types import Fault, Result
 
 KILLED = 137
 """What a shell reports for a program that was killed (128 + SIGKILL)."""
@@ -36,8 +36,10 @@ class RunCodeRequest(BaseModel):
     code: str
     language: str
     compile_timeout: float = 10
+    """Not used: Python is not compiled."""
     run_timeout: float = Field(default=10, gt=0)
     memory_limit_MB: int = -1
+    """Not used: the memory of a box is the pool's setting (`serve --limit memory=...`), whoever asks."""
     stdin: str | None = None
     files: dict[str, str | None] = {}
     fetch_files: list[str] = Field(default=[], max_length=1000)
@@ -61,17 +63,15 @@ class RunCodeResponse(BaseModel):
     files: dict[str, str] = {}
 
 
-async def serve(
-    request: RunCodeRequest, *, limits: Limits, open_box: Callable[..., Awaitable[Box]]
-) -> tuple[RunCodeResponse, Result | None]:
-    """Run the code in a fresh box of a pool with `limits`. `open_box` takes `files` and `preload`; what it raises is the caller's."""
+async def serve(request: RunCodeRequest, *, open_box: Callable[..., Awaitable[Box]]) -> tuple[RunCodeResponse, Result | None]:
+    """Run the code in a fresh box. `open_box` takes `files` and `preload`; what it raises is the caller's."""
     if request.language != "python":
         return _refused(f"this server runs python only, not {request.language!r}"), None
     try:
         files = {name: decoded(content) for name, content in request.files.items() if content is not None}
     except ValueError as error:
         return _refused(str(error)), None
-    async with await open_box(files=files, preload=_preload(request, limits)) as box:
+    async with await open_box(files=files, preload=_preload(request)) as box:
         result = await box.run(request.code, timeout_s=request.run_timeout)
         fetched = await box.fetch(request.fetch_files) if request.fetch_files and not _killed(result) else {}
     return _response(result, fetched), result
@@ -86,16 +86,15 @@ def _killed(result: Result) -> bool:
     return result.fault is Fault.HOST or (result.error is not None and not result.error.traceback)
 
 
-def _preload(request: RunCodeRequest, limits: Limits) -> str:
-    """Standard input, and a memory limit where one is asked for below the pool's; leaves no name behind."""
-    lines = ["import os, resource, sys, tempfile", "with tempfile.TemporaryFile() as file:"]
-    lines += [f"    file.write({(request.stdin or '').encode()!r})", "    file.seek(0)", "    os.dup2(file.fileno(), 0)"]
-    lines += ["sys.stdin = open(0, encoding='utf-8', closefd=False)"]
-    spare = limits.memory - (request.memory_limit_MB << 20)
-    if request.memory_limit_MB > 0 and spare > 0:
-        lines += ["soft, hard = resource.getrlimit(resource.RLIMIT_DATA)", "if soft != resource.RLIM_INFINITY:"]
-        lines += [f"    resource.setrlimit(resource.RLIMIT_DATA, (soft - {spare}, hard))", "del soft, hard"]
-    return "\n".join([*lines, "del file, os, resource, sys, tempfile"])
+def _preload(request: RunCodeRequest) -> str:
+    """Standard input, both as a descriptor and as sys.stdin; leaves no name behind."""
+    return f"""import os, sys, tempfile
+with tempfile.TemporaryFile() as file:
+    file.write({(request.stdin or "").encode()!r})
+    file.seek(0)
+    os.dup2(file.fileno(), 0)
+sys.stdin = open(0, encoding="utf-8", closefd=False)
+del file, os, sys, tempfile"""
 
 
 def _response(result: Result, fetched: dict[str, bytes]) -> RunCodeResponse:

@@ -174,7 +174,7 @@ def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, wa
     @app.post("/run_code")
     async def run_code(request: Request, body: fusion.RunCodeRequest) -> fusion.RunCodeResponse:
         async def work() -> fusion.RunCodeResponse:
-            response, result = await fusion.serve(body, limits=pool.limits, open_box=lambda **inputs: opened(wait_s=wait_s, **inputs))
+            response, result = await fusion.serve(body, open_box=lambda **inputs: opened(wait_s=wait_s, **inputs))
             if result is not None:
                 metrics.called(result)
             return response
