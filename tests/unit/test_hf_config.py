@@ -5,9 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.weights.hf_config import hf_shapes, read_config, rows_of
+from megatron_rl.weights.mapping import canonical
 from tools.data.make_shapes import SIZES, released_config
 
 PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
@@ -53,3 +55,8 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"^--hf={tmp_path}: .*{said}"):
         read_config(tmp_path, key="--hf")
+
+
+def test_the_expected_tensors_are_those_that_transformers_saves(random_model: Path) -> None:
+    saved = load_file(random_model / "model.safetensors")
+    assert hf_shapes(read_config(random_model)) == {canonical(name): tensor.shape for name, tensor in saved.items()}
