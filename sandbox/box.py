@@ -24,6 +24,7 @@ MESSAGES = {
     "system call": "the code made a system call that no program here may make",
 }
 """limit -> why the box was killed; what follows is the same for all."""
+DYING_S = 2.0
 CONSEQUENCE = "its processes were killed; variables, imports and files of earlier calls are lost"
 
 
@@ -144,6 +145,8 @@ class Box:
         dropped = tuple(drop for _, drop in printed if drop is not None)
         texts = {"id": self._calls, "text": printed[0][0], "stderr": printed[1][0], "state_lost": state_lost}
         if reply is None:
+            if trouble == "gone":  # the channel ends before the process does, unless the code closed it and lives on
+                await asyncio.wait([life.ended], timeout=DYING_S)
             exit_ = await self._end(life)
             fault, limit, error = self._verdict(life, exit_, late=late, trouble=trouble, seconds=seconds)
             return Result(**texts, fault=fault, limit=limit, error=error, dropped=dropped, usage=Usage(wall_s=wall_s, cpu_s=exit_.cpu_s))
@@ -174,8 +177,9 @@ class Box:
         if exit_.status is None:
             return Fault.HOST, None, Error(type="HostFault", message="the zygote died, and the box with it")
         ended = os.waitstatus_to_exitcode(exit_.status)
-        if trouble != "gone":
-            return Fault.CODE, None, Error(type="InterpreterBroken", message=f"{trouble}: {CONSEQUENCE}")
+        if life.killed:
+            message = "the code closed the interpreter's channel" if trouble == "gone" else trouble
+            return Fault.CODE, None, Error(type="InterpreterBroken", message=f"{message}: {CONSEQUENCE}")
         if ended == -signal.SIGKILL and self._keeper.layers.pid_ns:  # nothing inside a pid namespace can kill its first process
             return Fault.HOST, None, Error(type="HostFault", message="somebody on the host killed the box: out of memory?")
         how = signal.Signals(-ended).name if ended < 0 else f"exit status {ended}"

@@ -42,6 +42,8 @@ class Life:
     streams: tuple[int, int]
     """memfds of standard output and error; the pool's own copies, so that they outlive the process."""
     ended: asyncio.Future[Exit]
+    killed: bool = False
+    """By the pool."""
     verdict: str | None = None
     """The limit for which the watchdog took it down."""
 
@@ -126,6 +128,7 @@ class Keeper:
     async def end(self, life: Life) -> Exit:
         """Kill the process and all that came from it, wait until they are gone."""
         if not life.ended.done():
+            life.killed = True
             if not self.layers.pid_ns:
                 kill_tree(life.pid)
             self._kill(life.id)

@@ -50,6 +50,10 @@ class Layers:
     seccomp: bool = False
     """An allow-list of system calls."""
 
+    def __post_init__(self) -> None:
+        if (self.read_only_root or self.private_tmp) and not self.mount_ns:
+            raise ValueError("layers: read_only_root and private_tmp need mount_ns, or they would change the host's own mount table")
+
     def names(self) -> list[str]:
         return [layer.name for layer in fields(self) if getattr(self, layer.name)]
 

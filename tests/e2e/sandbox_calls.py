@@ -1,0 +1,43 @@
+"""Prints, as JSON, what a pool without privilege says to calls that each meet another layer. Run by test_sandbox_cli.py."""
+
+import asyncio
+import json
+import time
+
+from PIL import Image
+
+from sandbox import Limits, Sandbox
+
+CALLS = {
+    "layers": "",
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', 1))",
+    "files": "open('/etc/passwd').read()",
+    "write": "open('/usr/x', 'w')",
+    "input": "open('image_0.png', 'wb')",
+    "replace": "import os\nos.rename('image_0.png', 'x.png')",
+    "image": "image_0.show()",
+    "namespace": "import ctypes\nctypes.CDLL(None, use_errno=True).unshare(0x10000000)",
+    "memory": "import mmap\nm = mmap.mmap(-1, 400 << 20)\nfor p in range(0, 400 << 20, 4096): m[p] = 1\nimport time; time.sleep(9)",
+    "processes": "import os, time\nfor k in range(40):\n  if os.fork() == 0: time.sleep(9)\nprint('forked')",
+    "time": "while True: pass",
+    "after": "import os; print(os.getpid(), os.getuid())",
+}
+
+
+async def main() -> None:
+    limits = Limits(memory=200 << 20, processes=10, call_s=5)
+    seen: dict[str, object] = {}
+    async with Sandbox(size=1, limits=limits) as pool, await pool.open(images={"image_0": Image.new("RGB", (50, 40))}) as box:
+        for name, code in CALLS.items():
+            result = await box.run(code, timeout_s=1 if name == "time" else None)
+            error = result.error.type if result.error else None
+            seen[name] = [result.fault.value, error, result.limit, result.text, len(result.images)]
+        seen["layers"] = pool.layers.names()
+        async with asyncio.timeout(5):
+            began = time.monotonic()
+            await box.close()
+            seen["closed_s"] = time.monotonic() - began
+    print(json.dumps(seen))
+
+
+asyncio.run(main())

@@ -1,0 +1,39 @@
+"""As root: python unprivileged.py COMMAND... runs it as a user without any right, in a mount table where that user can reach the interpreter.
+
+An interpreter often lies below a home that only its owner may enter; such folders are covered by open ones that show the interpreter alone.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from sandbox import kernel
+
+UID = 123456789
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def closed_above(path: Path) -> Path | None:
+    return next((folder for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001), None)
+
+
+def main() -> None:
+    needed = {Path(os.path.realpath(path)) for path in (sys.base_prefix, sys.prefix, ROOT)}
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    for closed in {closed_above(path) for path in needed} - {None}:
+        inside = {path: os.open(path, os.O_PATH) for path in needed if path.is_relative_to(closed)}
+        kernel.mount("tmpfs", str(closed), kind="tmpfs", data="mode=755")
+        for path, descriptor in inside.items():
+            path.mkdir(parents=True)
+            kernel.mount(f"/proc/self/fd/{descriptor}", str(path), flags=kernel.MS_BIND | kernel.MS_REC)
+            os.close(descriptor)
+    os.chdir(ROOT)
+    os.setgroups([])
+    os.setresgid(UID, UID, UID)
+    os.setresuid(UID, UID, UID)
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
