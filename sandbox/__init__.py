@@ -1,16 +1,16 @@
 """Runs untrusted Python, many boxes at once, with pictures in and out. No torch; the threat model is README.md.
 
-    async with Sandbox(size=8) as pool:
-        async with await pool.open(images={"image_0": picture}) as box:
-            result = await box.run("image_0.crop((0, 0, 64, 64)).show()")
+async with Sandbox(size=8) as pool:
+    async with await pool.open(images={"image_0": picture}) as box:
+        result = await box.run("image_0.crop((0, 0, 64, 64)).show()")
 """
 
-from sandbox.layers import Layers
 from sandbox.box import Box
+from sandbox.layers import Layers
 from sandbox.pool import Sandbox
 from sandbox.types import BoxClosed, Dropped, Error, Fault, HostFault, Isolation, Limits, Picture, PoolFull, Result, Usage
 
 __all__ = [
-    "Box", "BoxClosed", "Dropped", "Error", "Fault", "HostFault", "Isolation", "Layers", "Limits", "Picture", "PoolFull", "Result", "Sandbox",
-    "Usage",
+    "Box", "BoxClosed", "Dropped", "Error", "Fault", "HostFault", "Isolation",
+    "Layers", "Limits", "Picture", "PoolFull", "Result", "Sandbox", "Usage",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from sandbox import frames, replies
 from sandbox.keeper import Exit, Life
-from sandbox.types import BoxClosed, Dropped, Error, Fault, HostFault, Limits, Result, Usage
+from sandbox.types import BoxClosed, Error, Fault, HostFault, Limits, Result, Usage
 
 if TYPE_CHECKING:
     from sandbox.cgroups import Group
@@ -47,7 +47,10 @@ class Box:
         self._out_of_memory = 0
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
-        """Execute `code` in the box's namespace. A cancelled run kills the box's processes. Raises BoxClosed; all other trouble is in the result."""
+        """Execute `code` in the box's namespace; a cancelled run kills the box's processes.
+
+        Raises BoxClosed; all other trouble is in the result.
+        """
         async with self._lock:
             self._check_open()
             self._calls += 1
@@ -141,9 +144,10 @@ class Box:
         except frames.Malformed as error:
             trouble = f"the box spoke nonsense: {error}"
         wall_s = time.perf_counter() - began
-        printed = [replies.read_stream(stream, what=what, limits=self._limits) for stream, what in zip(life.streams, ("text", "stderr"), strict=True)]
-        dropped = tuple(drop for _, drop in printed if drop is not None)
-        texts = {"id": self._calls, "text": printed[0][0], "stderr": printed[1][0], "state_lost": state_lost}
+        text, text_cut = replies.read_stream(life.streams[0], what="text", limits=self._limits)
+        stderr, stderr_cut = replies.read_stream(life.streams[1], what="stderr", limits=self._limits)
+        dropped = tuple(cut for cut in (text_cut, stderr_cut) if cut is not None)
+        texts = {"id": self._calls, "text": text, "stderr": stderr, "state_lost": state_lost}
         if reply is None:
             if trouble == "gone":  # the channel ends before the process does, unless the code closed it and lives on
                 await asyncio.wait([life.ended], timeout=DYING_S)

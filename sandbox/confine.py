@@ -1,8 +1,8 @@
 """Entering the layers, in the order that lets each be entered: first what the zygote shares with all boxes, then a box's own.
 
-    zygote   user_ns -> mount_ns + read_only_root
-    box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns -> private_tmp and inputs
-             -> rlimits -> drop_uid -> capabilities -> landlock -> seccomp
+zygote   user_ns -> mount_ns + read_only_root
+box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns -> private_tmp and inputs
+         -> rlimits -> drop_uid -> capabilities -> landlock -> seccomp
 """
 
 import os

@@ -30,7 +30,7 @@ def pack(message: dict[str, object], blobs: Sequence[bytes] = ()) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader, *, max_bytes: int) -> Frame:
-    """One frame whose byte strings are `max_bytes` together at most. Raises Malformed, or IncompleteReadError where the other side is gone."""
+    """One frame whose byte strings are `max_bytes` together at most. Raises Malformed, or IncompleteReadError when the box is gone."""
     num_text, num_blobs = HEAD.unpack(await reader.readexactly(HEAD.size))
     if num_text > MAX_JSON or num_blobs > MAX_BLOBS:
         raise Malformed(f"{num_text} bytes of JSON and {num_blobs} byte strings")

@@ -73,4 +73,8 @@ def _is_variable(name: str) -> bool:
 
 def _is_name(name: str) -> bool:
     parts = name.split("/")
-    return "\0" not in name and len(parts) <= 8 and all(part not in ("", ".", "..") and len(part.encode("utf-8", "replace")) <= 200 for part in parts)
+    return (
+        "\0" not in name
+        and len(parts) <= 8
+        and all(part not in ("", ".", "..") and len(part.encode("utf-8", "replace")) <= 200 for part in parts)
+    )

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 
 from sandbox.frames import MAX_CONTROL
 from sandbox.layers import SOURCE, Layers
+from sandbox.mounts import BOX
 from sandbox.types import HostFault, Limits
 
 START_S = 60.0
@@ -42,13 +44,18 @@ class Life:
     streams: tuple[int, int]
     """memfds of standard output and error; the pool's own copies, so that they outlive the process."""
     ended: asyncio.Future[Exit]
+    directory: str | None
+    """Of the host, to be removed with it; None where it lies in the box's own root."""
     killed: bool = False
     """By the pool."""
     verdict: str | None = None
     """The limit for which the watchdog took it down."""
 
     def forget(self) -> None:
+        """Lets go of what the pool holds of a dead one."""
         self.writer.transport.abort()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
         for descriptor in self.streams:
             os.close(descriptor)
 
@@ -98,20 +105,24 @@ class Keeper:
             await self.stop()
             raise
 
-    async def spawn(self, *, slot: int, directory: str) -> Life:
+    async def spawn(self, slot: int) -> Life:
         """A fresh process that waits for its inputs. Raises HostFault."""
         if not self.alive:
             raise HostFault("the zygote is gone")
+        directory = None if self.layers.read_only_root else tempfile.mkdtemp(prefix="sandbox-")
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         streams = tuple(os.memfd_create(name, os.MFD_CLOEXEC) for name in ("stdout", "stderr"))
         self._next += 1
         number = self._next
         self._waiting[number], self._ended[number] = loop.create_future(), loop.create_future()
+        ended = self._ended[number]
         try:
+            if directory is not None:
+                os.chmod(directory, 0o755)
             for stream in streams:
-                _append_only(stream)
-            self._say({"spawn": number, "slot": slot, "directory": directory}, [theirs.fileno(), *streams])
+                fcntl.fcntl(stream, fcntl.F_SETFL, os.O_APPEND)  # the box's own writes and its children's come one behind the other
+            self._say({"spawn": number, "slot": slot, "directory": directory or BOX}, [theirs.fileno(), *streams])
             theirs.close()
             pid = await self._waiting[number]
             ours.setblocking(False)
@@ -121,9 +132,11 @@ class Keeper:
             theirs.close()
             for stream in streams:
                 os.close(stream)
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
             self._kill(number)
             raise
-        return Life(id=number, pid=pid, reader=reader, writer=writer, streams=streams, ended=self._ended[number])
+        return Life(number, pid, reader, writer, streams=streams, ended=ended, directory=directory)
 
     async def end(self, life: Life) -> Exit:
         """Kill the process and all that came from it, wait until they are gone."""
@@ -215,8 +228,3 @@ def kill_tree(pid: int) -> None:
                         found = True
             if not found:
                 return
-
-
-def _append_only(descriptor: int) -> None:
-    """Both of the box's ends of a stream, and whatever it starts, write behind each other."""
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)

@@ -1,4 +1,4 @@
-"""Linux system calls that Python 3.11 has no words for, through libc. Every one raises OSError with the call's name. Constants: Linux uapi."""
+"""Linux system calls that Python 3.11 has no words for, through libc. Each raises OSError with its name. Constants: Linux uapi."""
 
 import ctypes
 import os
@@ -62,7 +62,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def harden_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
-    """Adds attributes (read-only, nosuid, ...) to a mount and all below it; unlike a remount it cannot clear those locked by an outer owner."""
+    """Adds attributes (read-only, nosuid, ...) to a mount and all below it; unlike a remount it clears none that an outer owner locked."""
     wanted = _MountAttributes(attr_set=attributes)
     arguments = (AT_FDCWD, target.encode(), AT_RECURSIVE if recursive else 0, ctypes.byref(wanted), ctypes.sizeof(wanted))
     syscall(SYS_MOUNT_SETATTR, *arguments, name=f"mount_setattr({target})")

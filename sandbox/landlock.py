@@ -1,4 +1,4 @@
-"""Landlock (Linux 5.13 and later): which files the process and its children may touch, whatever their uid; TCP and signals where the kernel knows them.
+"""Landlock (Linux 5.13 and later): which files a process and its children may touch, whatever their uid; TCP and signals in later kernels.
 
 Numbers: include/uapi/linux/landlock.h. A right that the running kernel does not know is left out of the handled set.
 """

@@ -82,5 +82,6 @@ def choose(offers: Mapping[str, str | None]) -> Layers:
         missing += [] if taken.intersection(pair) else pair
     if missing:
         reasons = "; ".join(f"{name}: {offers[name]}" for name in missing)
-        raise HostFault(f'this host offers no isolation ({reasons}). isolation="none" runs the code unconfined, with all that this user may do')
+        remedy = 'isolation="none" runs the code unconfined, with all that this user may do'
+        raise HostFault(f"this host offers no isolation ({reasons}). {remedy}")
     return Layers(**dict.fromkeys(taken, True))

@@ -77,7 +77,7 @@ def make_directories(directory: str, *, owner: int | None) -> str:
 
 
 def write_inputs(work: str, inputs: Mapping[str, bytes], *, owner: int | None, mounted: bool) -> None:
-    """Inputs as files that nobody may write; with `mounted` each is a read-only mount too: not to be replaced, renamed or deleted either."""
+    """Inputs as files that nobody may write; with `mounted` each is a read-only mount too, not to be replaced, renamed or deleted."""
     for name, content in inputs.items():
         path = f"{work}/{name}"
         for folder in reversed(Path(name).parents[:-1]):

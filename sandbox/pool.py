@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -11,11 +9,11 @@ from typing import Self
 import psutil
 from PIL import Image
 
-from sandbox import cgroups, frames, layers as layers_, mounts
+from sandbox import cgroups, frames
 from sandbox.box import Box
 from sandbox.inputs import Input, collect
-from sandbox.keeper import Keeper, Life
-from sandbox.layers import Layers
+from sandbox.keeper import Exit, Keeper, Life
+from sandbox.layers import Layers, choose, offered
 from sandbox.types import BoxClosed, HostFault, Isolation, Limits, PoolFull
 
 MAX_SIZE = 256
@@ -30,7 +28,9 @@ class Sandbox:
     layers: Layers
     """Those in force once the pool is started."""
 
-    def __init__(self, *, size: int = 8, limits: Limits | None = None, layers: Layers | None = None, isolation: str = Isolation.AUTO.value) -> None:
+    def __init__(
+        self, *, size: int = 8, limits: Limits | None = None, layers: Layers | None = None, isolation: str = Isolation.AUTO.value
+    ) -> None:
         if not 1 <= size <= MAX_SIZE:
             raise ValueError(f"size is {size}: from 1 to {MAX_SIZE}; a larger service has several pools")
         self.size = size
@@ -49,13 +49,13 @@ class Sandbox:
     async def start(self) -> None:
         """Raises HostFault, with every missing layer and its reason, where the host offers no room and isolation is not "none"."""
         assert not self._started, "the pool is running"
-        self.layers = self._wanted if self._wanted is not None else layers_.choose(layers_.offered())
+        self.layers = self._wanted if self._wanted is not None else choose(offered())
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(self.size):
             self._free.put_nowait(slot)
         self._boxes: dict[int, tuple[Box, int, list[Input], str]] = {}
         self._next = 0
-        self._directories: dict[int, str] = {}
+        self._spares: dict[int, asyncio.Task[Life | None]] = {}
         try:
             self._groups = cgroups.Groups(size=self.size, limits=self.limits) if self.layers.cgroup else None
         except OSError as error:
@@ -68,6 +68,8 @@ class Sandbox:
             raise
         self._watch = asyncio.create_task(self._watchdog()) if self.layers.watchdog else None
         self._started = True
+        for slot in range(self.size):
+            self._prepare(slot)
 
     async def close(self) -> None:
         """Kill every box and the zygote; nothing of them is left. Twice is once."""
@@ -79,6 +81,9 @@ class Sandbox:
             await asyncio.gather(self._watch, return_exceptions=True)
         self._free.put_nowait(CLOSED)
         await asyncio.gather(*(box.close() for box, *_ in list(self._boxes.values())))
+        for life in await asyncio.gather(*self._spares.values()):
+            if life is not None:
+                await self._end(life)
         await self._keeper.stop()
         self._remove_groups()
 
@@ -131,16 +136,8 @@ class Sandbox:
     async def _begin(self, box: Box) -> Life:
         """A fresh interpreter for the box, its inputs loaded and its preload run."""
         _, slot, inputs, preload = self._boxes[box.id]
-        async with self._starting:
-            if not self._keeper.alive:
-                await self._keeper.stop()
-                await self._keeper.start()
-        self._remove_directory(box)
-        directory = mounts.BOX if self.layers.read_only_root else self._make_directory(box)
-        life = await self._keeper.spawn(slot=slot, directory=directory)
+        life = await self._spare_or_new(slot)
         try:
-            if self._groups:
-                self._groups.slots[slot].join(life.pid)
             async with asyncio.timeout(self.limits.open_s):
                 listed = [{"name": item.name, "image": item.image, "variable": item.variable} for item in inputs]
                 life.writer.write(frames.pack({"inputs": listed, "preload": preload}, [item.content for item in inputs]))
@@ -150,32 +147,60 @@ class Sandbox:
             if "host" in answer:
                 raise HostFault(str(answer["host"]))
         except BaseException as error:
-            exit_ = await asyncio.shield(self._keeper.end(life))
-            life.forget()
+            exit_ = await asyncio.shield(self._end(life))
             if isinstance(error, TimeoutError):
                 raise ValueError(f"opening took longer than {self.limits.open_s:g} s (Limits.open_s): the preload, or an image") from error
-            if isinstance(error, asyncio.IncompleteReadError | ConnectionError | ProcessLookupError):
+            if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                 raise _early_end(exit_.status) from error
-            if isinstance(error, OSError):
-                raise HostFault(f"cgroup: {error}") from error
             raise
         return life
 
+    async def _spare_or_new(self, slot: int) -> Life:
+        task = self._spares.pop(slot, None)
+        if task is not None:
+            life = await task
+            if life is not None and not life.ended.done():
+                return life
+            if life is not None:
+                life.forget()
+        async with self._starting:
+            if not self._keeper.alive:
+                await self._keeper.stop()
+                await self._keeper.start()
+        return await self._spawn(slot)
+
+    async def _spawn(self, slot: int) -> Life:
+        """A process in its place's control group, waiting for inputs. Raises HostFault."""
+        life = await self._keeper.spawn(slot)
+        try:
+            if self._groups:
+                self._groups.slots[slot].join(life.pid)
+        except OSError as error:
+            await self._end(life)
+            raise HostFault(f"cgroup: {error}") from error
+        return life
+
+    def _prepare(self, slot: int) -> None:
+        """Fork a process for a free place ahead of time: most of what an opening costs."""
+
+        async def spare() -> Life | None:
+            try:
+                return await self._spawn(slot)
+            except HostFault:  # whoever opens the next box will try again, and hear of it
+                return None
+
+        self._spares[slot] = asyncio.create_task(spare())
+
+    async def _end(self, life: Life) -> Exit:
+        exit_ = await self._keeper.end(life)
+        life.forget()
+        return exit_
+
     async def _release(self, box: Box) -> None:
         _, slot, *_ = self._boxes.pop(box.id)
-        self._remove_directory(box)
+        if self._started:
+            self._prepare(slot)
         self._free.put_nowait(slot)
-
-    def _make_directory(self, box: Box) -> str:
-        """Where the host's root is the box's too: a folder of the host, under a tmpfs of the box's own if it has one."""
-        self._directories[box.id] = tempfile.mkdtemp(prefix="sandbox-")
-        os.chmod(self._directories[box.id], 0o755)
-        return self._directories[box.id]
-
-    def _remove_directory(self, box: Box) -> None:
-        directory = self._directories.pop(box.id, None)
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
 
     def _remove_groups(self) -> None:
         if self._groups is not None:

@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 
 from sandbox import images
-from sandbox.types import Dropped, Error, Limits, Picture
 from sandbox.frames import Frame, Malformed
+from sandbox.types import Dropped, Error, Limits, Picture
 
 MAX_NAME = 4096
 MAX_MESSAGE = 2000

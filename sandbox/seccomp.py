@@ -25,21 +25,21 @@ ALLOWED = {
     # memory
     "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26, "mincore": 27, "madvise": 28, "membarrier": 324,
     # files
-    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "pread64": 17, "pwrite64": 18, "readv": 19,
-    "writev": 20, "access": 21, "pipe": 22, "dup": 32, "dup2": 33, "sendfile": 40, "fcntl": 72, "flock": 73, "fsync": 74, "fdatasync": 75,
-    "truncate": 76, "ftruncate": 77, "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83, "rmdir": 84,
-    "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94,
-    "umask": 95, "utime": 132, "mknod": 133, "statfs": 137, "fstatfs": 138, "getxattr": 191, "lgetxattr": 192, "fgetxattr": 193,
-    "listxattr": 194, "llistxattr": 195, "flistxattr": 196, "getdents64": 217, "fadvise64": 221, "utimes": 235, "openat": 257,
-    "mkdirat": 258, "mknodat": 259, "fchownat": 260, "futimesat": 261, "newfstatat": 262, "unlinkat": 263, "renameat": 264, "linkat": 265,
-    "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "faccessat": 269, "splice": 275, "sync_file_range": 277, "utimensat": 280,
-    "fallocate": 285, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "renameat2": 316, "copy_file_range": 326, "preadv2": 327,
-    "pwritev2": 328, "statx": 332, "close_range": 436, "openat2": 437, "faccessat2": 439,
+    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "pread64": 17, "pwrite64": 18,
+    "readv": 19, "writev": 20, "access": 21, "pipe": 22, "dup": 32, "dup2": 33, "sendfile": 40, "fcntl": 72, "flock": 73, "fsync": 74,
+    "fdatasync": 75, "truncate": 76, "ftruncate": 77, "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83,
+    "rmdir": 84, "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "chmod": 90, "fchmod": 91, "chown": 92,
+    "fchown": 93, "lchown": 94, "umask": 95, "utime": 132, "mknod": 133, "statfs": 137, "fstatfs": 138, "getxattr": 191, "lgetxattr": 192,
+    "fgetxattr": 193, "listxattr": 194, "llistxattr": 195, "flistxattr": 196, "getdents64": 217, "fadvise64": 221, "utimes": 235,
+    "openat": 257, "mkdirat": 258, "mknodat": 259, "fchownat": 260, "futimesat": 261, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
+    "linkat": 265, "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "faccessat": 269, "splice": 275, "sync_file_range": 277,
+    "utimensat": 280, "fallocate": 285, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "renameat2": 316,
+    "copy_file_range": 326, "preadv2": 327, "pwritev2": 328, "statx": 332, "close_range": 436, "openat2": 437, "faccessat2": 439,
     # waiting
-    "poll": 7, "select": 23, "pause": 34, "nanosleep": 35, "epoll_create": 213, "clock_nanosleep": 230, "epoll_wait": 232, "epoll_ctl": 233,
-    "pselect6": 270, "ppoll": 271, "epoll_pwait": 281, "eventfd": 284, "eventfd2": 290, "epoll_create1": 291, "epoll_pwait2": 441,
-    "inotify_init": 253, "inotify_add_watch": 254, "inotify_rm_watch": 255, "inotify_init1": 294, "timerfd_create": 283,
-    "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd": 282, "signalfd4": 289,
+    "poll": 7, "select": 23, "pause": 34, "nanosleep": 35, "epoll_create": 213, "clock_nanosleep": 230, "epoll_wait": 232,
+    "epoll_ctl": 233, "pselect6": 270, "ppoll": 271, "epoll_pwait": 281, "eventfd": 284, "eventfd2": 290, "epoll_create1": 291,
+    "epoll_pwait2": 441, "inotify_init": 253, "inotify_add_watch": 254, "inotify_rm_watch": 255, "inotify_init1": 294,
+    "timerfd_create": 283, "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd": 282, "signalfd4": 289,
     # signals
     "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "kill": 62, "rt_sigpending": 127, "rt_sigtimedwait": 128,
     "rt_sigqueueinfo": 129, "rt_sigsuspend": 130, "sigaltstack": 131, "tkill": 200, "tgkill": 234, "pidfd_send_signal": 424,
@@ -51,22 +51,22 @@ ALLOWED = {
     "getcpu": 309, "rseq": 334, "pidfd_open": 434, "futex_waitv": 449, "sched_getparam": 143, "sched_getscheduler": 145,
     "sched_get_priority_max": 146, "sched_get_priority_min": 147,
     # who and when
-    "getpid": 39, "uname": 63, "gettimeofday": 96, "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104,
-    "geteuid": 107, "getegid": 108, "getppid": 110, "getgroups": 115, "getresuid": 118, "getresgid": 120, "capget": 125, "setrlimit": 160,
-    "gettid": 186, "time": 201, "clock_gettime": 228, "clock_getres": 229, "prlimit64": 302, "getrandom": 318,
-    "alarm": 37, "getitimer": 36, "setitimer": 38, "timer_create": 222, "timer_settime": 223, "timer_gettime": 224, "timer_getoverrun": 225,
-    "timer_delete": 226,
+    "getpid": 39, "uname": 63, "gettimeofday": 96, "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102,
+    "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110, "getgroups": 115, "getresuid": 118, "getresgid": 120, "capget": 125,
+    "setrlimit": 160, "gettid": 186, "time": 201, "clock_gettime": 228, "clock_getres": 229, "prlimit64": 302, "getrandom": 318,
+    "alarm": 37, "getitimer": 36, "setitimer": 38, "timer_create": 222, "timer_settime": 223, "timer_gettime": 224,
+    "timer_getoverrun": 225, "timer_delete": 226,
     # the far end of a socketpair; socket(2) is not here
     "sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "getsockname": 51, "getpeername": 52, "setsockopt": 54,
     "getsockopt": 55, "recvmmsg": 299, "sendmmsg": 307,
 }  # fmt: skip
 
 HOSTILE = {
-    "ptrace": 101, "pivot_root": 155, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169,
-    "init_module": 175, "delete_module": 176, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "unshare": 272,
-    "perf_event_open": 298, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
-    "finit_module": 313, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429,
-    "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
+    "ptrace": 101, "pivot_root": 155, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168,
+    "reboot": 169, "init_module": 175, "delete_module": 176, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
+    "unshare": 272, "perf_event_open": 298, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
+    "kcmp": 312, "finit_module": 313, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
 }  # fmt: skip
 
 CLONE, CLONE3, SOCKETPAIR, PRCTL, IOCTL = 56, 435, 53, 157, 16
@@ -136,7 +136,7 @@ class _Program(ctypes.Structure):
 
 
 def restrict() -> None:
-    """Puts the filter on this thread and all it starts, for good. Needs no_new_privs. Raises OSError, also on other machines than x86-64."""
+    """Puts the filter on this thread and all it starts, for good. Needs no_new_privs. Raises OSError, also where this is no x86-64."""
     if os.uname().machine != "x86_64":
         raise OSError(ENOSYS, f"the table of system calls is x86-64's, this machine is {os.uname().machine}")
     code = program()

@@ -8,7 +8,7 @@ from PIL import Image
 
 
 class Fault(Enum):
-    """Who is to blame for a call without a result. The policy answers for `code`: it is scored and trained on. `host` is ours: never scored."""
+    """Who is to blame for a call without a result. The policy answers for `code`: scored, trained on. `host` is ours: never scored."""
 
     NONE = "none"
     CODE = "code"
@@ -16,7 +16,7 @@ class Fault(Enum):
 
 
 class Isolation(Enum):
-    """`auto` takes every layer that the host offers and refuses to run where they do not make a room; `none` runs without any, knowingly."""
+    """`auto` takes every layer that the host offers and refuses to run where they make no room; `none` runs without any, knowingly."""
 
     AUTO = "auto"
     NONE = "none"
@@ -83,7 +83,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Error:
-    """Why a call did not end well. `type` is the exception's class, or, for what killed the box, the name of the limit: see `Result.limit`."""
+    """Why a call did not end well. `type` is the exception's class; of a killed box LimitExceeded, InterpreterDied or InterpreterBroken."""
 
     type: str
     message: str

@@ -1,9 +1,11 @@
 """The process that a box is: reads its inputs, locks itself in, then executes calls until its channel closes.
 
-It shares its interpreter with the code it runs, so nothing that it says is believed outside (replies.py): it can only speak ill of its own box.
+It shares its interpreter with the code it runs, so nothing that it says is believed outside (replies.py):
+it can only speak ill of its own box.
 """
 
 import builtins
+import contextlib
 import errno
 import io
 import linecache
@@ -35,18 +37,20 @@ class BadInput(ValueError):
 
 
 def serve(channel: socket.socket, *, room: confine.Room, proc: int, streams: tuple[int, int]) -> None:
-    """Everything after the fork. Returns when the pool has closed the channel."""
+    """Everything after the fork, until the pool closes the channel. Up to its inputs it is the same for all, and may wait for them."""
     for number, handler in ((signal.SIGCHLD, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         signal.signal(number, handler)
     signal.set_wakeup_fd(-1)
-    message, blobs = frames.receive(channel)
     try:
         confine.enter_namespaces(room.layers, proc=proc)
         os.close(proc)
+        message, blobs = frames.receive(channel)
         names = [str(item["name"]) for item in message["inputs"]]
         work = confine.furnish(room, dict(zip(names, blobs, strict=True)))
         set_environment(room.directory)
         confine.lock(room)
+    except EOFError:  # never opened
+        return
     except OSError as error:
         channel.sendall(frames.pack({"host": f"{type(error).__name__}: {error}"}))
         return
@@ -61,9 +65,9 @@ def serve(channel: socket.socket, *, room: confine.Room, proc: int, streams: tup
 
 
 def set_environment(directory: str) -> None:
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name in os.environ}
-    os.environ.clear()
-    os.environ.update(kept, HOME=f"{directory}/tmp", TMPDIR=f"{directory}/tmp", USER="box")
+    """The zygote's own, which has nothing of the pool's, with the box's folders."""
+    del os.environ["PYTHONPATH"], os.environ["MPLCONFIGDIR"]
+    os.environ.update(HOME=f"{directory}/tmp", TMPDIR=f"{directory}/tmp", USER="box")
 
 
 class Session:
@@ -83,7 +87,7 @@ class Session:
         sys.path[0:0] = [""]
         self.scope = module.__dict__
         random.seed()
-        np.random.seed()  # noqa: NPY002  # the state that user code shares; a fork would give every box the same numbers
+        np.random.seed()  # the state that user code shares; a fork would give every box the same numbers
         self.gallery = Gallery(room.limits, work=work)
 
     def load(self, inputs: list[dict[str, object]], *, preload: str) -> None:
@@ -161,17 +165,18 @@ class Session:
         for number, stream in enumerate(self.streams, start=1):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (
-            io.TextIOWrapper(open(number, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True) for number in (1, 2)
+            io.TextIOWrapper(
+                io.BufferedWriter(io.FileIO(number, "wb", closefd=False)), encoding="utf-8", errors="replace", line_buffering=True
+            )
+            for number in (1, 2)
         )
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
         return sys.stdout, sys.stderr
 
     def _close_streams(self, *streams: TextIO) -> None:
         for stream in streams:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # full, or closed by the code
                 stream.flush()
-            except (OSError, ValueError):  # full, or closed by the code
-                pass
 
     def _decode(self, name: str) -> Image.Image:
         try:

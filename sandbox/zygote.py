@@ -7,6 +7,7 @@ It is started as `python -m sandbox.zygote SETTINGS` with the pool's control soc
 When the control socket closes it kills every box, waits for them and exits.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from sandbox import confine, kernel, worker
 from sandbox.frames import MAX_CONTROL
@@ -39,7 +41,7 @@ class Zygote:
         self.selector = selectors.DefaultSelector()
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
         self.number = os.getpid()
-        memory = [int(field) * PAGE for field in open("/proc/self/statm").read().split()]
+        memory = [int(field) * PAGE for field in Path("/proc/self/statm").read_text().split()]
         self.resident, self.data = memory[1], memory[5]
 
     def serve(self) -> None:
@@ -137,10 +139,8 @@ class Zygote:
             os.waitpid(child.pid, 0)
 
     def say(self, message: dict[str, object]) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool is gone: the next look at the socket says so too
             self.control.send(json.dumps(message).encode())
-        except (BrokenPipeError, ConnectionResetError):  # the pool is gone: the next look at the socket says so too
-            pass
 
 
 def main(settings: str) -> None:

@@ -54,7 +54,9 @@ def left_behind() -> dict[str, object]:
     groups = {path for place in own_groups().values() for path in place.glob("sandbox-*")} if Path("/proc/self/cgroup").exists() else set()
     return {
         "processes": {child.pid for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE},
-        "descriptors": {number: os.readlink(f"/proc/self/fd/{number}") for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)},
+        "descriptors": {
+            number: os.readlink(f"/proc/self/fd/{number}") for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)
+        },
         "threads": {thread.name for thread in threading.enumerate()},
         "files": {entry.name for entry in Path(gettempdir()).glob("sandbox-*")},
         "groups": {path for path in groups if path.name.split("-")[1] == str(os.getpid())},

@@ -4,9 +4,12 @@ import asyncio
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -45,7 +48,7 @@ def room() -> Iterator[Room]:
     ],
     ids=["loop", "sleep", "ignores signals", "system call", "shared memory"],
 )
-def test_a_kill_is_the_codes_fault_keeps_what_was_printed_and_loses_the_state(room, code, limit, message):
+def test_a_kill_is_the_codes_fault_keeps_what_was_printed_and_loses_the_state(room: Room, code: str, limit: str, message: str):
     results = room.run("x = 1; open('a', 'w').close()", code, "import os; print('x' in dir(), os.listdir('.'))", "print('y')")
     killed, fresh, later = results[1:]
     assert killed.fault is Fault.CODE
@@ -71,16 +74,19 @@ def test_a_kill_is_the_codes_fault_keeps_what_was_printed_and_loses_the_state(ro
     ],
     ids=["memory at once", "memory by and by", "one file", "files", "inodes", "output", "processes", "threads"],
 )
-def test_a_limit_that_can_be_an_exception_is_one_and_the_state_stays(room, code, limit):
+def test_a_limit_that_can_be_an_exception_is_one_and_the_state_stays(room: Room, code: str, limit: str):
     results = room.run("x = 1", code, "print(x)")
     assert (results[1].fault, results[1].limit) == (Fault.CODE, limit), results[1]
     assert (results[2].text, results[2].state_lost) == ("1\n", False), results[2]
 
 
-def test_processor_time_is_bounded_in_total(room):
+def test_processor_time_is_bounded_in_total(room: Room):
     async def calls():
         async with await room.pool.open() as box:
-            return [await box.run("import time\nend = time.process_time() + 0.8\nwhile time.process_time() < end: pass", timeout_s=30) for _ in range(4)]
+            return [
+                await box.run("import time\nend = time.process_time() + 0.8\nwhile time.process_time() < end: pass", timeout_s=30)
+                for _ in range(4)
+            ]
 
     results = room.do(calls())
     assert [result.limit for result in results[:2]] == [None] * 2
@@ -99,18 +105,19 @@ def test_processor_time_is_bounded_in_total(room):
     ],
     ids=["exit", "segfault", "abort", "closes all", "nonsense", "long frame"],
 )
-def test_a_box_that_breaks_itself_is_at_fault_and_replaced(room, code):
+def test_a_box_that_breaks_itself_is_at_fault_and_replaced(room: Room, code: str):
     broken, after = room.run(code, "print('fine')")
     assert (broken.fault, broken.limit) == (Fault.CODE, None), broken
     assert broken.error.type in ("InterpreterDied", "InterpreterBroken")
     assert (after.text, after.state_lost) == ("fine\n", True)
 
 
-def test_a_forged_reply_is_never_the_next_calls_answer(room):
+def test_a_forged_reply_is_never_the_next_calls_answer(room: Room):
     forge = (
         "import gc, socket, sys\nframes = sys.modules['sandbox.frames']\n"
         "s = next(o for o in gc.get_objects() if isinstance(o, socket.socket))\n"
-        "s.sendall(frames.pack({'id': 1, 'error': None, 'limit': None, 'sources': [], 'dropped': [], 'files': {}, 'cpu_s': 0.0, 'memory': 1}))"
+        "reply = {'id': 1, 'error': None, 'limit': None, 'sources': [], 'dropped': [], 'files': {}, 'cpu_s': 0.0, 'memory': 1}\n"
+        "s.sendall(frames.pack(reply))"
     )
     forged, next_, after = room.run(forge, "print(2)", "print(3)")
     assert forged.fault is Fault.NONE
@@ -118,7 +125,7 @@ def test_a_forged_reply_is_never_the_next_calls_answer(room):
     assert (after.text, after.state_lost) == ("3\n", True)
 
 
-def test_source_that_is_too_long_is_not_sent(room):
+def test_source_that_is_too_long_is_not_sent(room: Room):
     long, after = room.run("#" * 10_000_000, "print(1)")
     assert (long.fault, long.limit, long.error.type) == (Fault.CODE, "code", "CodeTooLong")
     assert (after.text, after.state_lost) == ("1\n", False)
@@ -144,7 +151,7 @@ def bomb(side: int) -> bytes:
     ],
     ids=["bomb", "huge bomb", "truncated", "damaged", "preload raises", "preload hangs", "preload exits"],
 )
-def test_a_box_that_cannot_be_opened_says_why_and_takes_no_place(room, inputs, word):
+def test_a_box_that_cannot_be_opened_says_why_and_takes_no_place(room: Room, inputs: dict[str, Any], word: str):
     for _ in range(1 if word == "open_s" else 2):
         with pytest.raises(ValueError, match=word):
             room.do(room.pool.open(**inputs))
@@ -152,7 +159,7 @@ def test_a_box_that_cannot_be_opened_says_why_and_takes_no_place(room, inputs, w
     assert room.run("print(1)")[0].text == "1\n"
 
 
-def test_a_full_pool_waits_or_says_so(room):
+def test_a_full_pool_waits_or_says_so(room: Room):
     async def calls():
         boxes = [await room.pool.open() for _ in range(2)]
         with pytest.raises(PoolFull, match="all 2 boxes"):
@@ -173,7 +180,7 @@ def test_a_full_pool_waits_or_says_so(room):
     assert room.pool.num_open == 0
 
 
-def test_a_cancelled_call_is_killed_and_others_go_on(room):
+def test_a_cancelled_call_is_killed_and_others_go_on(room: Room):
     async def calls():
         async with await room.pool.open() as box, await room.pool.open() as other:
             call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
@@ -189,7 +196,7 @@ def test_a_cancelled_call_is_killed_and_others_go_on(room):
     assert room.do(calls()) == ("1\n", True, "2\n")
 
 
-def test_calls_of_one_box_come_one_after_the_other(room):
+def test_calls_of_one_box_come_one_after_the_other(room: Room):
     async def calls():
         async with await room.pool.open() as box:
             return await asyncio.gather(*(box.run(f"import time; time.sleep(0.01); print({k})") for k in range(8)))
@@ -199,7 +206,7 @@ def test_calls_of_one_box_come_one_after_the_other(room):
     assert [result.id for result in results] == list(range(1, 9))
 
 
-def test_closing_a_box_ends_its_call(room):
+def test_closing_a_box_ends_its_call(room: Room):
     async def calls():
         box = await room.pool.open()
         call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
@@ -212,7 +219,7 @@ def test_closing_a_box_ends_its_call(room):
     assert room.pool.num_open == 0
 
 
-def test_the_hosts_trouble_is_the_hosts_fault(room):
+def test_the_hosts_trouble_is_the_hosts_fault(room: Room):
     async def calls():
         async with await room.pool.open() as box, await room.pool.open() as other:
             call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
@@ -231,8 +238,9 @@ def test_the_hosts_trouble_is_the_hosts_fault(room):
     assert (other.text, other.state_lost, after.text, after.state_lost) == ("1\n", True, "2\n", True)  # a new zygote
 
 
-def test_a_pool_leaves_nothing(room):
+def test_a_pool_leaves_nothing(room: Room, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Also of boxes that were killed, closed in a call, and left open."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def calls():
         async with Sandbox(size=3, limits=LIMITS) as pool:
@@ -248,14 +256,18 @@ def test_a_pool_leaves_nothing(room):
         with pytest.raises(BoxClosed):
             await running
 
-    room.do(asyncio.sleep(0))
+    async def settled():
+        await asyncio.gather(*room.pool._spares.values())
+
+    room.do(settled())
     before = left_behind()
     room.do(calls())
     assert left_behind() == before
 
 
-def test_none_is_only_none_when_told(room):
+def test_none_is_only_none_when_told(room: Room, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without any layer a time-out still kills everything that came from the call, sessions of their own included."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def calls():
         async with Sandbox(size=1, limits=LIMITS, isolation="none") as pool, await pool.open(files={"a": b"a"}) as box:
@@ -276,12 +288,12 @@ def test_none_is_only_none_when_told(room):
 
 
 @pytest.mark.parametrize("layer", ["read_only_root", "private_tmp"])
-def test_no_combination_of_layers_mounts_on_the_host(layer):
+def test_no_combination_of_layers_mounts_on_the_host(layer: str):
     with pytest.raises(ValueError, match="mount_ns"):
         Layers(**{layer: True})
 
 
 @pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 257}, {"isolation": "some"}, {"isolation": "none", "layers": Layers()}])
-def test_a_pool_that_makes_no_sense_is_refused(arguments):
+def test_a_pool_that_makes_no_sense_is_refused(arguments: dict[str, Any]):
     with pytest.raises(ValueError, match="size|some|isolation"):
         Sandbox(**arguments)

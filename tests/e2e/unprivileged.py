@@ -1,4 +1,4 @@
-"""As root: python unprivileged.py COMMAND... runs it as a user without any right, in a mount table where that user can reach the interpreter.
+"""As root: python unprivileged.py COMMAND... runs it as a user without any right, in a mount table that shows that user the interpreter.
 
 An interpreter often lies below a home that only its owner may enter; such folders are covered by open ones that show the interpreter alone.
 """

@@ -15,7 +15,7 @@ def proc(folder: Path, *, groups: str, mounts: str) -> Path:
     return folder
 
 
-def test_version_1_is_found_per_controller(tmp_path):
+def test_version_1_is_found_per_controller(tmp_path: Path):
     found = cgroups.own_groups(
         proc(
             tmp_path / "self",
@@ -27,12 +27,12 @@ def test_version_1_is_found_per_controller(tmp_path):
     assert found == {"memory": Path("/cg/memory/a"), "pids": Path("/cg/pids"), "cpu": Path("/cg/cpu/jobs")}
 
 
-def test_a_group_outside_of_what_is_mounted_is_not_found(tmp_path):
+def test_a_group_outside_of_what_is_mounted_is_not_found(tmp_path: Path):
     mounts = "2 0 0:2 /jobs /cg/memory rw - cgroup cgroup rw,memory\n"
     assert cgroups.own_groups(proc(tmp_path / "self", groups="4:memory:/jobsearch\n", mounts=mounts)) == {}
 
 
-def test_version_2_limits_and_delegates(tmp_path):
+def test_version_2_limits_and_delegates(tmp_path: Path):
     own = tmp_path / "own"
     own.mkdir()
     (own / "cgroup.controllers").write_text("cpu memory pids")
@@ -43,7 +43,7 @@ def test_version_2_limits_and_delegates(tmp_path):
     assert list(own.glob("sandbox-*")) == []
 
 
-def test_version_1_limits(tmp_path):
+def test_version_1_limits(tmp_path: Path):
     parents = {name: tmp_path / name for name in cgroups.CONTROLLERS}
     for place in parents.values():
         place.mkdir()
@@ -61,12 +61,12 @@ def test_version_1_limits(tmp_path):
     assert groups.slots[1].out_of_memory() == 2
 
 
-def test_a_missing_controller_is_named(tmp_path):
+def test_a_missing_controller_is_named(tmp_path: Path):
     with pytest.raises(OSError, match="cpu, pids"):
         cgroups.Groups(size=1, limits=Limits(), parents={"memory": tmp_path})
 
 
-def test_groups_of_a_dead_pool_are_swept(tmp_path):
+def test_groups_of_a_dead_pool_are_swept(tmp_path: Path):
     parents = {name: tmp_path / name for name in cgroups.CONTROLLERS}
     for place in parents.values():
         (place / "sandbox-4194305-0" / "3").mkdir(parents=True)  # above the largest process id there is

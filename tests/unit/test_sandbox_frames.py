@@ -27,7 +27,7 @@ def read(data: bytes, *, max_bytes: int = 1 << 20) -> frames.Frame:
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.lists(st.binary(max_size=50), max_size=4))
-def test_what_was_packed_is_read(message, blobs):
+def test_what_was_packed_is_read(message: str, blobs: list[bytes]):
     assert read(frames.pack(message, blobs)) == (message, blobs)
 
 
@@ -50,13 +50,13 @@ def head(num_text: int, lengths: list[int]) -> bytes:
     ],
     ids=["json", "count", "blob", "sum", "array", "syntax", "encoding", "depth", "digits"],
 )
-def test_what_is_no_frame_is_refused_before_it_takes_memory(data):
+def test_what_is_no_frame_is_refused_before_it_takes_memory(data: bytes):
     with pytest.raises(frames.Malformed):
         read(data)
 
 
 @pytest.mark.parametrize("cut", range(len(frames.pack({"a": 1}, [b"xyz"]))))
-def test_a_frame_cut_anywhere_is_an_end(cut):
+def test_a_frame_cut_anywhere_is_an_end(cut: int):
     with pytest.raises(asyncio.IncompleteReadError):
         read(frames.pack({"a": 1}, [b"xyz"])[:cut])
 

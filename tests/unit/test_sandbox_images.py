@@ -23,15 +23,19 @@ def chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack("!I", len(body)) + kind + body + struct.pack("!I", zlib.crc32(kind + body))
 
 
-def png(*, size: tuple[int, int] = (40, 30), color: int = 0, depth: int = 8, data: bytes | None = None, between: bytes = b"", interlace: int = 0):
+def png(
+    *, size: tuple[int, int] = (40, 30), color: int = 0, depth: int = 8, data: bytes | None = None, between: bytes = b"", interlace: int = 0
+):
     header = struct.pack("!IIBBBBB", *size, depth, color, 0, 0, interlace)
     rows = zlib.compress((b"\0" + b"a" * size[0]) * size[1]) if data is None else data
     return images.SIGNATURE + chunk(b"IHDR", header) + between + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "CMYK", "1", "LA", "I", "F", "I;16", "HSV", "YCbCr"])
-def test_every_mode_comes_back_as_pillow_shows_it(mode):
-    original = picture().convert("I").convert("I;16") if mode == "I;16" else picture("RGB" if mode in ("HSV", "YCbCr", "CMYK", "P") else "RGBA")
+def test_every_mode_comes_back_as_pillow_shows_it(mode: str):
+    original = (
+        picture().convert("I").convert("I;16") if mode == "I;16" else picture("RGB" if mode in ("HSV", "YCbCr", "CMYK", "P") else "RGBA")
+    )
     original = original if mode == "I;16" else original.convert("L").convert(mode) if mode in ("I", "F") else original.convert(mode)
     written = images.encode(original)
     assert images.check_png(written) == original.size
@@ -71,14 +75,14 @@ def test_what_a_picture_carries_beside_pixels_stays_behind():
         (png(data=zlib.compress((b"\5" + b"a" * 40) * 30)), "announces"),
     ],
 )
-def test_a_png_that_could_trouble_a_reader_is_refused(bad, why):
+def test_a_png_that_could_trouble_a_reader_is_refused(bad: bytes, why: str):
     with pytest.raises(ValueError, match=why):
         images.check_png(bad)
 
 
 @settings(max_examples=300)
 @given(st.integers(0, 10**6), st.integers(0, 255))
-def test_no_changed_byte_gets_past_the_check_and_then_troubles_pillow(place, value):
+def test_no_changed_byte_gets_past_the_check_and_then_troubles_pillow(place: int, value: int):
     damaged = bytearray(PLAIN)
     damaged[place % len(PLAIN)] = value
     try:
@@ -105,6 +109,6 @@ PLAIN = images.encode(picture())
         (2001, 2000, "more than 4000000 pixels"),
     ],
 )
-def test_limits_of_an_image(width, height, word):
+def test_limits_of_an_image(width: int, height: int, word: str):
     reason = images.refusal(width=width, height=height, limits=Limits())
     assert reason is None if word is None else word in reason

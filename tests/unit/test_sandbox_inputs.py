@@ -23,7 +23,9 @@ def jpeg() -> bytes:
 
 
 def test_an_image_becomes_a_variable_and_a_file():
-    made = collect(images={"image_0": RED, "photo.jpg": jpeg(), "image_1": jpeg(), "two words.png": PNG}, files={"a/b.txt": b"x"}, limits=Limits())
+    made = collect(
+        images={"image_0": RED, "photo.jpg": jpeg(), "image_1": jpeg(), "two words.png": PNG}, files={"a/b.txt": b"x"}, limits=Limits()
+    )
     assert [(item.name, item.variable, item.image) for item in made] == [
         ("image_0.png", "image_0", True),
         ("photo.jpg", "photo", True),
@@ -56,7 +58,7 @@ def test_an_image_becomes_a_variable_and_a_file():
         ({}, {str(number): b"" for number in range(1001)}, "at most 1000"),
     ],
 )
-def test_an_input_that_is_no_good_is_named(images, files, word):
+def test_an_input_that_is_no_good_is_named(images: dict[str, bytes], files: dict[str, bytes], word: str):
     with pytest.raises(ValueError, match=word):
         collect(images=images, files=files, limits=Limits(input_bytes=100 if "a" in files and len(files["a"]) > 100 else 1 << 20))
 
@@ -90,7 +92,7 @@ ERROR = {"type": "KeyError", "message": "'a'", "line": 2, "traceback": "..."}
         {"error": ERROR | {"message": "x" * 2001}},
     ],
 )
-def test_a_reply_with_a_wrong_field_is_not_believed(change):
+def test_a_reply_with_a_wrong_field_is_not_believed(change: dict[str, object]):
     with pytest.raises(Malformed):
         replies.parse((GOOD | change, []), number=3, limits=Limits(), images_left=5)
 

@@ -38,13 +38,22 @@ def test_numbers_are_the_kernels():
     if header is None:
         pytest.skip("no linux headers on this host")
     known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())}
-    table = {**seccomp.ALLOWED, **seccomp.HOSTILE, "clone": seccomp.CLONE, "clone3": seccomp.CLONE3, "prctl": seccomp.PRCTL, "ioctl": seccomp.IOCTL}
+    table = {
+        **seccomp.ALLOWED,
+        **seccomp.HOSTILE,
+        "clone": seccomp.CLONE,
+        "clone3": seccomp.CLONE3,
+        "prctl": seccomp.PRCTL,
+        "ioctl": seccomp.IOCTL,
+    }
     assert {name: known[name] for name in table} == table
     assert not seccomp.ALLOWED.keys() & seccomp.HOSTILE.keys()
     listed = {*table.values(), seccomp.SOCKETPAIR}
     for number in range(500):
         verdict = execute(number)
-        expected = seccomp.ALLOW if number in seccomp.ALLOWED.values() else seccomp.KILL_PROCESS if number in seccomp.HOSTILE.values() else EPERM
+        expected = (
+            seccomp.ALLOW if number in seccomp.ALLOWED.values() else seccomp.KILL_PROCESS if number in seccomp.HOSTILE.values() else EPERM
+        )
         assert verdict == expected or number in listed - set(seccomp.ALLOWED.values()) - set(seccomp.HOSTILE.values()), number
 
 
@@ -67,7 +76,7 @@ def test_numbers_are_the_kernels():
         ((10_000, 0), EPERM),
     ],
 )
-def test_calls_that_depend_on_their_arguments(call, verdict):
+def test_calls_that_depend_on_their_arguments(call: tuple[int, ...], verdict: int):
     assert execute(*call) == verdict
 
 
