@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     serving.set_defaults(command=serve)
     attacking = commands.add_parser("attack", help="every attack and its control; exits 0 if all were held and all controls through")
     attacking.add_argument("probes", nargs="*", metavar="NAME", help="of probes or classes (default all)")
-    attacking.add_argument("--alone", action="store_true", help="find out too which of the lifted layers stops it alone (some minutes more)")
+    attacking.add_argument("--alone", action="store_true", help="also find out which layers stop it alone (ten minutes more)")
     attacking.set_defaults(command=attack)
     commands.add_parser("doctor", help="what this host offers; exits 0 or 3").set_defaults(command=tell)
     return top

@@ -1,6 +1,6 @@
 """SandboxFusion's `/run_code` request, answered by our pool, so that what was written for its servers can point at ours.
 
-One of its servers behind our verbs: fusion_client.py. Names, defaults and statuses are SandboxFusion's (its documented REST API). A time-out
+One of its servers behind our verbs: fusion_client.py. Names, defaults and statuses are SandboxFusion's (documented REST API). A time-out
 is `TimeLimitExceeded` without a return code, any other end of the program `Finished` with one; the request as a whole is `Success` only for
 a return code of 0, and `SandboxError` is the host's.
 """
