@@ -4,6 +4,8 @@ Each tensor-parallel rank encodes its share of a micro-batch's distinct images; 
 a partial gradient, and Megatron reduces it (finalize_model_grads).
 """
 
+from copy import deepcopy
+
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
@@ -19,7 +21,7 @@ from megatron_rl.policy.parallel import Layout
 def vision_tower(
     model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings
 ) -> Qwen2_5_VisionTransformerPretrainedModel:
-    tower = Qwen2_5_VisionTransformerPretrainedModel(model.vision_config).to(dtype)
+    tower = Qwen2_5_VisionTransformerPretrainedModel(deepcopy(model.vision_config)).to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     if layout.recompute == "full":
         tower.gradient_checkpointing_enable({"use_reentrant": False})

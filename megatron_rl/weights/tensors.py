@@ -1,7 +1,6 @@
 """Reading folders of safetensors, completeness checked."""
 
 import json
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.weights.mapping import canonical
-from megatron_rl.weights.write_hf import DTYPES, INDEX, write_hf_folder  # noqa: F401 (found here by older callers)
+from megatron_rl.weights.reading import mapped
+from megatron_rl.weights.write_hf import DTYPES, INDEX
 
 
 class HfTensors:
@@ -91,17 +91,9 @@ class HfTensors:
         return self._tensors[name].name
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that canonical name, on CPU in the stored dtype.
-
-        Its part of the file is mapped for as long as the tensor lives, and the kernel begins to read it now.
-        """
+        """The tensor of that canonical name, on CPU in the stored dtype; its part of the file is mapped for as long as it lives."""
         stored = self._tensors[name]
-        before = stored.offset % mmap.ALLOCATIONGRANULARITY
-        num_bytes = before + stored.shape.numel() * stored.dtype.itemsize
-        with stored.path.open("rb") as file:
-            part = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY, offset=stored.offset - before)
-        part.madvise(mmap.MADV_WILLNEED)
-        return torch.frombuffer(part, dtype=stored.dtype, offset=before).view(stored.shape)
+        return mapped(stored.path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape)
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,12 +1,13 @@
 """A checkpoint into Megatron's distributed format, tensor by tensor, with the proof that nothing was lost or doubled."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from megatron_rl.weights.mapping import Row, Tensors
+from megatron_rl.weights.mapping import Row
+from megatron_rl.weights.reading import made_ahead
 from megatron_rl.weights.source import Source, Spec, check_names
 from megatron_rl.weights.torch_dist import McoreTensors
 from megatron_rl.weights.torch_dist_writer import TorchDistWriter
@@ -41,7 +42,7 @@ class Import:
         its own bytes only; the result loads at every layout. Raises OSError (disk full) and ValueError (damage)."""
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
-            for row, tensor in self._made():
+            for row, tensor in zip(self.rows, made_ahead(self._make, self.rows), strict=True):
                 writer.add(row.key, tensor, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
                 if has_extra_state(row):
                     writer.add_empty_object(f"{row.key.removesuffix('weight')}_extra_state/shard_0_1")
@@ -54,14 +55,8 @@ class Import:
             raise ValueError(f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no tensor of Megatron'}, not once")
         self._check_result(into)
 
-    def _made(self) -> Iterator[tuple[Row, torch.Tensor]]:
-        """Each row with its tensor. The next one's sources are asked for before, so that the disk reads while this one is written."""
-        ahead: deque[Tensors] = deque()
-        for row, following in zip([None, *self.rows], [*self.rows, None], strict=True):
-            if following is not None:
-                ahead.append(tuple(self.source.read(name) for name in following.hf))
-            if row is not None:
-                yield row, row.to_mcore(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in ahead.popleft()), 0, 1)
+    def _make(self, row: Row) -> torch.Tensor:
+        return row.to_mcore(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf)), 0, 1)
 
     def _check_result(self, into: Path) -> None:
         """Read the folder's own account of itself again and compare it with the plan."""

@@ -13,6 +13,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from megatron_rl.weights.reading import mapped
+
 METADATA = ".metadata"
 KNOWN = {
     **{(kind.__module__, kind.__name__): kind for kind in (
@@ -111,14 +113,16 @@ class McoreTensors:
 
     def _read_chunk(self, name: str, chunk: metadata.ChunkStorageMetadata) -> torch.Tensor:
         place = self._places[metadata.MetadataIndex(name, chunk.offsets)]
+        path = self.folder / place.relative_path
         try:
-            with (self.folder / place.relative_path).open("rb") as file:
-                tensor = torch.load(_create_file_view(file, place.offset, place.length), map_location="cpu", weights_only=True)
+            with path.open("rb") as file:  # on the meta device torch notes where the bytes lie (torch 2.13, serialization.py)
+                tensor = torch.load(_create_file_view(file, place.offset, place.length), map_location="meta", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise self._damaged(name, f"{place.relative_path} is corrupt ({str(error).splitlines()[0]})") from error
-        if tensor.shape != chunk.sizes or tensor.dtype != self.dtype(name):
+        if tensor.shape != chunk.sizes or tensor.dtype != self.dtype(name) or not tensor.is_contiguous():
             raise self._damaged(name, f"{place.relative_path} holds {tensor.dtype} {tuple(tensor.shape)}, not {tuple(chunk.sizes)}")
-        return tensor
+        offset = place.offset + tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+        return mapped(path, offset=offset, dtype=tensor.dtype, shape=tensor.shape)
 
 
 def _overlap(chunks: list[metadata.ChunkStorageMetadata]) -> bool:

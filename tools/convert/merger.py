@@ -19,6 +19,7 @@ from megatron_rl.weights.checkpoints import HfSource, as_dtype, check_same, hf_p
 from megatron_rl.weights.hf_config import read_config
 from megatron_rl.weights.mapping import nested
 from megatron_rl.weights.merge_lora import Merged
+from megatron_rl.weights.reading import made_ahead
 from megatron_rl.weights.source import Source, Spec, check_names
 from megatron_rl.weights.tensors import HfTensors
 from megatron_rl.weights.write_hf import INDEX, write_hf_folder
@@ -116,8 +117,8 @@ def _tensors(
     source: Source, specs: dict[str, Spec], rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor once, under its name in the result."""
-    for name, spec in specs.items():
-        tensor = source.read(name).to(spec.dtype)
+    read = made_ahead(lambda name: source.read(name).to(specs[name].dtype), specs)
+    for (name, spec), tensor in zip(specs.items(), read, strict=True):
         assert tensor.shape == spec.shape, f"{name}: {tuple(tensor.shape)} was read, {spec} was planned"
         yield rename(name), tensor
         advance(spec.nbytes)
