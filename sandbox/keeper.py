@@ -197,6 +197,11 @@ class Keeper:
             future = self._waiting.pop(message["spawned"])
             if not future.done():
                 future.set_result(message["pid"])
+        elif "failed" in message:
+            del self._ended[message["failed"]]
+            future = self._waiting.pop(message["failed"])
+            if not future.done():
+                future.set_exception(HostFault(f"fork: {message['reason']}"))
         else:
             self._ended.pop(message["exited"]).set_result(Exit(message["status"], message["cpu_s"]))
 

@@ -119,6 +119,7 @@ class Session:
         self.gallery.start()
         stdout, stderr = self._open_streams()
         error, limit = self._execute(code, name=f"<call {number}>")
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the code left set would go off here
         self._close_streams(stdout, stderr)
         if os.getpid() != self.pid:  # the code forked and its child came home: it has no business here
             os._exit(0)

@@ -3,7 +3,7 @@
 It is started as `python -m sandbox.zygote SETTINGS` with the pool's control socket (SOCK_SEQPACKET, JSON datagrams) on descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors: channel, stdout, stderr;   {"kill": id}
-    zygote -> pool   {"ready": base resident bytes} or {"host": reason};   {"spawned": id, "pid": pid};   {"exited": id, "status", "cpu_s"}
+    zygote -> pool   {"ready": base resident bytes} or {"host": reason};   {"spawned": id, "pid": pid} or {"failed": id, "reason"};   {"exited": id, "status", "cpu_s"}
 When the control socket closes it kills every box, waits for them and exits.
 """
 
@@ -66,9 +66,14 @@ class Zygote:
             if child is not None:
                 signal.pidfd_send_signal(child.watch, signal.SIGKILL)
             return True
-        pid = self.fork(request, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        try:
+            pid = self.fork(request, descriptors)
+        except OSError as error:
+            self.say({"failed": request["spawn"], "reason": str(error)})
+            return True
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         child = Child(id=request["spawn"], pid=pid, watch=os.pidfd_open(pid))
         self.children[child.id] = child
         self.selector.register(child.watch, selectors.EVENT_READ, child)
@@ -94,12 +99,17 @@ class Zygote:
                 if pid == 0:
                     self.become_box(request, descriptors)
                 os.write(writing, str(pid).encode())
+            except OSError as error:
+                os.write(writing, str(error).encode())
             finally:
                 os._exit(0)
         os.close(writing)
         os.waitpid(between, 0)
         with os.fdopen(reading) as answer:
-            return int(answer.read())
+            text = answer.read()
+        if not text.isdecimal():
+            raise OSError(text or "the process that forks a box died")
+        return int(text)
 
     def become_box(self, request: dict[str, object], descriptors: list[int]) -> None:
         """Never returns."""
@@ -112,6 +122,8 @@ class Zygote:
             for number in range(3):
                 os.dup2(null, number)
             worker.close_others([*descriptors, self.proc])
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
             channel = socket.socket(fileno=descriptors[0])
             room = confine.Room(
                 layers=self.layers,

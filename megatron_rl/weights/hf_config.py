@@ -1,6 +1,7 @@
 """What a Hugging Face config.json says about the weights: the tensors that must exist, and the table's rows for them."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -33,9 +34,8 @@ def read_config(folder: str | Path, *, key: str = "model.path") -> Qwen2_5_VLCon
 def hf_shapes(config: Qwen2_5_VLConfig) -> dict[str, torch.Size]:
     """The shape of every tensor that a checkpoint of this config holds, by canonical name: those of transformers' own model
     (5.19, built without memory). Tied embeddings stand once, as `model.embed_tokens.weight`."""
-    own = Qwen2_5_VLConfig.from_dict(config.to_dict())  # a policy's tower leaves its attention's name in the config it was built from
     with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(own)
+        model = Qwen2_5_VLForConditionalGeneration(deepcopy(config))  # transformers notes its attention in the config that it is given
     shapes = {canonical(name): tensor.shape for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]

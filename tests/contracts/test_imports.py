@@ -79,7 +79,9 @@ def test_a_room_imports_only_the_rooms_below(room: str) -> None:
 
 @pytest.mark.parametrize("library", DOORS)
 def test_a_heavy_library_has_its_doors(library: str) -> None:
-    users = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if any(name.split(".")[0] == library for name in imported(path))}
+    users = {
+        str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if any(name.split(".")[0] == library for name in imported(path))
+    }
     assert users, "the check has lost its object"
     assert not {user for user in users if not user.startswith(DOORS[library])}
 
@@ -96,5 +98,17 @@ def test_a_fresh_interpreter_does_not_load(room: str) -> None:
     """Importing all of a room's files leaves these libraries, whoever may pull them in, out of sys.modules."""
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files_of(room)]
     code = f"import {', '.join(modules)}, sys; print(*sorted({{'sys'}} | {set(NEVER_LOADS[room])!r} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout.split() == ["sys"], result.stdout + result.stderr
+
+
+def test_the_sandbox_stands_alone() -> None:
+    """It knows nothing of the trainer, and no process of it ever loads torch."""
+    for path in (ROOT / "sandbox").rglob("*.py"):
+        names = imported(path)
+        assert not any(
+            name.split(".")[0] in ("megatron_rl", "torch", "transformers", "hydra", "launch", "tools", "tests") for name in names
+        ), path
+    code = "import sandbox, sandbox.worker, sys; sandbox.worker.warm_up(); print(*sorted({'sys', 'torch', 'megatron_rl'} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.split() == ["sys"], result.stdout + result.stderr

@@ -112,3 +112,21 @@ def test_a_user_without_privilege_gets_a_room(room: Room):
     assert seen["processes"][2] == "processes"
     assert seen["time"][:3] == ["code", "LimitExceeded", "time"]
     assert seen["after"] == ["none", None, None, "1 1000\n", 0]
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
+def test_a_fork_that_the_kernel_refuses_is_the_hosts_fault_and_the_zygote_lives():
+    code = (
+        "import asyncio, sandbox\n"
+        "async def main():\n"
+        "    async with sandbox.Sandbox(size=1, layers=sandbox.Layers(pid_ns=True)) as pool:\n"
+        "        for _ in range(2):\n"
+        "            try: await pool.open()\n"
+        "            except sandbox.HostFault as fault: print(fault)\n"
+        "        print(pool.num_open)\n"
+        "asyncio.run(main())"
+    )
+    prefix = ("unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_pid_namespaces && exec "$@"', "sh")
+    done = call("-c", code, prefix=prefix)
+    refusal = "fork: [Errno 28] unshare(0x20000000): No space left on device"
+    assert done.stdout.splitlines() == [refusal, refusal, "0"], done.stdout + done.stderr
