@@ -107,7 +107,7 @@ def lock(room: Room) -> None:
     if layers.landlock:
         landlock.restrict(readable=[*mounts.system_paths(), *mounts.DEVICES], writable=[room.directory, *mounts.WRITABLE_DEVICES])
     if layers.seccomp:
-        seccomp.restrict()
+        seccomp.restrict(shared_memory=layers.cgroup)
 
 
 def set_rlimits(limits: Limits, *, base_data: int) -> None:

@@ -64,8 +64,8 @@ class Life:
 class Keeper:
     layers: Layers
     limits: Limits
-    resident: int = 0
-    """Bytes that every fork shares with the zygote."""
+    anonymous: int = 0
+    """Bytes of memory without a file that every fork shares with the zygote."""
     alive: bool = False
     _next: int = 0
     _lives: dict[int, Life] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Keeper:
         loop.add_reader(self._control.fileno(), self._hear)
         try:
             async with asyncio.timeout(START_S):
-                self.resident = await self._ready
+                self.anonymous = await self._ready
         except TimeoutError as late:
             await self.stop()
             raise HostFault(f"the zygote did not start within {START_S:g} s") from late

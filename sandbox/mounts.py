@@ -14,7 +14,7 @@ from sandbox import kernel
 
 BOX = "/box"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-WRITABLE_DEVICES = DEVICES[:3]
+WRITABLE_DEVICES = ("/dev/null", "/dev/full")  # not zero: mapped for writing it is memory without an owner
 ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/mime.types")
 TOP = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 STAGE = "/sys"  # covered in the zygote's own mount table: it is on every host, and nothing that a box needs lies in it

@@ -212,13 +212,14 @@ class Sandbox:
             await asyncio.sleep(WATCH_S)
             for box, *_ in list(self._boxes.values()):
                 if box.life is not None and not box.life.ended.done():
-                    box.life.verdict = _outgrown(box.life.pid, limits=self.limits, shared=self._keeper.resident)
+                    box.life.verdict = _outgrown(box.life.pid, limits=self.limits, shared=self._keeper.anonymous)
                     if box.life.verdict is not None:
                         await self._keeper.end(box.life)
 
 
 def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
-    """The limit that the tree below `pid` is over. Each process counts for what it has beyond the zygote's pages."""
+    """The limit that the tree below `pid` is over. Each process counts for what it has beyond the zygote's `shared` bytes of memory without a
+    file; pages of files and tmpfs do not count: a fork does not map them, and they are bounded elsewhere."""
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -227,7 +228,8 @@ def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
     memory = threads = 0
     for process in tree:
         try:
-            memory += max(0, process.memory_info().rss - shared)
+            used = process.memory_info()
+            memory += max(0, used.rss - used.shared - shared)
             threads += process.num_threads()
         except psutil.NoSuchProcess:
             continue

@@ -5,6 +5,7 @@ result can say so. clone3 fails with ENOSYS: its flags lie behind a pointer, and
 """
 
 import ctypes
+import mmap
 import os
 import socket
 import struct
@@ -15,7 +16,7 @@ from sandbox import kernel
 AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-EPERM, ENOSYS = 1, 38
+EPERM, ENOMEM, ENOSYS = 1, 12, 38
 SECCOMP_SET_MODE_FILTER, SYS_SECCOMP = 1, 317
 LOAD_WORD, JUMP_EQUAL, JUMP_BITS, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
@@ -113,7 +114,19 @@ def _socketpair() -> list[Instruction]:
     return [(JUMP_EQUAL, 0, len(body), SOCKETPAIR), *body]
 
 
-def program() -> list[Instruction]:
+def _mmap() -> list[Instruction]:
+    """No memory that is shared and has no file: it belongs to no process, and only a control group counts it."""
+    body = [
+        _argument(3),
+        (JUMP_BITS, 0, 2, mmap.MAP_ANONYMOUS),
+        (JUMP_BITS, 0, 1, mmap.MAP_SHARED),
+        _returns(ERRNO | ENOMEM),
+        _returns(ALLOW),
+    ]
+    return [(JUMP_EQUAL, 0, len(body), ALLOWED["mmap"]), *body]
+
+
+def program(*, shared_memory: bool) -> list[Instruction]:
     code: list[Instruction] = [
         (LOAD_WORD, 0, 0, ARCHITECTURE),
         (JUMP_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
@@ -122,6 +135,8 @@ def program() -> list[Instruction]:
         (JUMP_AT_LEAST, 0, 1, X32_BIT),
         _returns(KILL_PROCESS),
     ]
+    if not shared_memory:
+        code += _mmap()
     for verdict, numbers in ((ALLOW, ALLOWED), (KILL_PROCESS, HOSTILE)):
         for number in numbers.values():
             code += [(JUMP_EQUAL, 0, 1, number), _returns(verdict)]
@@ -135,11 +150,11 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def restrict() -> None:
+def restrict(*, shared_memory: bool) -> None:
     """Puts the filter on this thread and all it starts, for good. Needs no_new_privs. Raises OSError, also where this is no x86-64."""
     if os.uname().machine != "x86_64":
         raise OSError(ENOSYS, f"the table of system calls is x86-64's, this machine is {os.uname().machine}")
-    code = program()
+    code = program(shared_memory=shared_memory)
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
     wanted = _Program(length=len(code), instructions=packed)
     kernel.syscall(SYS_SECCOMP, SECCOMP_SET_MODE_FILTER, 0, ctypes.byref(wanted), name="seccomp")

@@ -3,7 +3,7 @@
 It is started as `python -m sandbox.zygote SETTINGS` with the pool's control socket (SOCK_SEQPACKET, JSON datagrams) on descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors: channel, stdout, stderr;   {"kill": id}
-    zygote -> pool   {"ready": base resident bytes} or {"host": reason};   {"spawned": id, "pid": pid} or {"failed": id, "reason"};   {"exited": id, "status", "cpu_s"}
+    zygote -> pool   {"ready": bytes of own memory} or {"host": reason};   {"spawned": id, "pid": pid} or {"failed": id, "reason"};   {"exited": id, "status", "cpu_s"}
 When the control socket closes it kills every box, waits for them and exits.
 """
 
@@ -42,11 +42,11 @@ class Zygote:
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
         self.number = os.getpid()
         memory = [int(field) * PAGE for field in Path("/proc/self/statm").read_text().split()]
-        self.resident, self.data = memory[1], memory[5]
+        self.anonymous, self.data = memory[1] - memory[2], memory[5]
 
     def serve(self) -> None:
         self.selector.register(self.control, selectors.EVENT_READ)
-        self.say({"ready": self.resident})
+        self.say({"ready": self.anonymous})
         while True:
             for key, _ in self.selector.select():
                 if key.data is not None:

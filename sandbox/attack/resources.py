@@ -81,7 +81,30 @@ if all(os.wait()[1] == 0 for _ in blocks):
     pwned()
 """,
         ),
-        MEMORY_LAYERS,
+        MEMORY_LAYERS | {"seccomp"},
+        SLOW,
+    ),
+    Probe(
+        "shared_device",
+        "memory",
+        "the same by way of /dev/zero, which is shared memory when it is mapped",
+        Evidence.TOLD,
+        (
+            """
+import mmap
+with open("/dev/zero", "r+b", buffering=0) as zero:
+    blocks = [mmap.mmap(zero.fileno(), W["too_much"] // 4) for _ in range(4)]
+for block in blocks:
+    if os.fork() == 0:
+        for at in range(0, len(block), 4096):
+            block[at] = 1
+        os._exit(0)
+if all(os.wait()[1] == 0 for _ in blocks):
+    time.sleep(0.5)
+    pwned()
+""",
+        ),
+        MEMORY_LAYERS | {"landlock"},
         SLOW,
     ),
 )

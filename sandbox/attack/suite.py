@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from sandbox.attack.probe import Probe
 from sandbox.attack.witness import Witness
 from sandbox.layers import Layers
 from sandbox.pool import Sandbox
+from sandbox.probe import is_privileged
 
 SIDE_BY_SIDE = 2
 
@@ -40,7 +40,7 @@ async def run(probes: Sequence[Probe] = PROBES, *, alone: bool = False) -> list[
     places = asyncio.Semaphore(SIDE_BY_SIDE)
 
     async def row(probe: Probe, held: Attempt) -> Row:
-        if probe.needs_root and os.getuid() != 0:
+        if probe.needs_root and not is_privileged():
             return Row(probe, held, None)
         async with places:
             control = await _control(probe, without(layers, probe.lifted))

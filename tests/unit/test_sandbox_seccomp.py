@@ -12,13 +12,13 @@ HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/inc
 EPERM, ENOSYS = seccomp.ERRNO | 1, seccomp.ERRNO | 38
 
 
-def execute(number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64) -> int:
+def execute(number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64, shared_memory: bool = True) -> int:
     """Classic BPF, the six instructions that are used, over struct seccomp_data."""
     words = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: arch}
     for index in range(6):
         words[seccomp.ARGUMENTS + 8 * index] = arguments[index] & 0xFFFFFFFF if index < len(arguments) else 0
     place, accumulator = 0, 0
-    program = seccomp.program()
+    program = seccomp.program(shared_memory=shared_memory)
     while True:
         code, yes, no, operand = program[place]
         place += 1
@@ -82,3 +82,13 @@ def test_calls_that_depend_on_their_arguments(call: tuple[int, ...], verdict: in
 
 def test_other_machines_calls_are_death():
     assert execute(0, arch=0x40000003) == seccomp.KILL_PROCESS  # i386's restart_syscall by the number of read
+
+
+@pytest.mark.parametrize("flags", range(0x40))
+def test_without_a_control_group_shared_memory_has_a_file(flags: int):
+    """mmap(2): MAP_SHARED is 1, MAP_SHARED_VALIDATE 3, MAP_PRIVATE 2, MAP_ANONYMOUS 0x20."""
+    refused = flags & 0x20 and flags & 0x3 in (1, 3)
+    assert execute(9, 0, 4096, 3, flags, shared_memory=False) == (seccomp.ERRNO | 12 if refused else seccomp.ALLOW)
+    assert execute(9, 0, 4096, 3, flags) == seccomp.ALLOW
+    assert execute(0, 0, 4096, 3, flags, shared_memory=False) == seccomp.ALLOW
+    assert execute(165, shared_memory=False) == seccomp.KILL_PROCESS
