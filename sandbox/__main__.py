@@ -50,7 +50,8 @@ async def _run(code: str, *, images: dict[str, bytes], isolation: str, timeout_s
 def _save(result: Result, out: Path | None) -> None:
     for number, picture in enumerate(result.images):
         if out is None:
-            print(f"sandbox run: image {number}: {picture.width}x{picture.height} from {picture.source} (--out FOLDER keeps it)", file=sys.stderr)
+            shape = f"{picture.width}x{picture.height}"
+            print(f"sandbox run: image {number}: {shape} from {picture.source} (--out FOLDER keeps it)", file=sys.stderr)
         else:
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{number}.png").write_bytes(picture.png)

@@ -44,6 +44,10 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), name=f"unshare({flags:#x})")
 
 
+def setns(descriptor: int, kind: int) -> None:
+    _checked(_libc.setns(descriptor, kind), name="setns")
+
+
 def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str = "") -> None:
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
     _checked(result, name="mount", path=target)

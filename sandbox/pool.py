@@ -218,8 +218,11 @@ class Sandbox:
 
 
 def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
-    """The limit that the tree below `pid` is over. Each process counts for what it has beyond the zygote's `shared` bytes of memory without a
-    file; pages of files and tmpfs do not count: a fork does not map them, and they are bounded elsewhere."""
+    """The limit that the tree below `pid` is over.
+
+    Each process counts for what it has beyond the zygote's `shared` bytes of memory without a file. Pages of files and of a tmpfs do not
+    count: a fork does not map them, and they are bounded elsewhere.
+    """
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]

@@ -3,7 +3,9 @@
 It is started as `python -m sandbox.zygote SETTINGS` with the pool's control socket (SOCK_SEQPACKET, JSON datagrams) on descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors: channel, stdout, stderr;   {"kill": id}
-    zygote -> pool   {"ready": bytes of own memory} or {"host": reason};   {"spawned": id, "pid": pid} or {"failed": id, "reason"};   {"exited": id, "status", "cpu_s"}
+    zygote -> pool   {"ready": bytes of own memory} or {"host": reason};   {"spawned": id, "pid": pid} or {"failed": id, "reason"};
+                     {"exited": id, "status", "cpu_s"}
+
 When the control socket closes it kills every box, waits for them and exits.
 """
 
@@ -40,6 +42,7 @@ class Zygote:
         self.children: dict[int, Child] = {}
         self.selector = selectors.DefaultSelector()
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self.number = os.getpid()
         memory = [int(field) * PAGE for field in Path("/proc/self/statm").read_text().split()]
         self.anonymous, self.data = memory[1] - memory[2], memory[5]
@@ -83,13 +86,24 @@ class Zygote:
     def fork(self, request: dict[str, object], descriptors: list[int]) -> int:
         """Its first process is number 1 of its own pid namespace: when it dies, the kernel kills all others in there.
 
-        unshare(CLONE_NEWPID) works once and for children only, so a process in between does it, which leaves its child to this subreaper.
+        unshare(CLONE_NEWPID) is for the next children, and cannot be done twice. The owner of the namespace that this process is in goes
+        back to it with setns(2); from inside a user namespace nobody can.
         """
-        if not self.layers.pid_ns:
+        if self.layers.pid_ns and self.layers.user_ns:
+            return self.fork_between(request, descriptors)
+        if self.layers.pid_ns:
+            kernel.unshare(kernel.CLONE_NEWPID)
+        try:
             pid = os.fork()
             if pid == 0:
                 self.become_box(request, descriptors)
-            return pid
+        finally:
+            if self.layers.pid_ns:
+                kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+        return pid
+
+    def fork_between(self, request: dict[str, object], descriptors: list[int]) -> int:
+        """The same by a process in between, which leaves its child to this subreaper; an opening costs twice as much."""
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
