@@ -34,7 +34,7 @@ CODES = {
 REPEATS = 300
 PNG = encode(Image.effect_noise((640, 480), 40).convert("RGB"))
 LIMITS = Limits(images_total=1_000_000)
-CLIENTS, SECONDS = 32, 5.0
+CLIENTS, SECONDS = 32, 4.0
 CALLS, CALLS_PER_BOX, TIMEOUT_EVERY = 10_000, 100, 20
 PORT = 18080
 

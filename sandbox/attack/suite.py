@@ -57,7 +57,7 @@ async def _control(probe: Probe, layers: Layers) -> Attempt:
     command = (sys.executable, "-m", "sandbox.attack.attempt", probe.name, ",".join(layers.names()))
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     output, trouble = await child.communicate()
-    if child.returncode != 0:
+    if child.returncode != 0 or not output:
         last = trouble.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
         return Attempt(succeeded=False, met=last[0][:200], host_fault=True)
     return Attempt(**json.loads(output.splitlines()[-1]))
