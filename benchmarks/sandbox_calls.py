@@ -155,7 +155,7 @@ async def throughput() -> None:
 
 
 def standing() -> dict[str, int]:
-    """What a leak would raise: processes, descriptors, threads of this process; files in the temporary folders; control groups; IPC."""
+    """What a leak would raise: processes, descriptors, threads of this process; files and control groups by our names; IPC."""
     own = psutil.Process()
     groups = Path("/sys/fs/cgroup")
     return {
@@ -163,8 +163,8 @@ def standing() -> dict[str, int]:
         "processes of the machine": len(psutil.pids()),
         "descriptors": own.num_fds(),
         "threads": own.num_threads(),
-        "temporary files": sum(len(list(Path(place).iterdir())) for place in {tempfile.gettempdir(), "/tmp", "/dev/shm", "/var/tmp"}),
-        "control groups": sum(1 for _ in groups.rglob("sandbox-*")) if groups.exists() else 0,
+        "temporary files": sum(len(list(Path(place).glob("sandbox*"))) for place in {tempfile.gettempdir(), "/tmp", "/dev/shm", "/var/tmp"}),
+        "control groups": sum(1 for _ in groups.rglob(f"sandbox-{own.pid}-*")) if groups.exists() else 0,
         "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
         "IPC objects": sum(len(Path(f"/proc/sysvipc/{kind}").read_text().splitlines()) - 1 for kind in ("shm", "msg", "sem")),
     }
