@@ -64,6 +64,9 @@ def _met(results: list[Result]) -> str:
 
 
 def without(layers: Layers, lifted: frozenset[str]) -> Layers:
+    """`layers` but for the lifted ones and those that cannot be without them."""
+    if "mount_ns" in lifted:
+        lifted |= {"read_only_root", "private_tmp"}
     return replace(layers, **{name: False for name in lifted & set(NAMES)})
 
 
