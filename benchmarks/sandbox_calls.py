@@ -163,7 +163,7 @@ def standing() -> dict[str, int]:
         "processes of the machine": len(psutil.pids()),
         "descriptors": own.num_fds(),
         "threads": own.num_threads(),
-        "temporary files": sum(len(list(Path(place).glob("sandbox*"))) for place in {tempfile.gettempdir(), "/tmp", "/dev/shm", "/var/tmp"}),
+        "temporary files": sum(len(list(Path(place).glob("sandbox*"))) for place in {tempfile.gettempdir(), "/dev/shm", "/var/tmp"}),
         "control groups": sum(1 for _ in groups.rglob(f"sandbox-{own.pid}-*")) if groups.exists() else 0,
         "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
         "IPC objects": sum(len(Path(f"/proc/sysvipc/{kind}").read_text().splitlines()) - 1 for kind in ("shm", "msg", "sem")),
