@@ -117,7 +117,10 @@ def load_peft(chunks: nn.ModuleList, rows: list[Row], shards: Shards, folder: Pa
 
 
 def read_peft_config(folder: Path, *, key: str) -> dict:
-    """adapter_config.json of a plain LoRA. Raises ValueError under the setting's or option's name `key`, naming what is more than that."""
+    """adapter_config.json of a plain LoRA: `r` a positive integer, `lora_alpha` a number, nothing more than that.
+
+    Raises ValueError under the setting's or option's name `key`, naming what is wrong.
+    """
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{key}={folder}: there is no {CONFIG}; give a folder in PEFT's format")
@@ -125,12 +128,19 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy it again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{key}={folder}: its {CONFIG} holds a {type(config).__name__}, no settings; copy it again")
     foreign = [name for name in FOREIGN if config.get(name)]
     foreign += ["bias"] if config.get("bias", "none") != "none" else []
     foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
     if foreign:
-        told = ", ".join(f"{name}={config[name]}" for name in foreign)
+        told = ", ".join(f"{name}={config.get(name)}" for name in foreign)
         raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is more than plain LoRA; merge the adapter with PEFT itself")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is no rank (a positive integer); copy it again")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise ValueError(f"{key}={folder}: lora_alpha={alpha} in its {CONFIG} is no number; copy it again")
     return config
 
 

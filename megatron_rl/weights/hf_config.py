@@ -7,8 +7,15 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.activations import ACT2FN
 
 from megatron_rl.weights.mapping import Heads, Row, canonical, table
+
+TEXT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+VISION_SIZES = (
+    "depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "out_hidden_size", "patch_size", "spatial_merge_size",
+    "temporal_patch_size", "window_size",
+)  # fmt: skip
 
 
 def read_config(folder: str | Path, *, key: str = "model.path") -> Qwen2_5_VLConfig:
@@ -27,8 +34,38 @@ def read_config(folder: str | Path, *, key: str = "model.path") -> Qwen2_5_VLCon
         raise ValueError(f"{key}={folder}: config.json is damaged ({' '.join(str(error).split())}); copy it again") from error
     if stored.get("model_type") != "qwen2_5_vl":
         raise ValueError(f"{key}={folder}: config.json describes model_type {stored.get('model_type')}; only qwen2_5_vl is known")
+    wrong = _wrong_in(config)
+    if wrong:
+        raise ValueError(f"{key}={folder}: config.json is damaged ({wrong}); copy it again")
     config.text_config.tie_word_embeddings = config.tie_word_embeddings
     return config
+
+
+def _wrong_in(config: Qwen2_5_VLConfig) -> str:
+    """What no model can have, though it has the right type (which transformers checks), in words; empty if there is nothing."""
+    text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
+    sizes = [("", name, text[name]) for name in TEXT_SIZES] + [("vision_config.", name, vision[name]) for name in VISION_SIZES]
+    for part, name, size in sizes:
+        if not isinstance(size, int) or size < 1:
+            return f"{part}{name} is {size}, not a positive integer"
+    for part, whole, divisor, values in (
+        ("", "hidden_size", "num_attention_heads", text),
+        ("", "num_attention_heads", "num_key_value_heads", text),
+        ("vision_config.", "hidden_size", "num_heads", vision),
+    ):
+        if values[whole] % values[divisor]:
+            return f"{part}{divisor} is {values[divisor]}, which does not divide {whole}, {values[whole]}"
+    for part, values in (("", text), ("vision_config.", vision)):
+        if values["hidden_act"] not in ACT2FN:
+            return f"{part}hidden_act is {values['hidden_act']}, which transformers does not know"
+    if vision["out_hidden_size"] != text["hidden_size"]:
+        return f"vision_config.out_hidden_size is {vision['out_hidden_size']}, but hidden_size is {text['hidden_size']}"
+    base = text["rope_parameters"].get("rope_theta")
+    if not isinstance(base, int | float) or base <= 0:
+        return f"rope_theta is {base}, not a positive number"
+    if not isinstance(text["rope_parameters"].get("mrope_section"), list):
+        return f"rope_scaling.mrope_section is {text['rope_parameters'].get('mrope_section')}, no list of numbers"
+    return ""
 
 
 def hf_shapes(config: Qwen2_5_VLConfig) -> dict[str, torch.Size]:

@@ -43,9 +43,13 @@ class HfTensors:
         """{tensor: file}, as stored; empty without an index."""
         path = self.folder / INDEX
         try:
-            return dict(json.loads(path.read_text())["weight_map"]) if path.exists() else {}
+            index = dict(json.loads(path.read_text())["weight_map"]) if path.exists() else {}
         except (ValueError, KeyError, TypeError) as error:
             raise self._error(f"{INDEX} is damaged ({error}); copy it again") from error
+        wrong = next((name for name, file in index.items() if not isinstance(file, str) or not file or "\0" in file), None)
+        if wrong is not None:
+            raise self._error(f"{INDEX} is damaged ({wrong} is in {index[wrong]!r}, which is no file's name); copy it again")
+        return index
 
     def _weight_files(self, index: dict[str, str]) -> list[Path]:
         files = sorted({self.folder / file for file in index.values()}) or sorted(self.folder.glob("*.safetensors"))

@@ -47,9 +47,12 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
         raise ValueError(f"{key}={folder}: no {METADATA} in it; give a Megatron torch_dist checkpoint folder")
     try:
         with path.open("rb") as file:
-            return _Unpickler(file).load()
+            found = _Unpickler(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{key}={folder}: {METADATA} is damaged ({error}); copy it again") from error
+    if not isinstance(found, metadata.Metadata):
+        raise ValueError(f"{key}={folder}: {METADATA} is damaged (it holds a {type(found).__name__}, no Metadata); copy it again")
+    return found
 
 
 class McoreTensors:

@@ -184,11 +184,26 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
     ({"peft_type": "IA3"}, "^lora.path=.*: peft_type=IA3 in its"),
     ({"modules_to_save": ["lm_head"]}, "^lora.path=.*: modules_to_save="),
     ({"use_rslora": True}, r"^lora.path=.*: its scale is alpha / sqrt\(rank\)"),
+    ({"r": 0}, "^lora.path=.*: r=0 in its adapter_config.json is no rank"),
+    ({"r": "8"}, "^lora.path=.*: r=8 in its .* is no rank"),
+    ({"lora_alpha": "16"}, "^lora.path=.*: lora_alpha=16 in its .* is no number"),
+    ({"lora_alpha": None}, "^lora.path=.*: lora_alpha=None in its .* is no number"),
 ])  # fmt: skip
 def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunks: nn.ModuleList, folder: Path) -> None:
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=message):
+        load_peft(chunks, ROWS, SHARDS, folder, rank=2, alpha=6.0)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{}", "peft_type=None in its adapter_config.json is more than plain LoRA"),
+    ("[]", "its adapter_config.json holds a list, no settings; copy it again"),
+    ('{"peft_type": "LORA", "lora_alpha": 6}', "r=None in its adapter_config.json is no rank"),
+])  # fmt: skip
+def test_settings_that_are_none(text: str, message: str, chunks: nn.ModuleList, folder: Path) -> None:
+    (folder / CONFIG).write_text(text)
+    with pytest.raises(ValueError, match=f"^lora.path={folder}: {message}"):
         load_peft(chunks, ROWS, SHARDS, folder, rank=2, alpha=6.0)
 
 

@@ -206,6 +206,12 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
     assert_refused(broken, tmp_path / "out", capsys, "names model-00002-of-00002.safetensors, not in the folder")
     index.write_text("{")
     assert_refused(broken, tmp_path / "out", capsys, "model.safetensors.index.json is damaged")
+    for value in (None, 3, ["a"], ""):
+        index.write_text(json.dumps({"weight_map": {"lm_head.weight": value}}))
+        assert_refused(broken, tmp_path / "out", capsys, f"is damaged (lm_head.weight is in {value!r}, which is no file's name)")
+    for value in (None, [], {"weight_map": None}):
+        index.write_text(json.dumps(value))
+        assert_refused(broken, tmp_path / "out", capsys, "model.safetensors.index.json is damaged")
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": WEIGHTS}}))
     shutil.copyfile(models["untied"] / WEIGHTS, broken / WEIGHTS)
     assert_refused(broken, tmp_path / "out", capsys, "the files say model.safetensors")

@@ -57,6 +57,32 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
         read_config(tmp_path, key="--hf")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_size", 0, "hidden_size is 0, not a positive integer"),
+        ("num_hidden_layers", 0, "num_hidden_layers is 0, not a positive integer"),
+        ("num_hidden_layers", -1, "num_hidden_layers"),
+        ("vocab_size", -1, "vocab_size is -1, not a positive integer"),
+        ("num_attention_heads", 3, "num_attention_heads is 3, which does not divide hidden_size, 3584"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3, which does not divide num_attention_heads, 28"),
+        ("rope_theta", None, "rope_theta is None, not a positive number"),
+        ("rope_scaling", None, "mrope_section is None, no list"),
+        ("vision_config.depth", 0, "vision_config.depth is 0, not a positive integer"),
+        ("vision_config.num_heads", 3, "vision_config.num_heads is 3, which does not divide hidden_size, 1280"),
+        ("vision_config.hidden_act", "loud", "vision_config.hidden_act is loud"),
+        ("vision_config.out_hidden_size", 7, "vision_config.out_hidden_size is 7, but hidden_size is 3584"),
+    ],
+)
+def test_sizes_that_no_model_has(key: str, value: object, said: str, tmp_path: Path) -> None:
+    stored = released_config("7B")
+    part, _, name = key.rpartition(".")
+    (stored[part] if part else stored)[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=f"^--hf={tmp_path}: config.json is damaged .*{said}.*; copy it again$"):
+        read_config(tmp_path, key="--hf")
+
+
 def test_the_expected_tensors_are_those_that_transformers_saves(random_model: Path) -> None:
     saved = load_file(random_model / "model.safetensors")
     assert hf_shapes(read_config(random_model)) == {canonical(name): tensor.shape for name, tensor in saved.items()}

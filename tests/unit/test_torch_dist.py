@@ -118,6 +118,13 @@ def test_a_strange_pickle_is_not_run(written: Path) -> None:
         McoreTensors(written)
 
 
+@pytest.mark.parametrize("content", [None, [1], {"state_dict_metadata": {}}])
+def test_another_pickle_is_no_metadata(content: object, written: Path) -> None:
+    (written / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(ValueError, match=f"^--checkpoint={written}: .metadata is damaged .it holds a .*, no Metadata.; copy it again"):
+        McoreTensors(written)
+
+
 WRITES_384_MB = """
 import resource, sys
 from pathlib import Path
