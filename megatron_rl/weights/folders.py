@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
@@ -14,14 +14,18 @@ NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ggu
 def whole_or_absent(out: Path) -> Iterator[Path]:
     """An empty hidden folder beside `out`; when the block ends it is flushed to disk and takes out's name and place.
 
-    If the block raises, what was written is removed and a folder that was at `out` stays. What a killed process left is removed
-    by the next one. Raises OSError (disk full, no permission, a file in the way).
+    If the block raises, what was written is removed, with the parents that were made for it, and a folder that was at `out` stays.
+    What a killed process left is removed by the next one, which puts the old folder back if it died between the two renames.
+    Raises OSError (disk full, no permission, a file in the way).
     """
     partial, replaced = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.replaced")
+    if replaced.exists() and not out.exists():
+        replaced.rename(out)
     for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
+    made = [parent for parent in out.parents if not parent.exists()]
     try:
+        partial.mkdir(parents=True)
         yield partial
         for folder, _, files in os.walk(partial):
             for file in files:
@@ -33,6 +37,11 @@ def whole_or_absent(out: Path) -> Iterator[Path]:
         flush(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not out.exists():
+            replaced.rename(out)
+        with suppress(OSError):  # somebody else's file is in it by now, or it was not made
+            for parent in made:
+                parent.rmdir()
         raise
     shutil.rmtree(replaced, ignore_errors=True)
 
