@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_rl.weights import write_hf
+from megatron_rl.weights.folders import whole_or_absent
 from megatron_rl.weights.write_hf import write_hf_folder
 from tests.conftest import ROOT
 
@@ -79,6 +80,43 @@ def test_a_check_sees_the_whole_folder_and_can_refuse_it(like: Path, tmp_path: P
     with pytest.raises(ValueError, match="refused"):
         write_hf_folder(tmp_path / "out", some_tensors(), like=like, config={"new": 1}, check=check)
     assert [path.name for path in tmp_path.iterdir()] == ["like"]
+
+
+def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the second of the two renames fails, and where the process was killed between them; then a new one can take its place."""
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    (out / "old").touch()
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == ".out.partial":
+            raise OSError("no more renames")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no more renames"):
+        patch.setattr(Path, "rename", fails)
+        with whole_or_absent(out):
+            pass
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
+    out.rename(tmp_path / ".out.replaced")
+    with pytest.raises(ValueError, match="refused"), whole_or_absent(out):
+        raise ValueError("refused")
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
+    with whole_or_absent(out) as partial:
+        (partial / "new").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/new"]
+
+
+def test_parents_that_were_made_for_nothing_go(tmp_path: Path) -> None:
+    """But those that were there, or that hold something by now, stay."""
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match="refused"), whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
+        raise ValueError("refused")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+    with pytest.raises(ValueError, match="refused"), whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
+        (tmp_path / "there" / "a" / "mine").touch()
+        raise ValueError("refused")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "mine", "there"]
 
 
 @pytest.mark.parametrize("damage", ["a byte more", "another shape", "another name"])
