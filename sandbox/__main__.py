@@ -81,7 +81,7 @@ def serve(arguments: argparse.Namespace) -> int:
 def attack(arguments: argparse.Namespace) -> int:
     from sandbox.attack import suite
 
-    return suite.main(arguments.probes, alone=arguments.alone)
+    return suite.main(arguments.probes)
 
 
 def limit(text: str) -> tuple[str, float]:
@@ -114,7 +114,6 @@ def parser() -> argparse.ArgumentParser:
     serving.set_defaults(command=serve)
     attacking = commands.add_parser("attack", help="every attack and its control; exits 0 if all were held and all controls through")
     attacking.add_argument("probes", nargs="*", metavar="NAME", help="of probes or classes (default all)")
-    attacking.add_argument("--alone", action="store_true", help="also find out which layers stop it alone (ten minutes more)")
     attacking.set_defaults(command=attack)
     commands.add_parser("doctor", help="what this host offers; exits 0 or 3").set_defaults(command=tell)
     return top

@@ -147,23 +147,22 @@ FORKS = (
         Evidence.TOLD,
         (
             """
-import mmap
-count = mmap.mmap(-1, 1024)
-lane = 1
+import select
+heard, told = os.pipe()
+root = os.getpid()
 for depth in range(7):
     for side in (0, 1):
         if os.fork() == 0:
-            lane = 2 * lane + side
-            count[lane] = 1
+            os.write(told, b"1")
             break
     else:
         break
-if lane == 1:
-    end = time.monotonic() + W["patience_s"]
-    while sum(count[:256]) < W["many"] and time.monotonic() < end:
-        time.sleep(0.05)
-    print(sum(count[:256]), "processes")
-    if sum(count[:256]) >= W["many"]:
+if os.getpid() == root:
+    living, end = 1, time.monotonic() + W["patience_s"]
+    while living < W["many"] and select.select([heard], [], [], max(0, end - time.monotonic()))[0]:
+        living += len(os.read(heard, 256))
+    print(living, "processes")
+    if living >= W["many"]:
         pwned()
 else:
     time.sleep(W["patience_s"])

@@ -23,15 +23,13 @@ class Row:
     defended: Attempt
     control: Attempt | None
     """None where this user cannot do it even without any layer."""
-    alone: tuple[str, ...] | None = None
-    """Layers of those lifted that stop the attack without the others; None if that was not tried."""
 
     @property
     def good(self) -> bool:
         return not self.defended.succeeded and not self.defended.host_fault and (self.control is None or self.control.succeeded)
 
 
-async def run(probes: Sequence[Probe] = PROBES, *, alone: bool = False) -> list[Row]:
+async def run(probes: Sequence[Probe] = PROBES) -> list[Row]:
     """The attacks one after the other on one pool, as strangers would share it; then the controls, two at a time."""
     with Witness(LIMITS) as witness:
         async with Sandbox(size=2, limits=LIMITS) as pool:
@@ -43,12 +41,7 @@ async def run(probes: Sequence[Probe] = PROBES, *, alone: bool = False) -> list[
         if probe.needs_root and not is_privileged():
             return Row(probe, held, None)
         async with places:
-            control = await _control(probe, without(layers, probe.lifted))
-            lifted = sorted(probe.lifted & set(layers.names()))
-            stopped = None
-            if alone and control.succeeded:
-                stopped = tuple([name for name in lifted if not (await _control(probe, without(layers, probe.lifted - {name}))).succeeded])
-        return Row(probe, held, control, stopped)
+            return Row(probe, held, await _control(probe, without(layers, probe.lifted)))
 
     return await asyncio.gather(*[row(probe, held) for probe, held in zip(probes, defended, strict=True)])
 
@@ -65,28 +58,23 @@ async def _control(probe: Probe, layers: Layers) -> Attempt:
 
 def table(rows: Sequence[Row]) -> str:
     """GitHub's Markdown, a line a probe, the classes in order."""
-    alone = any(row.alone is not None for row in rows)
-    head = ["class", "probe", "what it does", "with all layers", "control", *(["stopped alone by"] if alone else [])]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = ["| class | probe | what it does | with all layers | control |", "|---|---|---|---|---|"]
     for row in rows:
         verdict = "BREACHED" if row.defended.succeeded else "HOST FAULT" if row.defended.host_fault else "held"
         control = "needs root" if row.control is None else "gets through" if row.control.succeeded else f"FAILED: {row.control.met}"
         met = row.defended.met.replace("|", "/").replace("\n", " ")
-        cells = [row.probe.group, f"`{row.probe.name}`", row.probe.aim, f"{verdict}: {met}", control]
-        if alone:
-            cells.append(", ".join(row.alone or ()) or ("limits" if row.probe.raised else "-"))
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(f"| {row.probe.group} | `{row.probe.name}` | {row.probe.aim} | {verdict}: {met} | {control} |")
     return "\n".join(lines)
 
 
-def main(names: Sequence[str], *, alone: bool) -> int:
+def main(names: Sequence[str]) -> int:
     """Print the table; 0 if every attack was held and every control got through, 1 otherwise."""
     unknown = set(names) - {probe.name for probe in PROBES} - {probe.group for probe in PROBES}
     if unknown:
         print(f"no probe and no class is called {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     chosen = [probe for probe in PROBES if not names or probe.name in names or probe.group in names]
-    rows = asyncio.run(run(chosen, alone=alone))
+    rows = asyncio.run(run(chosen))
     print(table(rows))
     breaches = sum(row.defended.succeeded for row in rows)
     skipped = sum(row.control is None for row in rows)
