@@ -152,8 +152,13 @@ class Checkpoints:
             return
         pending, self._pending = self._pending, None
         with writing(self._run):
-            pending.save.finish()
-            on_main_rank(lambda: self._publish(pending))
+            try:
+                pending.save.finish()
+                on_main_rank(lambda: self._publish(pending))
+            except OSError:
+                if dist.get_rank() == 0:
+                    shutil.rmtree(pending.folder, ignore_errors=True)
+                raise
 
     def _publish(self, pending: _Pending) -> None:
         """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""

@@ -37,8 +37,9 @@ def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Rend
                 checkpoints.begin(step + 1)
             with run.spans("record"):
                 run.record(step, [], metrics)
-            with run.spans("checkpoint"):
-                checkpoints.step_done(step + 1, returns=run.returns, metrics=metrics)
+            if step + 1 < sum(sft.steps):  # the last one is judged by the final evaluation
+                with run.spans("checkpoint"):
+                    checkpoints.step_done(step + 1, returns=run.returns, metrics=metrics)
 
 
 def piece_of(renderer: Renderer, messages: list) -> Piece:

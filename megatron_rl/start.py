@@ -31,10 +31,12 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     check(settings, world.size)
     connect(world, timeout_s=settings.parallel.timeout_s)
     checkpoint, memory = find(settings)
+    is_sft = settings.stage == "sft"
+    key, num_steps = ("sft.steps", sum(settings.sft.steps)) if is_sft else ("run.steps", settings.run.steps)
+    require(memory.step <= num_steps, key, num_steps, f"{checkpoint} has {memory.step} steps; ask for as many, or choose another run.dir")
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     renderer = Renderer(settings.model)
-    is_sft = settings.stage == "sft"
-    num_updates = sum(settings.sft.steps) if is_sft else settings.run.steps * settings.algo.epochs * settings.algo.minibatches
+    num_updates = num_steps if is_sft else num_steps * settings.algo.epochs * settings.algo.minibatches
     policy = Policy(
         settings.model, layout,
         parallel=settings.parallel, optimizer=settings.sft if is_sft else settings.algo, num_updates=num_updates,
@@ -43,7 +45,6 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
         lora=settings.lora, seed=settings.run.seed,
     )  # fmt: skip
-    num_steps = sum(settings.sft.steps) if is_sft else settings.run.steps
     record = Run(settings, world, num_steps=num_steps, first_step=memory.step, returns=memory.returns)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
     if is_sft:
@@ -55,10 +56,11 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
             crew.engine.load_weights(policy.hf_weights(), version=0)
     else:
         train(settings, task=task, policy=policy, crew=crew, run=record, checkpoints=checkpoints)
-    with record.spans("checkpoint"):
-        checkpoints.settle()
     with record.spans("evaluate"):
         evaluation = evaluate(task, settings, crew=crew)
+    with record.spans("checkpoint"):
+        checkpoints.step_done(num_steps, returns=record.returns, metrics=evaluation)
+        checkpoints.settle()
     with record.spans("save"), writing(record.folder):
         policy.wake()
         policy.save_hf(record.final)

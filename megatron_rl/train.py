@@ -60,8 +60,9 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
                 metrics |= evaluate(task, settings, crew=crew)
         with spans("record"):
             run.record(step, rollouts, metrics)
-        with spans("checkpoint"):
-            checkpoints.step_done(step + 1, returns=run.returns, metrics=metrics)
+        if step + 1 < settings.run.steps:  # the last one is judged by the final evaluation
+            with spans("checkpoint"):
+                checkpoints.step_done(step + 1, returns=run.returns, metrics=metrics)
 
 
 def objective(algo: AlgoSettings) -> Loss:

@@ -10,7 +10,9 @@ fork ends (25 s for one of 25 s, at once without); and the manager process of ea
 """
 
 import io
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,7 +68,8 @@ class Save:
     """
 
     def __init__(self, state: TrainingState, folder: Path, *, optimizer: str, background: bool) -> None:
-        """`folder` exists; `optimizer` is settings.checkpoint.optimizer. In the background, CPU tensors are copied first."""
+        """`folder` exists; `optimizer` is settings.checkpoint.optimizer. In the background, CPU tensors are copied first; otherwise this
+        returns when they are written."""
         self._folder = folder
         self._common = io.BytesIO()
         torch.save(_common(state, optimizer), self._common)
@@ -79,6 +82,8 @@ class Save:
         plan, self._metadata = _plan(self._writer, planner)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._written = self._thread.submit(lambda: self._writer.write_data(plan, planner).value())
+        if not background:
+            wait([self._written])
 
     def is_written(self) -> bool:
         """Whether the tensors of all ranks are on disk (or one of them could not be written): `finish` will not wait for long."""
@@ -112,7 +117,7 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> None:
     The generators go on where they stopped at the layout that wrote them; at another one they start anew, seeded by `seed` and the number
     of updates. ValueError: the checkpoint is not of this model, or its optimizer state is of another layout (dp_reshardable).
     """
-    try:
+    with _named(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         kind, wrote = common["optimizer_format"], common["layout"]
         require(
@@ -124,18 +129,37 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> None:
         sharded = sharded_weights(state.chunks)
         wanted = {"weights": sharded, "optimizer": _optimizer_tensors(state.optimizer, sharded, kind, is_loading=True)}
         loaded = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RAISE_ALL)
-    except (CheckpointException, CheckpointingException) as error:
-        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = " ".join(str(first).split())[:300]
-        raise ValueError(f"{folder}: cannot be loaded into this model; resume with the settings that wrote it ({reason})") from error
-    for number, chunk in enumerate(state.chunks):
-        unfilled = chunk.load_state_dict(loaded["weights"][str(number)], strict=False)
-        assert all(name.endswith("_extra_state") for name in (*unfilled.missing_keys, *unfilled.unexpected_keys)), unfilled
+    _fill(state.chunks, loaded["weights"])
     _restore(state, loaded.get("optimizer", {}), kind, common["updates"])
     if wrote == _sizes(state):
         _set_generators(common["generators"][dist.get_rank()])
     else:
         seed_generators(seed + common["updates"])
+
+
+@torch.no_grad()
+def load_weights(chunks: nn.ModuleList, folder: Path) -> None:
+    """Fill model chunks from a checkpoint's weights alone. ValueError: the checkpoint is not of this model."""
+    with _named(folder):
+        loaded = dist_checkpointing.load(sharded_weights(chunks), str(folder))
+    _fill(chunks, loaded)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Megatron's and torch's own errors in one line that names the folder."""
+    try:
+        yield
+    except (CheckpointException, CheckpointingException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = " ".join(str(first).split())[:300]
+        raise ValueError(f"{folder}: cannot be loaded into this model; load it with the settings that wrote it ({reason})") from error
+
+
+def _fill(chunks: nn.ModuleList, weights: dict[str, dict]) -> None:
+    for number, chunk in enumerate(chunks):
+        unfilled = chunk.load_state_dict(weights[str(number)], strict=False)
+        assert all(name.endswith("_extra_state") for name in (*unfilled.missing_keys, *unfilled.unexpected_keys)), unfilled
 
 
 def _common(state: TrainingState, optimizer: str) -> dict[str, object]:

@@ -44,12 +44,18 @@ class Layout:
 def check_layout(parallel: ParallelSettings, model: Qwen2_5_VLConfig, world_size: int) -> None:
     """Raise a ValueError naming key, value and the sizes that work; needs no process group, so every rank says the same."""
     text = model.text_config
-    for key, size in (("attention heads", text.num_attention_heads), ("key/value heads", text.num_key_value_heads), ("vocabulary entries", text.vocab_size)):
-        fitting = [str(tp) for tp in (1, 2, 4, 8, 16) if text.num_key_value_heads % tp == 0 and text.num_attention_heads % tp == 0]
-        require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide the model's {size} {key}; use one of {', '.join(fitting)}")
+    sizes = {
+        "attention heads": text.num_attention_heads,
+        "key/value heads": text.num_key_value_heads,
+        "vocabulary entries": text.vocab_size,
+    }
+    fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if all(size % tp == 0 for size in sizes.values()))
+    for what, size in sizes.items():
+        require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide the model's {size} {what}; use one of {fitting}")
     layers, chunks = text.num_hidden_layers, parallel.pp * parallel.vpp
     require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the model's {layers} layers")
-    require(layers % chunks == 0, "parallel.vpp", parallel.vpp, f"cuts the model's {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}")
+    remedy = f"cuts the model's {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
+    require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)
     block = parallel.tp * parallel.pp
     require(
         world_size % block == 0, "parallel.tp*parallel.pp", block,

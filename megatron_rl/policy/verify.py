@@ -13,17 +13,20 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from PIL import Image as Pillow
+from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.batch import Piece, pack
 from megatron_rl.config import LoraSettings, ParallelSettings, require
 from megatron_rl.cpu import on_cpu_too
+from megatron_rl.policy.checkpoint import load_weights
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.qwen2_5_vl import Qwen2_5_VL
 from megatron_rl.types import Image, Sequence
 from megatron_rl.weights.hf_config import hf_shapes, read_config
+from megatron_rl.weights.source import WholeShards
 from megatron_rl.world import connect, place
 
 TOLERANCE = 1e-5
@@ -82,12 +85,12 @@ def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--h
 def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, torch.Tensor]:
     """The same of Megatron's model, loaded by Megatron's own dist_checkpointing.load."""
     config = read_config(checkpoint / "hf", key=key)
+    remedy = "holds a LoRA adapter beside the base; merge it, and compare the merged folder"
+    require(not WholeShards(checkpoint).has_adapters(), key, checkpoint, remedy)
     _check_memory(config, checkpoint, key=key)
     with _world_of_one():
         model = Qwen2_5_VL(config, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
-        # Every layer has keys of its own in our checkpoints. Megatron writes into the dict it is given, so it gets a new one.
-        wanted = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-        model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint)))
+        load_weights(nn.ModuleList([model]), checkpoint)
         logits = {}
         for name, sequence in prompts(config).items():
             batch = pack([Piece(sequence, advantage=0.0, weight=1.0, denominator=1)], image_token_id=config.image_token_id)

@@ -3,6 +3,7 @@
 The run to compare with writes no checkpoints at all, so that writing them changes nothing either.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -112,14 +113,27 @@ def test_killed_during_the_save_of_step_3(warm: Path, unbroken: Path, tmp_path: 
 
 
 def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """Written in the foreground: step 4 has begun when the checkpoint of step 3 is there."""
+    """Written in the foreground: step 4 has begun when the checkpoint of step 3 is there. Between updates the parameters leave the device."""
     run = tmp_path / "run"
-    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=3", "checkpoint.background=false")
+    checkpoint = ("checkpoint.every=3", "checkpoint.background=false")
+    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", *checkpoint, "parallel.offload_parameters=true")
     kill_when_there_is(run / "checkpoints" / "step_00000003", begin(*overrides))
     assert names(run) == {"step_00000003"} and not (run / "final").exists()
     assert f"resume: {run}/checkpoints/step_00000003\n" in end(begin(*overrides))
     check_equal(run, unbroken)
     assert names(run) == {"step_00000003", "step_00000006"}
+    memory = json.loads((run / "checkpoints" / "step_00000006" / "run" / "memory.json").read_text())
+    assert memory["success"] == json.loads((run / "eval.json").read_text())["greedy_success"]
+    assert f"error: run.steps=5: {run}/checkpoints/step_00000006 has 6 steps" in end(begin(*overrides, "run.steps=5"), code=1)
+
+
+def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) -> None:
+    """Megatron's logits from the training state are those of Hugging Face from the merged folder."""
+    checkpoint = warm / "checkpoints" / "step_00000036"
+    command = [sys.executable, str(ROOT / "tools" / "convert" / "merger.py"), "--checkpoint", str(checkpoint), "--out", str(tmp_path / "merged")]
+    merged = subprocess.run([*command, "--verify"], capture_output=True, text=True, check=False)
+    assert merged.returncode == 0, merged.stderr
+    assert "logits" in merged.stdout + merged.stderr
 
 
 def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, tmp_path: Path) -> None:
@@ -140,4 +154,4 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run(random_model: Path,
     output = end(begin(*paths, *overrides, script=SMALL_DISK), code=1)
     (error,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert error.startswith(f"error: run.dir={tmp_path / 'run'}: could not be written (rank 0: [Errno 27] File too large)")
-    assert "Traceback" not in output and names(tmp_path / "run") == {".step_00000001.partial"}
+    assert "Traceback" not in output and names(tmp_path / "run") == set()
