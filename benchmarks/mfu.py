@@ -1,7 +1,7 @@
 """Training speed of the policy at real shapes: seconds an update, tokens a second, FLOP/s, their share of the device's peak, peak memory.
 
-    .venv/bin/python tools/data/make_shapes.py --size 7b --out runs/shapes/7b         # random weights, 16.6 GB
-    torchrun --nproc_per_node 1 benchmarks/mfu.py --model runs/shapes/7b --dtype bfloat16 --recompute full
+    .venv/bin/python tools/data/make_shapes.py --size 7B --out runs/shapes/7B         # random weights, 16.6 GB
+    torchrun --nproc_per_node 1 benchmarks/mfu.py --model runs/shapes/7B --dtype bfloat16 --recompute full
     .venv/bin/python benchmarks/mfu.py --model runs/quickstart/nano --sequences 8 --text 100 --image 140     # tries the script itself
 
 Every sequence has one picture of its own and random text, half of it sampled. FLOPs: 6 for each parameter and token (the tower's patches
@@ -13,7 +13,6 @@ import resource
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image as Pillow
@@ -23,26 +22,31 @@ from megatron_rl.batch import Piece
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.train import objective
+from megatron_rl.types import Image, Sequence
+from megatron_rl.weights.hf_config import read_config
 from megatron_rl.world import connect, place
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "L40S": 362e12, "A100": 312e12}
 """Dense bfloat16, from NVIDIA's data sheets."""
 
 
-def pieces(renderer: Renderer, *, sequences: int, text: int, side: int) -> list[Piece]:
-    made = []
+def pieces(model: Qwen2_5_VLConfig, *, sequences: int, text: int, side: int) -> list[Piece]:
+    """Random patches and token ids: no tokenizer and no processor is needed."""
+    vision, made = model.vision_config, []
+    special = (model.image_token_id, model.video_token_id, model.vision_start_token_id, model.vision_end_token_id)
+    plain = [token for token in range(min(model.text_config.vocab_size, 1000)) if token not in special]
+    cells, numbers = side // vision.patch_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     for index in range(sequences):
-        generator = np.random.default_rng(index)
-        picture = Pillow.fromarray(generator.integers(0, 255, (side, side, 3)).astype(np.uint8))
-        prompt = renderer.prompt([{"role": "user", "content": [{"type": "image", "image": picture}]}])
-        prompt.token_ids += generator.integers(0, 200, text // 2).tolist()
-        prompt.loss_mask += [0] * (text // 2)
-        prompt.engine_logprobs += [0.0] * (text // 2)
-        sampled = generator.integers(0, 200, text - text // 2).tolist()
-        prompt.extend(sampled, logprobs=[-1.0] * len(sampled))
-        made.append(Piece(prompt, advantage=(-1.0) ** index, weight=1.0, denominator=len(sampled)))
+        generator = torch.Generator().manual_seed(index)
+        words = [plain[choice] for choice in torch.randint(len(plain), (text,), generator=generator).tolist()]
+        patch_PC = torch.randn(cells * cells, numbers, generator=generator)
+        image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index))
+        prompt = [model.vision_start_token_id, *[model.image_token_id] * image.num_tokens, model.vision_end_token_id, *words[: text // 2]]
+        sequence = Sequence()
+        sequence.extend(prompt, images=(image,))
+        sequence.extend(words[text // 2 :], logprobs=[-1.0] * (text - text // 2))
+        made.append(Piece(sequence, advantage=(-1.0) ** index, weight=1.0, denominator=text - text // 2))
     return made
 
 
@@ -66,26 +70,26 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--text", type=int, default=1024, help="text tokens a sequence")
-    parser.add_argument("--image", type=int, default=560, help="side of each sequence's picture, in pixels")
+    parser.add_argument("--image", type=int, default=560, help="side of each sequence's picture, in pixels; a multiple of 28")
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--updates", type=int, default=5, help="timed ones, after one that is not")
     given = parser.parse_args()
 
-    world, model = place(), Qwen2_5_VLConfig.from_pretrained(given.model)
+    world, model = place(), read_config(given.model, key="--model")
     parallel = ParallelSettings(tp=given.tp, pp=given.pp, sequence_parallel=given.sequence_parallel, recompute=given.recompute)
     check_layout(parallel, model, world.size)
     connect(world, timeout_s=1800)
     settings = ModelSettings(path=str(given.model), dtype=given.dtype)
-    renderer = Renderer(settings)
     policy = Policy(
         settings, build_layout(parallel, seed=0), parallel=parallel, optimizer=AlgoSettings(lr=1e-6), num_updates=given.updates + 1,
-        lora=LoraSettings(rank=given.lora_rank), banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        lora=LoraSettings(rank=given.lora_rank), image_token_id=model.image_token_id,
+        banned_ids=[model.image_token_id, model.video_token_id],
     )  # fmt: skip
     sizes = {"language": 0, "vision": 0}
     for name, tensor in policy.hf_weights():
         if name != "model.embed_tokens.weight" or model.text_config.tie_word_embeddings:  # looked up, not multiplied
             sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
-    work = pieces(renderer, sequences=given.sequences, text=given.text, side=given.image)
+    work = pieces(model, sequences=given.sequences, text=given.text, side=given.image)
     seconds = []
     for _ in range(given.updates + 1):
         start = time.perf_counter()

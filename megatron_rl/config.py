@@ -40,7 +40,8 @@ class ModelSettings:
         for part in self.frozen:
             require_choice("model.frozen", part, PARTS)
         require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves nothing to train; take one part out")
-        require(0 < self.min_pixels <= self.max_pixels, "model.max_pixels", self.max_pixels, f"must be at least model.min_pixels={self.min_pixels}")
+        remedy = f"must be at least model.min_pixels={self.min_pixels}"
+        require(0 < self.min_pixels <= self.max_pixels, "model.max_pixels", self.max_pixels, remedy)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,7 +120,8 @@ class EngineSettings:
         require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
         require_choice("engine.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
-        require(0 < self.gpu_memory_utilization < 1, "engine.gpu_memory_utilization", self.gpu_memory_utilization, "must lie between 0 and 1")
+        share = self.gpu_memory_utilization
+        require(0 < share < 1, "engine.gpu_memory_utilization", share, "must lie between 0 and 1")
         for key in ("kv_cache_mib", "max_model_len", "max_num_seqs", "max_images", "bucket_mib"):
             require(getattr(self, key) >= 1, f"engine.{key}", getattr(self, key), "must be at least 1")
 

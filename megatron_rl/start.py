@@ -1,4 +1,4 @@
-"""The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's own task comes as an argument."""
+"""The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's task is an argument."""
 
 from collections.abc import Callable, Mapping
 

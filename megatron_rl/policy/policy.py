@@ -232,7 +232,7 @@ class Policy:
         return TrainingState(self.chunks, self.optimizer, self.schedule, self.layout)
 
     def save_hf(self, out: Path) -> None:
-        """Write a complete Hugging Face folder at `out`: this one or what was there before. Where the disk is full every rank raises OSError."""
+        """Write a complete Hugging Face folder at `out`: this one, or what was there before and an OSError on every rank."""
         _write_on_main(self.hf_weights(), lambda stream: write_hf_folder(out, stream, like=Path(self.settings.path)))
 
     def save_adapter(self, out: Path) -> None:

@@ -151,7 +151,7 @@ class Qwen2_5_VL(MegatronModule):
         return self.language.shared_embedding_or_output_weight()
 
     def forward(self, batch: Batch, rows_R: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, 1, H] to the next chunk ([T / tp, 1, H] under sequence parallelism); on the last one those of rows_R, [R, H]."""
+        """Hidden states [T, 1, H] to the next chunk ([T / tp, 1, H] under sequence parallelism); on the last those of rows_R, [R, H]."""
         hidden = self._embed(batch) if self.pre_process else None
         rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
         hidden = self.language.decoder(

@@ -63,7 +63,11 @@ def open_source(folder: Path, config: Qwen2_5_VLConfig, *, key: str) -> Source:
     if kind == "torch_dist":
         stored = WholeShards(folder)
         base = MegatronSource(stored, rows, shapes)
-        return Merged(base, folder / "adapter") if stored.has_adapters() else base
+        if not stored.has_adapters():
+            return base
+        if not (folder / "adapter").is_dir():
+            raise ValueError(f"{key}={folder}: its run trained an adapter, but there is no adapter/ in it; copy the whole checkpoint")
+        return Merged(base, folder / "adapter", key=key)
     shards = ClassicShards(folder)
     return MegatronSource(shards, _with_megatron_tower(rows, config) if shards.has_megatron_tower else rows, shapes)
 
@@ -72,14 +76,6 @@ def _with_megatron_tower(rows: list[Row], config: Qwen2_5_VLConfig) -> list[Row]
     vision = config.vision_config
     heads = Heads(vision.num_heads, vision.num_heads, vision.hidden_size // vision.num_heads)
     return megatron_tower_rows(depth=vision.depth, heads=heads) + [row for row in rows if not row.mcore.startswith("vision.")]
-
-
-def check_same(source: Source, other: Source, *, what: str) -> None:
-    """Raise ValueError naming a tensor that only one of two checkpoints has, or whose shapes differ."""
-    for name in sorted(source.specs.keys() | other.specs.keys()):
-        shapes = [list(side.specs[name].shape) if name in side.specs else "nothing" for side in (source, other)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{what}: for {name} one side has {shapes[0]}, the other {shapes[1]}")
 
 
 def as_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:

@@ -17,18 +17,18 @@ HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 class Merged:
-    """A source with an adapter added to it. Raises ValueError unless every tensor of the adapter has exactly one place in it."""
+    """A source with an adapter added to it. Raises ValueError under the option's name `key` unless every tensor of the adapter has its place."""
 
-    def __init__(self, base: Source, adapter: Path) -> None:
+    def __init__(self, base: Source, adapter: Path, *, key: str) -> None:
         self.base, self.specs = base, base.specs
-        self.rank, self.scale = _settings(adapter)
-        self.adapter = HfTensors(adapter, key="--lora")
+        self.rank, self.scale = _settings(adapter, key=key)
+        self.adapter = HfTensors(adapter, key=key)
         halves: dict[str, set[str]] = {}
         for name in sorted(self.adapter.names()):
             end = next((end for end in HALVES if name.endswith(end)), "")
             target = name.removesuffix(end) + ".weight"
             if not end or target not in self.specs:
-                raise ValueError(f"--lora={adapter}: {self.adapter.stored_name(name)} has no place in the base model; give its own base")
+                raise ValueError(f"{key}={adapter}: {self.adapter.stored_name(name)} has no place in the base model; give its own base")
             halves.setdefault(target, set()).add(end)
         self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
 
@@ -37,12 +37,12 @@ class Merged:
         a, b = (target.removesuffix(".weight") + end for end in HALVES)
         missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
         if missing is not None:
-            raise ValueError(f"--lora={self.adapter.folder}: {missing} is missing beside the other half, for {target}")
+            raise ValueError(f"{self.adapter.key}={self.adapter.folder}: {missing} is missing beside the other half, for {target}")
         outputs, *inputs = self.specs[target].shape
         sizes = [list(self.adapter.shape(name)) for name in (a, b)]
         if sizes != [[self.rank, *inputs], [outputs, self.rank]]:
             raise ValueError(
-                f"--lora={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} "
+                f"{self.adapter.key}={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} "
                 f"do not fit {target} {self.specs[target]}"
             )
         return a, b
@@ -55,8 +55,8 @@ class Merged:
         return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)
 
 
-def _settings(adapter: Path) -> tuple[int, float]:
+def _settings(adapter: Path, *, key: str) -> tuple[int, float]:
     """(rank, scale)."""
-    config = read_peft_config(adapter, key="--lora")
+    config = read_peft_config(adapter, key=key)
     rank = config["r"]
     return rank, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

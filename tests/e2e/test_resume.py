@@ -113,7 +113,7 @@ def test_killed_during_the_save_of_step_3(warm: Path, unbroken: Path, tmp_path: 
 
 
 def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """Written in the foreground: step 4 has begun when the checkpoint of step 3 is there. Between updates the parameters leave the device."""
+    """Written in the foreground: step 4 has begun when that of step 3 is there. Between updates the parameters leave the device."""
     run = tmp_path / "run"
     checkpoint = ("checkpoint.every=3", "checkpoint.background=false")
     overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", *checkpoint, "parallel.offload_parameters=true")
@@ -130,8 +130,8 @@ def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> Non
 def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) -> None:
     """Megatron's logits from the training state are those of Hugging Face from the merged folder."""
     checkpoint = warm / "checkpoints" / "step_00000036"
-    command = [sys.executable, str(ROOT / "tools" / "convert" / "merger.py"), "--checkpoint", str(checkpoint), "--out", str(tmp_path / "merged")]
-    merged = subprocess.run([*command, "--verify"], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(ROOT / "tools" / "convert" / "merger.py"), "--checkpoint", str(checkpoint)]
+    merged = subprocess.run([*command, "--out", str(tmp_path / "merged"), "--verify"], capture_output=True, text=True, check=False)
     assert merged.returncode == 0, merged.stderr
     assert "logits" in merged.stdout + merged.stderr
 

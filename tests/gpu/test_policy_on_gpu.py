@@ -1,4 +1,4 @@
-"""The policy on a GPU: the variable-length kernel, fp32 as on the CPU, and in bfloat16 our layers, Transformer Engine's and Hugging Face's together."""
+"""The policy on a GPU: the variable-length kernel, fp32 as on the CPU; in bfloat16 our layers, Transformer Engine's and HF's together."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +30,8 @@ def make_policy(random_model: Path) -> Callable[..., Policy]:
 
     def make(dtype: str, *, lora: LoraSettings | None = None, **parallel: object) -> Policy:
         return Policy(
-            ModelSettings(path=str(random_model), dtype=dtype), layout, parallel=ParallelSettings(**parallel), optimizer=AlgoSettings(lr=1e-3),
-            num_updates=1, lora=lora, banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+            ModelSettings(path=str(random_model), dtype=dtype), layout,
+            parallel=ParallelSettings(**parallel), optimizer=AlgoSettings(lr=1e-3), num_updates=1, lora=lora, banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
         )  # fmt: skip
 
     return make
@@ -64,7 +64,10 @@ def test_fp32_is_that_of_hf(make_policy: Callable[..., Policy], random_model: Pa
     assert (logits(make_policy("float32"), random_model) - truth).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("layers", ["ours", pytest.param("te", marks=pytest.mark.skipif(not HAVE_TE, reason="no Transformer Engine: NOT tested"))])
+WITH_TE = pytest.mark.skipif(not HAVE_TE, reason="no Transformer Engine: NOT tested")
+
+
+@pytest.mark.parametrize("layers", ["ours", pytest.param("te", marks=WITH_TE)])
 def test_bfloat16_is_as_near_to_the_truth_as_hf_is(layers: str, make_policy: Callable[..., Policy], random_model: Path) -> None:
     """With adapters the layers are always ours; fresh ones change nothing."""
     truth, theirs = (logits_of_hf(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -78,7 +81,10 @@ def test_an_update_with_everything_offloaded(make_policy: Callable[..., Policy],
     stays, leaves = make_policy("bfloat16"), make_policy("bfloat16", offload_optimizer=True, offload_parameters=True)
     leaves.sleep()
     leaves.wake()
+    before = {name: tensor.float().clone() for name, tensor in stays.hf_weights()}
     for policy in (stays, leaves):
         policy.update(policy.pack(example_pieces(renderer), max_tokens=200), objective(AlgoSettings()))
     for (name, ours), (_, theirs) in zip(leaves.hf_weights(), stays.hf_weights(), strict=True):
-        assert torch.allclose(ours.float(), theirs.float(), atol=1e-2), name
+        change = theirs.float() - before[name]
+        assert change.norm() > 0, name
+        assert (ours.float() - theirs.float()).norm() <= 0.1 * change.norm(), name

@@ -75,7 +75,7 @@ def reduce_whole_gradients(*arguments: object, **options: object) -> None:
 
 
 def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
-    """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule and reduction (frozen parts: zeros)."""
+    """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule (frozen parts: zeros)."""
 
     def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         value, _ = weighted_nll(*policy.distribution(policy.chunks[-1].head, hidden_RH, batch.target_T[rows_R]), batch, rows_R)

@@ -22,7 +22,8 @@ from megatron_rl.world import connect, place
 def make_policy(model: Path, layout: Layout, *, dtype: str, lr: float, **parallel: object) -> Policy:
     renderer = Renderer(ModelSettings(path=str(model)))
     return Policy(
-        ModelSettings(path=str(model), dtype=dtype), layout, parallel=ParallelSettings(**parallel), optimizer=AlgoSettings(lr=lr), num_updates=9,
+        ModelSettings(path=str(model), dtype=dtype), layout, parallel=ParallelSettings(**parallel),
+        optimizer=AlgoSettings(lr=lr), num_updates=9,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
     )  # fmt: skip
 
@@ -44,14 +45,16 @@ def in_bfloat16(model: Path, layout: Layout, renderer: Renderer) -> dict[str, ob
     """Steps of 1e-5: far below the spacing of most bfloat16 weights, so that they only add up in the fp32 ones."""
     policy = make_policy(model, layout, dtype="bfloat16", lr=1e-5)
     whole = pack(example_pieces(renderer), image_token_id=renderer.image_token_id)
-    result: dict[str, object] = {"logits": full_logits(policy, whole), "before": weights(policy), "main_before": main_weights(policy).clone()}
+    result: dict[str, object] = {"logits": full_logits(policy, whole), "before": weights(policy)}
+    result["main_before"] = main_weights(policy).clone()
     update(policy, renderer)
     result["main_after_1"], result["after_1"] = main_weights(policy).clone(), weights(policy)
     for _ in range(7):
         update(policy, renderer)
     result["main_after_8"], result["after_8"] = main_weights(policy).clone(), weights(policy)
     result["main_grad_dtypes"] = {str(p.main_grad.dtype) for p in policy.chunks.parameters()}
-    result["order"] = torch.cat([p.detach().float().flatten() for group in policy.optimizer.chained_optimizers[0].model_float16_groups for p in group])
+    groups = policy.optimizer.chained_optimizers[0].model_float16_groups
+    result["order"] = torch.cat([p.detach().float().flatten() for group in groups for p in group])
     return result
 
 

@@ -1,4 +1,4 @@
-"""Freezing and learning rates by part: what is trained moves as it does when everything is trained, the rest does not move and costs nothing."""
+"""Freezing and learning rates by part: what is trained moves as if everything were, the rest does not move and costs nothing."""
 
 from pathlib import Path
 

@@ -140,7 +140,7 @@ def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: 
 @pytest.mark.parametrize("layout", EIGHT_PROCESSES)
 @pytest.mark.parametrize(("steps", "bound"), [("first_step", 1e-5), ("three_steps", 1e-3)])
 def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: float, results: dict) -> None:
-    """Against one process. The first step has Adam's eps at 1e-4; at 1e-8, Adam divides near-zero gradients by themselves: hence the wider bound."""
+    """Against one process. The first step has Adam's eps at 1e-4; at 1e-8 Adam divides near-zero gradients by themselves."""
     one, other = results[f"1,1,1,0,none,{model_of(layout)}"][steps], results[layout][steps]
     assert other["loss"] == pytest.approx(one["loss"], rel=bound)
     assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
@@ -150,7 +150,7 @@ def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: fl
 
 @pytest.mark.parametrize("layout", EIGHT_PROCESSES)
 def test_copies_of_a_parameter_stay_bitwise_equal(layout: str, results: dict) -> None:
-    """Replicated parameters over tensor-parallel ranks, all over data-parallel ranks, tied embeddings over pipeline stages; after three steps."""
+    """Replicated parameters over tensor-parallel ranks, all over data-parallel ranks, tied embeddings over stages; after three steps."""
     digests: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
     for what, digest in results[layout]["copies"]:
@@ -163,7 +163,7 @@ def test_copies_of_a_parameter_stay_bitwise_equal(layout: str, results: dict) ->
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_image_is_encoded_twice(layout: str, results: dict) -> None:
-    """Each data-parallel rank ran the same micro-batch forward once: its tensor-parallel ranks together encoded each distinct image once."""
+    """Each data-parallel rank ran the same micro-batch forward once: its tensor-parallel ranks encoded each distinct image once."""
     result = results[layout]
     totals: dict[int, list[int]] = {}
     for pp_rank, dp_rank, count in result["encoded"]:
