@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.weights.checkpoints import HfSource, hf_part, kind_of, open_source
-from megatron_rl.weights.hf_config import read_config
-from megatron_rl.weights.source import Source
+from megatron_rl.weights.hf_config import hf_shapes, read_config
+from megatron_rl.weights.source import NamedSource, Source
+from tools.commands import in_words, quiet_libraries
 
 PART = 1 << 24
 """Numbers that are subtracted at once: double precision takes 8 bytes of memory for each."""
@@ -44,10 +45,18 @@ class Difference:
 
 
 def open_any(folder: Path) -> Source:
-    """A Hugging Face folder as it is, or a checkpoint of this trainer through the table."""
-    if kind_of(folder, key="folder") == "hf":
-        return HfSource(folder, key="folder")
-    like = hf_part(folder)
+    """A checkpoint of this trainer through the table, or a Hugging Face folder.
+
+    Of the latter padding of the vocabulary and a copy of tied embeddings are left out; if it is no whole model of its config.json, it is
+    taken as it is, and the comparison says what differs.
+    """
+    kind, like = kind_of(folder, key="folder"), hf_part(folder)
+    if kind == "hf":
+        stored = HfSource(folder, key="folder")
+        try:
+            return NamedSource(stored, hf_shapes(read_config(folder, key="folder")))
+        except ValueError:
+            return stored
     if like is None:
         raise ValueError(f"folder={folder}: no config.json in it or in its hf/; merge it with --reference first")
     return open_source(folder, read_config(like, key="folder"), key="folder")
@@ -133,10 +142,11 @@ exit codes: 0 no difference beyond --atol; 1 a difference, or an error in one li
 
 def main(arguments: list[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
+    quiet_libraries()
     try:
         return 0 if compare(options.pop("first"), options.pop("second"), **options) else 1
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
 
 

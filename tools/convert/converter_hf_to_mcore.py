@@ -8,15 +8,13 @@ import argparse
 import json
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import ParallelSettings, require
 from megatron_rl.weights.checkpoints import HfSource, as_dtype
@@ -24,8 +22,8 @@ from megatron_rl.weights.folders import copy_companions, whole_or_absent
 from megatron_rl.weights.hf_config import hf_shapes, read_config, rows_of
 from megatron_rl.weights.source import EMBEDDINGS, NamedSource
 from megatron_rl.weights.to_mcore import Import
+from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
@@ -33,17 +31,12 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     """Write the checkpoint at `out` and return a line about it. Raises ValueError and OSError; then `out` is as it was before."""
     check_out(out, force=force)
     config = read_config(hf, key="--hf")
-    parallel = ParallelSettings(tp=tp, pp=pp)
-    if tp * pp > 1:
-        from megatron_rl.policy.parallel import check_layout  # brings Megatron: 2 seconds, and warnings that main() silences
-
-        check_layout(parallel, config, world_size=tp * pp)
+    check_cut(config, tp=tp, pp=pp)
     stored = HfSource(hf, key="--hf")
     source = NamedSource(stored, hf_shapes(config))
     plan = Import(source, rows_of(config), dtype=dtype)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with whole_or_absent(out) as partial:
-        with Progress(*columns, console=console) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("converting", total=plan.num_bytes)
             plan.write(partial, tp=tp, progress=lambda num_bytes: bar.advance(task, num_bytes))
         for part in copy_companions(hf, partial / "hf"):
@@ -65,6 +58,18 @@ def check_out(out: Path, *, force: bool) -> None:
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "metadata.json").is_file()
     require(replaceable, "--out", out, "is no checkpoint (it has no metadata.json), so --force does not replace it")
+
+
+def check_cut(config: Qwen2_5_VLConfig, *, tp: int, pp: int) -> None:
+    """Refuse a layout that the model does not divide into, under the options' names."""
+    try:
+        parallel = ParallelSettings(tp=tp, pp=pp)
+        if tp * pp > 1:
+            from megatron_rl.policy.parallel import check_layout  # brings Megatron: 2 seconds, and warnings that main() silences
+
+            check_layout(parallel, config, world_size=tp * pp)
+    except ValueError as error:
+        raise ValueError(f"--{str(error).removeprefix('parallel.')}") from error
 
 
 def find(hf: str) -> Path:
@@ -102,15 +107,14 @@ exit code: 0 the checkpoint is there and complete; 1 an error, said in one line,
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse_arguments(arguments)
-    warnings.filterwarnings("ignore", module="megatron")
-    transformers.utils.logging.disable_progress_bar()
+    quiet_libraries()
     try:
         said = convert(
             find(given.hf), given.out, tp=given.tp, pp=given.pp, dtype=DTYPES[given.dtype] if given.dtype else None,
             force=given.force, check_logits=given.verify, console=Console(stderr=True),
         )  # fmt: skip
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
         return 1
     print(said)
     return 0

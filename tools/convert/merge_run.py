@@ -8,7 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from tools.convert.merger import DTYPES, Merge, add_options, merge
+from tools.commands import DTYPES, in_words, quiet_libraries
+from tools.convert.merger import Merge, add_options, check_not_input, merge
 
 
 def find_steps(run: Path) -> dict[int, Path]:
@@ -31,17 +32,18 @@ def merge_all(steps: dict[int, Path], out: Path, options: dict[str, object]) -> 
     """Merge each, say how it went, and return how many failed."""
     counts = {"merged": 0, "skipped": 0, "failed": 0}
     for path in steps.values():
-        target = out / path.name
-        if target.exists() and not options["force"]:
-            counts["skipped"] += 1
-            print(f"{path.name}: skipped, {target} is there")
-            continue
         checkpoint = path / "actor" if (path / "actor").is_dir() else path
+        asked = Merge(checkpoint=checkpoint, out=out / path.name, **options)
         try:
-            print(merge(Merge(checkpoint=checkpoint, out=target, **options)))
+            check_not_input(asked)
+            if (asked.out / "config.json").is_file() and not asked.force:
+                counts["skipped"] += 1
+                print(f"{path.name}: skipped, {asked.out} is there")
+                continue
+            print(merge(asked))
             counts["merged"] += 1
         except (ValueError, OSError) as error:
-            print(f"error: {path.name}: {error}", file=sys.stderr)
+            print(f"error: {path.name}: {in_words(error, out=asked.out)}", file=sys.stderr)
             counts["failed"] += 1
     print(", ".join(f"{count} {how}" for how, count in counts.items()))
     return counts["failed"]
@@ -72,10 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
     run, out, wanted = options.pop("run"), options.pop("out"), options.pop("steps")
     options["dtype"] = DTYPES.get(options["dtype"])
+    quiet_libraries()
     try:
         failed = merge_all(choose(find_steps(run), wanted, run=run), out, options)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_words(error, out=out)}", file=sys.stderr)
         return 1
     return 1 if failed else 0
 

@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_rl.weights.checkpoints import HfSource, as_dtype, check_same, hf_part, kind_of, open_source
-from megatron_rl.weights.hf_config import read_config
+from megatron_rl.weights.checkpoints import HfSource, as_dtype, hf_part, kind_of, open_source
+from megatron_rl.weights.hf_config import hf_shapes, read_config
 from megatron_rl.weights.mapping import nested
 from megatron_rl.weights.merge_lora import Merged
 from megatron_rl.weights.reading import made_ahead
-from megatron_rl.weights.source import Source, Spec, check_names
+from megatron_rl.weights.source import NamedSource, Source, Spec, check_names
 from megatron_rl.weights.tensors import HfTensors
 from megatron_rl.weights.write_hf import INDEX, write_hf_folder
+from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STYLES = {"released": str, "nested": nested}
 """How tensors are called. transformers 5.19 and vLLM 0.32 load both; released is what Qwen published, and what older ones load too."""
 
@@ -53,13 +51,11 @@ def merge(asked: Merge) -> str:
     config = read_config(like, key="--reference" if asked.reference else "--checkpoint")
     source = open_source(asked.checkpoint, config, key="--checkpoint")
     if asked.reference is not None:
-        check_same(
-            source, HfSource(asked.reference, key="--reference"), what=f"--checkpoint={asked.checkpoint} and --reference={asked.reference}"
-        )
+        NamedSource(HfSource(asked.reference, key="--reference"), hf_shapes(config))  # raises unless it is a model of the same tensors
     if asked.lora is not None:
         if isinstance(source, Merged):
             raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")
-        source = Merged(source, asked.lora)
+        source = Merged(source, asked.lora, key="--lora")
     _check_verify(asked, kind, is_merged=isinstance(source, Merged))
     specs = {name: Spec(asked.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
     size = sum(spec.nbytes for spec in specs.values())
@@ -81,12 +77,17 @@ def merge(asked: Merge) -> str:
     return f"{asked.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {asked.checkpoint}"
 
 
-def _check_out(asked: Merge) -> None:
-    """Refuse to overwrite what was not meant."""
+def check_not_input(asked: Merge) -> None:
+    """Refuse to write where one of the inputs lies."""
     out = asked.out.resolve()
     for option, path in (("--checkpoint", asked.checkpoint), ("--reference", asked.reference), ("--lora", asked.lora)):
         if path is not None and (out == path.resolve() or out in path.resolve().parents):
             raise ValueError(f"--out={asked.out}: holds {option}={path}; choose another folder")
+
+
+def _check_out(asked: Merge) -> None:
+    """Refuse to overwrite what was not meant."""
+    check_not_input(asked)
     if asked.out.exists():
         if not asked.force:
             raise ValueError(f"--out={asked.out}: exists; choose another folder, or --force to replace it")
@@ -137,15 +138,6 @@ def _check_written(folder: Path, specs: dict[str, Spec]) -> None:
         raise ValueError(f"--out={folder}: {total} bytes were written, the checkpoint gives {planned}")
 
 
-def progress_bar() -> Progress:
-    """On standard error where that is a terminal, and gone when it is done."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="merger",
@@ -191,10 +183,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
     options["dtype"] = DTYPES.get(options["dtype"])
+    quiet_libraries()
     try:
         print(merge(Merge(**options)))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_words(error, out=options["out"])}", file=sys.stderr)
         return 1
     return 0
 

@@ -15,6 +15,7 @@ import torch
 from megatron_rl.config import require
 from megatron_rl.weights.hf_config import hf_shapes, read_config
 from megatron_rl.weights.write_hf import write_hf_folder
+from tools.commands import in_words
 
 SIZES = {
     "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2},
@@ -30,8 +31,8 @@ def released_config(size: str) -> dict[str, object]:
     """A config.json as it was released: flat, with the spellings of transformers 4.41."""
     vision = {
         "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "num_heads": 16, "in_chans": 3,
-        "intermediate_size": 3420 if size in ("3B", "7B") else 3456, "out_hidden_size": SIZES[size]["hidden_size"], "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
-        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
+        "intermediate_size": 3420 if size in ("3B", "7B") else 3456, "out_hidden_size": SIZES[size]["hidden_size"],
+        "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
     }  # fmt: skip
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "torch_dtype": "bfloat16", **SIZES[size],
@@ -54,6 +55,7 @@ def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.T
 
 def make(out: Path, size: str, *, layers: int | None = None) -> None:
     """Write the folder; `layers` instead of the size's own number makes it smaller with tensors as large. ValueError: `out` exists."""
+    require(layers is None or layers > 0, "--layers", layers, "must be at least 1")
     require(not out.exists(), "--out", out, "exists; choose another folder")
     config = released_config(size)
     if layers is not None:
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         make(given.out, given.size, layers=given.layers)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
         return 1
     print(f"{sum(path.stat().st_size for path in given.out.iterdir()):,} bytes in {given.out}")
     return 0
