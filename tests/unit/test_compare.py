@@ -92,6 +92,19 @@ def test_what_cannot_be_subtracted_differs(random_model: Path, tmp_path: Path, c
     assert run(capsys, random_model, halved, "--atol", gap * 0.99)[0] == 1
 
 
+def test_a_copy_of_tied_embeddings_and_padding_are_no_difference(
+    tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(state: State) -> State:
+        (name,) = (name for name in state if name.endswith("embed_tokens.weight"))
+        padded = torch.cat([state[name], torch.ones(64, state[name].shape[1])])
+        return {**state, name: padded, "lm_head.weight": padded.clone()}
+
+    number = len(load_file(tied_model / "model.safetensors"))
+    code, said = run(capsys, tied_model, changed(tied_model, tmp_path / "published", change))
+    assert code == 0 and said == f"{number} tensors equal to the last bit, 0 within 0, 0 beyond or on one side only\n"
+
+
 def test_logits_are_held_to_the_tolerance(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights within --atol whose logits are not."""
     tensor = load_file(random_model / "model.safetensors")["model.norm.weight"]

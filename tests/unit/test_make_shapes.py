@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -22,3 +23,20 @@ def test_a_folder_holds_the_tensors_of_its_config(tmp_path: Path, monkeypatch) -
     assert len({tuple(tensor[:8].tolist()) for tensor in large}) == len(large) > 10
     assert all(0.01 < tensor.std() < 0.03 for tensor in large)
     assert make_shapes.main(["--size", "3B", "--out", str(tmp_path / "out")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layers", "-1", "--out", "out"], "error: --layers=-1: must be at least 1"),
+        (["--out", "file/out"], "error: --out=file/out: could not be written ("),
+    ],
+)
+def test_refusals(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys) -> None:  # noqa: ANN001
+    monkeypatch.setattr(make_shapes, "BLOCK", 1 << 16)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert make_shapes.main(["--size", "3B", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

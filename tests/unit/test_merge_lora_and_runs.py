@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.weights.torch_dist import McoreTensors
+from megatron_rl.weights.torch_dist_writer import TorchDistWriter
 from tests.unit.foreign import State, tensors_of
 from tests.unit.merging import assert_refused, assert_same, merge
 from tools.convert import merge_run
@@ -112,3 +114,35 @@ def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path:
         assert_same(tensors_of(out / path.name), tensors_of(model))
     assert merge_run.main([*call, "--steps", "4"]) == 1 and "there are 3 6 9" in capsys.readouterr().err
     assert merge_run.main(["--run", str(tmp_path / "merged" / "step_00000003"), "--out", str(out)]) == 1
+
+
+def test_a_step_is_neither_its_own_result_nor_another_folder_one(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, out = tmp_path / "run" / "checkpoints", tmp_path / "merged"
+    shutil.copytree(checkpoints["untied"][1], steps / "step_00000003")
+    assert merge_run.main(["--run", str(tmp_path / "run"), "--out", str(steps)]) == 1
+    said = capsys.readouterr()
+    assert "error: step_00000003: --out=" in said.err and "holds --checkpoint=" in said.err and "0 skipped, 1 failed" in said.out
+    (out / "step_00000003").mkdir(parents=True)
+    assert merge_run.main(["--run", str(tmp_path / "run"), "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert "step_00000003: exists" in said.err and "0 skipped, 1 failed" in said.out
+
+
+def test_a_run_whose_adapter_is_gone(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the checkpoint that is damaged: nobody gave an adapter."""
+    checkpoint, like = tmp_path / "step", checkpoints["untied"][1]
+    tensors = McoreTensors(like)
+    checkpoint.mkdir()
+    with TorchDistWriter(checkpoint) as writer:
+        for key in tensors.names():
+            writer.add(key, tensors.read(key))
+        writer.add("vision.merger.mlp.0.adapter.lora_a.0", torch.ones(2, 256))
+        writer.finish()
+    shutil.copytree(like / "hf", checkpoint / "hf")
+    assert_refused(checkpoint, tmp_path / "out", capsys, f"--checkpoint={checkpoint}: its run trained an adapter", "no adapter/ in it")
+    (checkpoint / "adapter").mkdir()
+    assert_refused(checkpoint, tmp_path / "out", capsys, f"--checkpoint={checkpoint / 'adapter'}: there is no adapter_config.json")

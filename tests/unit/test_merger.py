@@ -63,8 +63,10 @@ def test_another_number_type_is_in_tensors_and_config(checkpoints: dict[str, tup
 def test_verify_runs_both_models(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Said when it holds; and a table that swaps gate and up, which a comparison of names and shapes cannot see, is found out."""
     _, checkpoint = checkpoints["untied"]
-    assert merge(checkpoint, tmp_path / "out", "--verify") == 0
-    assert "verified" in capsys.readouterr().err
+    arguments = ["--checkpoint", str(checkpoint), "--out", str(tmp_path / "out"), "--verify"]
+    command = [sys.executable, str(ROOT / "tools" / "convert" / "merger.py"), *arguments]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0 and result.stderr.startswith("verified: ") and result.stderr.count("\n") == 1, result.stderr
     code = """
 import sys
 from megatron_rl.weights import mapping
@@ -103,9 +105,9 @@ def change_reference(change: Callable[[State], None]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: state.pop("visual.merger.ln_q.weight"), "for visual.merger.ln_q.weight one side has [64], the other nothing"),
-        (lambda state: state.update({"extra": torch.ones(1)}), "for extra one side has nothing, the other [1]"),
-        (lambda state: state.update({"model.norm.weight": torch.ones(129)}), "for model.norm.weight one side has [128], the other [129]"),
+        (lambda state: state.pop("visual.merger.ln_q.weight"), "Missing: visual.merger.ln_q.weight; unknown: none"),
+        (lambda state: state.update({"extra": torch.ones(1)}), "Missing: none; unknown: extra"),
+        (lambda state: state.update({"model.norm.weight": torch.ones(129)}), "model.norm.weight the shape [129], but by config.json it has [128]"),
     ],
 )  # fmt: skip
 def test_a_reference_that_differs(
@@ -119,6 +121,21 @@ def test_a_reference_that_differs(
     shutil.copytree(model, tmp_path / "reference")
     change_reference(change)(tmp_path / "reference")
     assert_refused(checkpoint, tmp_path / "out", capsys, said, options=("--reference", tmp_path / "reference"))
+
+
+def test_a_reference_with_a_copy_of_tied_embeddings_and_padding(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    """Both are what a published model may have besides its tensors; neither comes into the result."""
+    model, checkpoint = checkpoints["tied"]
+    shutil.copytree(model, tmp_path / "reference")
+
+    def change(state: State) -> None:
+        (name,) = (name for name in state if name.endswith("embed_tokens.weight"))
+        state[name] = torch.cat([state[name], torch.ones(64, 128)])
+        state["lm_head.weight"] = state[name].clone()
+
+    change_reference(change)(tmp_path / "reference")
+    assert merge(checkpoint, tmp_path / "out", "--reference", tmp_path / "reference") == 0
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(model))
 
 
 def test_damaged_checkpoints_and_places_are_refused(
@@ -143,7 +160,8 @@ def test_damaged_checkpoints_and_places_are_refused(
     data.write_bytes(data.read_bytes()[:-5000])
     assert_refused(checkpoint, out, capsys, data.name, options=("--reference", model))
     (tmp_path / "file").write_text("in the way")
-    assert_refused(whole, tmp_path / "file" / "out", capsys, "file")
+    out = tmp_path / "file" / "out"
+    assert_refused(whole, out, capsys, f"--out={out}: could not be written", "Not a directory", "; free space or choose another folder")
     before = sorted(whole.iterdir())
     capsys.readouterr()
     assert (
@@ -232,7 +250,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))
     try:
-        assert_refused(checkpoint, tmp_path / "out", capsys, "model-00001", "File too large")
+        assert_refused(checkpoint, tmp_path / "out", capsys, "--out=", "could not be written (model-00001", "File too large", "free space")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

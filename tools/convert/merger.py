@@ -184,10 +184,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
     options["dtype"] = DTYPES.get(options["dtype"])
     quiet_libraries()
+    asked = Merge(**options)
     try:
-        print(merge(Merge(**options)))
+        print(merge(asked))
     except (ValueError, OSError) as error:
-        print(f"error: {in_words(error, out=options["out"])}", file=sys.stderr)
+        print(f"error: {in_words(error, out=asked.out)}", file=sys.stderr)
         return 1
     return 0
 
