@@ -1,4 +1,4 @@
-"""Weights in and out of a live Megatron model through the table: Hugging Face tensors in, (hf_name, tensor) stream out in bounded memory."""
+"""Weights in and out of a live Megatron model through the table: Hugging Face tensors in, a stream of them out in bounded memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def _layer(row: Row) -> int:
 
 
 def load_hf(chunks: nn.ModuleList, rows: list[Row], shards: Shards, read: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's parameters; `read` gives a full Hugging Face tensor by its name in the table, of a source that was proven complete."""
+    """Fill this rank's parameters; `read` gives a whole Hugging Face tensor by its name in the table, of a source proven complete."""
     base = {name: parameter for name, parameter in chunks.named_parameters() if not is_adapter(name)}
     fill(base, rows, shards, lambda row, _shape: tuple(map(read, row.hf)))
 
@@ -79,7 +79,8 @@ def fill(parameters: dict[str, nn.Parameter], rows: list[Row], shards: Shards, t
         whole = [size * shards.tp if dim == row.shard_dim else size for dim, size in enumerate(parameter.shape)]
         value = row.to_mcore(tensors(row, torch.Size(whole)), shards.tp_rank, shards.tp)
         if value.shape != parameter.shape:
-            raise ValueError(f"{', '.join(row.hf)}: shape {tuple(value.shape)} after conversion, but {row.mcore} has {tuple(parameter.shape)}")
+            shapes = f"shape {tuple(value.shape)} after conversion, but {row.mcore} has {tuple(parameter.shape)}"
+            raise ValueError(f"{', '.join(row.hf)}: {shapes}")
         with torch.no_grad():
             parameter.copy_(value)
         # Megatron's own initialization, which is skipped, would say so; the gradient norm counts unmarked parameters as copies.
