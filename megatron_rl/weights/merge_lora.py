@@ -17,7 +17,7 @@ HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 class Merged:
-    """A source with an adapter added to it. Raises ValueError under the option's name `key` unless every tensor of the adapter has its place."""
+    """A source with an adapter added to it. Raises ValueError under the option's name `key` unless all of the adapter has its place."""
 
     def __init__(self, base: Source, adapter: Path, *, key: str) -> None:
         self.base, self.specs = base, base.specs

@@ -102,9 +102,8 @@ def test_every_tensor_is_where_megatron_has_it(name: str, spelling: str, models:
         source = variant(source, tmp_path / "newer", lambda tensors: {newer(name): tensor for name, tensor in tensors.items()})
     assert convert(source, tmp_path / "out", "--tp", "2", "--pp", "2") == 0
     assert_holds(tmp_path / "out", by_hand(released(load_file(models[name] / WEIGHTS))))
-    beside = {path.name for path in models[name].iterdir()} - {WEIGHTS}
-    assert {path.name for path in (tmp_path / "out" / "hf").iterdir()} == beside
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+    assert {path.name for path in (tmp_path / "out" / "hf").iterdir()} == {path.name for path in models[name].iterdir()} - {WEIGHTS}
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_rank_reads_its_own_chunks_only(models: dict[str, Path], tmp_path: Path) -> None:
@@ -133,8 +132,8 @@ def test_every_tensor_is_rounded_when_asked(models: dict[str, Path], tmp_path: P
 
 def test_padding_of_the_vocabulary_is_left_out(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def pad(tensors: Tensors) -> Tensors:
-        vocabularies = [name for name in tensors if mapping.canonical(name) in (EMBEDDINGS, "lm_head.weight")]
-        return {**tensors, **{name: torch.cat([tensors[name], torch.ones(5, 64)]) for name in vocabularies}}
+        ends = ("embed_tokens.weight", "lm_head.weight")
+        return {name: torch.cat([tensor, torch.ones(5, 64)]) if name.endswith(ends) else tensor for name, tensor in tensors.items()}
 
     assert convert(variant(models["untied"], tmp_path / "padded", pad), tmp_path / "out") == 0
     assert "5 rows of vocabulary padding (beyond config.vocab_size) left out" in capsys.readouterr().out
@@ -143,7 +142,7 @@ def test_padding_of_the_vocabulary_is_left_out(models: dict[str, Path], tmp_path
 
 def test_a_stored_head_of_tied_embeddings_is_a_copy(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def with_head(tensors: Tensors, change: float) -> Tensors:
-        head = next(t for n, t in tensors.items() if mapping.canonical(n) == EMBEDDINGS).clone()
+        head = released(tensors)[EMBEDDINGS].clone()
         head[7, 3] += change
         return {**tensors, "lm_head.weight": head}
 
@@ -206,10 +205,7 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
     assert_refused(broken, tmp_path / "out", capsys, "names model-00002-of-00002.safetensors, not in the folder")
     index.write_text("{")
     assert_refused(broken, tmp_path / "out", capsys, "model.safetensors.index.json is damaged")
-    for value in (None, 3, ["a"], ""):
-        index.write_text(json.dumps({"weight_map": {"lm_head.weight": value}}))
-        assert_refused(broken, tmp_path / "out", capsys, f"is damaged (lm_head.weight is in {value!r}, which is no file's name)")
-    for value in (None, [], {"weight_map": None}):
+    for value in (None, [], {"weight_map": None}, *({"weight_map": {"x": name}} for name in (None, 3, ["a"], ""))):
         index.write_text(json.dumps(value))
         assert_refused(broken, tmp_path / "out", capsys, "model.safetensors.index.json is damaged")
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": WEIGHTS}}))
@@ -233,8 +229,7 @@ def test_a_layout_that_does_not_fit(models: dict[str, Path], tmp_path: Path, cap
 
 
 def test_places_that_cannot_be_written(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "file"
-    file.write_text("mine")
+    (file := tmp_path / "file").write_text("mine")
     assert_refused(models["tied"], file, capsys, f"--out={file}: exists")
     assert_refused(models["tied"], file, capsys, "is no checkpoint", "--force")
     assert_refused(models["tied"], file / "out", capsys, f"--out={file / 'out'}: could not be written (")
