@@ -1,6 +1,6 @@
 """What a call in the sandbox costs, how many a second there are, and what ten thousand leave behind; prints Markdown.
 
-    .venv/bin/python benchmarks/sandbox_calls.py                all of it, about three minutes on two quiet cores
+    .venv/bin/python benchmarks/sandbox_calls.py                all of it, about four minutes on two cores
     .venv/bin/python benchmarks/sandbox_calls.py --parts warm throughput
 
 A warm call is `box.run` on a box that is open. Every client of the throughput has a box of its own. Beside each figure with all layers of
