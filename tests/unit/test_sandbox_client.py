@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -218,3 +219,15 @@ def test_health_that_is_none_is_the_hosts_fault(answer: httpx.Response, said: st
 
     with pytest.raises(HostFault, match=said):
         asyncio.run(work())
+
+
+def test_a_server_that_is_not_there_is_the_hosts_fault() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def talking() -> None:
+        async with SandboxClient(f"http://127.0.0.1:{port}"):
+            pass
+
+    with pytest.raises(HostFault, match=f"127.0.0.1:{port}"):
+        asyncio.run(talking())
