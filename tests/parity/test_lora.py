@@ -12,6 +12,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from megatron_rl.weights.mapping import canonical
 from tools.data.make_tiny_qwen2_5_vl import make
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the walk of four processes
 HERE = Path(__file__).parent
 ONE_PROCESS = ["1,1,1,0,none,tied"]
 FOUR_PROCESSES = ["2,2,1,0,none,tied", "4,1,1,1,selective,tied", "2,1,1,0,none,tied", "1,2,2,0,full,tied", "2,2,1,1,none,tied"]

@@ -14,6 +14,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Sequence
 from tools.data.make_tiny_qwen2_5_vl import make
 
+pytestmark = pytest.mark.timeout(1000)  # the first test waits for the walk of eight processes
 HERE = Path(__file__).parent
 TEMPERATURE = 0.7
 ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]
