@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandbox import frames, replies
+from sandbox import frames, images, replies
 from sandbox.keeper import Exit, Life
 from sandbox.types import BoxClosed, Error, Fault, HostFault, Limits, Result, Usage
 
@@ -41,7 +41,7 @@ class Box:
         self._keeper, self._limits, self._group, self._begin, self._release = keeper, limits, group, begin, release
         self._lock = asyncio.Lock()
         self._calls = 0
-        self._images_left = limits.images_total
+        self._allowance = images.Allowance(limits)
         self._lost = False
         self._closed = False
         self._out_of_memory = 0
@@ -136,7 +136,7 @@ class Box:
             async with asyncio.timeout(seconds):
                 life.writer.write(frames.pack({"id": self._calls, "code": code}))
                 frame = await frames.read(life.reader, max_bytes=self._limits.images * self._limits.image_bytes)
-            reply = replies.parse(frame, number=self._calls, limits=self._limits, images_left=self._images_left)
+            reply = replies.parse(frame, number=self._calls, limits=self._limits, allowance=self._allowance)
         except TimeoutError:
             late = True
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -154,7 +154,6 @@ class Box:
             exit_ = await self._end(life)
             fault, limit, error = self._verdict(life, exit_, late=late, trouble=trouble, seconds=seconds)
             return Result(**texts, fault=fault, limit=limit, error=error, dropped=dropped, usage=Usage(wall_s=wall_s, cpu_s=exit_.cpu_s))
-        self._images_left -= len(reply.pictures)
         return Result(
             **texts,
             fault=Fault.CODE if reply.error else Fault.NONE,

@@ -109,7 +109,7 @@ class FusionBox:
         self.inputs = {name: encoded(content) for name, content in inputs.items()} | {PRELOAD: encoded(preload.encode())}
         self.variables = variables
         self.calls = 0
-        self.images_left = pool.limits.images_total
+        self.allowance = pictures.Allowance(pool.limits)
         self.closed = False
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
@@ -180,6 +180,7 @@ class FusionBox:
         limits = self.pool.limits
         taken: list[Picture] = []
         dropped: list[Dropped] = []
+        self.allowance.begin_call()
         for number in range(limits.images + 1):
             png = files.get(SHOWN.format(number))
             if png is None:
@@ -187,14 +188,11 @@ class FusionBox:
             try:
                 width, height = pictures.png_size(png)
                 reason = pictures.refusal(width=width, height=height, limits=limits)
-                if number >= limits.images:
-                    reason = f"only {limits.images} images are returned per call"
-                elif self.images_left <= 0:
-                    reason = f"{limits.images_total} images were returned already"
+                reason = reason or self.allowance.refusal(pixels=width * height, num_bytes=len(png))
                 if reason is None:
                     with Image.open(pictures.BytesIO(png), formats=("PNG",)) as picture:
                         taken.append(Picture(png=pictures.encode(picture), width=width, height=height, source="show"))
-                    self.images_left -= 1
+                    self.allowance.count(pixels=width * height, num_bytes=len(png))
             except (OSError, ValueError, SyntaxError) as error:
                 reason = f"cannot be read: {error}"
             if reason is not None:

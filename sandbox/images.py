@@ -29,6 +29,33 @@ def refusal(*, width: int, height: int, limits: Limits) -> str | None:
     return None
 
 
+class Allowance:
+    """What a box may still return, of a call and of its whole life: images, their pixels, their bytes as PNG. Kept outside of the box."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._call = self._total = (0, 0, 0)
+
+    def begin_call(self) -> None:
+        self._call = (0, 0, 0)
+
+    def refusal(self, *, pixels: int, num_bytes: int) -> str | None:
+        """Why one more image is not returned, as a sentence for the model; None where it is."""
+        limits = self._limits
+        for used, most, when in (
+            (self._call, (limits.images, limits.pixels, limits.png_bytes), "per call"),
+            (self._total, (limits.images_total, limits.pixels_total, limits.png_bytes_total), "in total"),
+        ):
+            for count, one, bound, what in zip(used, (1, pixels, num_bytes), most, ("images", "pixels", "bytes as PNG"), strict=True):
+                if count + one > bound:
+                    return f"only {bound} {what} are returned {when}"
+        return None
+
+    def count(self, *, pixels: int, num_bytes: int) -> None:
+        one = (1, pixels, num_bytes)
+        self._call, self._total = (tuple(map(sum, zip(used, one, strict=True))) for used in (self._call, self._total))
+
+
 def encode(picture: Image.Image) -> bytes:
     """A PNG of header, pixels and end only. Z_RLE: on photographs a sixth smaller than the default at this level, and faster."""
     plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")

@@ -25,7 +25,7 @@ class Reply:
     memory: int
 
 
-def parse(frame: Frame, *, number: int, limits: Limits, images_left: int) -> Reply:
+def parse(frame: Frame, *, number: int, limits: Limits, allowance: images.Allowance) -> Reply:
     """Raises Malformed."""
     message, blobs = frame
     if _integer(message, "id") != number:
@@ -35,8 +35,9 @@ def parse(frame: Frame, *, number: int, limits: Limits, images_left: int) -> Rep
         raise Malformed(f"{len(sources)} sources of {len(blobs)} images")
     dropped = [_dropped(item) for item in _list(message, "dropped", most=100)]
     pictures: list[Picture] = []
+    allowance.begin_call()
     for source, png in zip(sources, blobs, strict=True):
-        picture = _picture(_text(source, most=MAX_NAME), png, limits=limits, full=len(pictures) >= min(limits.images, images_left))
+        picture = _picture(_text(source, most=MAX_NAME), png, limits=limits, allowance=allowance)
         (pictures if isinstance(picture, Picture) else dropped).append(picture)
     files = message.get("files")
     if not isinstance(files, dict) or len(files) > limits.files or not all(type(size) is int and size >= 0 for size in files.values()):
@@ -80,17 +81,17 @@ def read_stream(descriptor: int, *, what: str, limits: Limits) -> tuple[str, Dro
     return f"{first}\n[... {missing} left out ...]\n{last}", Dropped(what=what, reason=f"{missing} in the middle; {limits.text} are kept")
 
 
-def _picture(source: str, png: bytes, *, limits: Limits, full: bool) -> Picture | Dropped:
-    if full:
-        return Dropped(what="image", reason=f"{source}: only {limits.images} images are returned per call, {limits.images_total} in total")
+def _picture(source: str, png: bytes, *, limits: Limits, allowance: images.Allowance) -> Picture | Dropped:
     try:
         width, height = images.png_size(png)
         reason = images.refusal(width=width, height=height, limits=limits)
+        reason = reason or allowance.refusal(pixels=width * height, num_bytes=len(png))
         if reason or len(png) > limits.image_bytes:
             return Dropped(what="image", reason=f"{source}: {reason or f'{len(png)} bytes as PNG, {limits.image_bytes} allowed'}")
         images.check_png(png)
     except ValueError as error:
         return Dropped(what="image", reason=f"{source}: {error}")
+    allowance.count(pixels=width * height, num_bytes=len(png))
     return Picture(png=png, width=width, height=height, source=source)
 
 

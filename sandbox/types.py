@@ -51,6 +51,12 @@ class Limits:
     images: int = 5
     """Images returned per call."""
     images_total: int = 100
+    pixels: int = 12_000_000
+    """Of the images returned per call together..."""
+    pixels_total: int = 120_000_000
+    png_bytes: int = 12 << 20
+    """...and their size as PNG."""
+    png_bytes_total: int = 120 << 20
     image_pixels: int = 4_000_000
     image_bytes: int = 4 << 20
     image_aspect: float = 100.0

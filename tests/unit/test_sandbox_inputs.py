@@ -7,7 +7,7 @@ from PIL import Image
 
 from sandbox import replies
 from sandbox.frames import Malformed
-from sandbox.images import encode
+from sandbox.images import Allowance, encode
 from sandbox.inputs import Input, collect
 from sandbox.layers import NAMES, choose
 from sandbox.types import HostFault, Limits
@@ -94,21 +94,48 @@ ERROR = {"type": "KeyError", "message": "'a'", "line": 2, "traceback": "..."}
 )
 def test_a_reply_with_a_wrong_field_is_not_believed(change: dict[str, object]):
     with pytest.raises(Malformed):
-        replies.parse((GOOD | change, []), number=3, limits=Limits(), images_left=5)
+        replies.parse((GOOD | change, []), number=3, limits=Limits(), allowance=Allowance(Limits()))
 
 
 def test_a_reply_is_cut_to_the_limits():
     blobs = [PNG, b"GIF89a", encode(Image.new("L", (27, 100))), PNG, PNG, PNG]
     message = GOOD | {"sources": list("abcdef"), "error": ERROR | {"line": -1, "message": "\ud800"}, "limit": "time"}
-    reply = replies.parse((message, blobs), number=3, limits=Limits(images=3), images_left=9)
+    few = Limits(images=3)
+    reply = replies.parse((message, blobs), number=3, limits=few, allowance=Allowance(few))
     assert [picture.source for picture in reply.pictures] == ["a", "d", "e"]
     assert [str(drop) for drop in reply.dropped] == [
         "image left out: b: not a PNG",
         "image left out: c: 27x100 pixels: the shorter side has less than 28; enlarge it",
-        "image left out: f: only 3 images are returned per call, 100 in total",
+        "image left out: f: only 3 images are returned per call",
     ]
     assert (reply.error.line, reply.error.message, reply.limit) == (None, "?", None)  # only the pool says what it measures itself
-    assert len(replies.parse((message, blobs), number=3, limits=Limits(), images_left=1).pictures) == 1
+
+
+SIDES = 40 * 30
+"""Pixels of the pictures below."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "returned"),
+    [
+        (Limits(), [3, 3]),
+        (Limits(images_total=4), [3, 1]),
+        (Limits(pixels=2 * SIDES), [2, 2]),
+        (Limits(pixels_total=4 * SIDES), [3, 1]),
+        (Limits(pixels_total=4 * SIDES - 1), [3, 0]),
+        (Limits(png_bytes=2 * len(encode(Image.new("L", (40, 30))))), [2, 2]),
+        (Limits(png_bytes_total=5 * len(encode(Image.new("L", (40, 30))))), [3, 2]),
+    ],
+)
+def test_images_are_limited_per_call_and_in_total(limits: Limits, returned: list[int]):
+    """Two calls of three equal pictures: what is above count, pixels or bytes is left out, and said."""
+    message, blobs = GOOD | {"sources": list("abc")}, [encode(Image.new("L", (40, 30)))] * 3
+    allowance = Allowance(limits)
+    for expected in returned:
+        reply = replies.parse((message, blobs), number=3, limits=limits, allowance=allowance)
+        assert len(reply.pictures) == expected
+        assert len(reply.dropped) == 3 - expected
+        assert all("are returned" in str(drop) for drop in reply.dropped)
 
 
 def test_the_room_needs_its_walls():
