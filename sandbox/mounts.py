@@ -42,7 +42,8 @@ def build_root() -> None:
             os.makedirs(os.path.dirname(STAGE + path), mode=0o755, exist_ok=True)
             os.symlink(os.path.realpath(path), STAGE + path)
     os.makedirs(STAGE + BOX, exist_ok=True)
-    os.symlink(f"{BOX}/tmp", f"{STAGE}/tmp")
+    if not os.path.lexists(f"{STAGE}/tmp"):  # it is there where the interpreter lies below /tmp; temporary files then go to TMPDIR alone
+        os.symlink(f"{BOX}/tmp", f"{STAGE}/tmp")
     os.symlink(f"{BOX}/tmp", f"{STAGE}/dev/shm")
     os.mkdir(f"{STAGE}/old")
     kernel.pivot_root(STAGE, f"{STAGE}/old")

@@ -36,8 +36,9 @@ def test_state_lives_over_calls(room: Room):
 def test_boxes_know_nothing_of_each_other(room: Room):
     async def both():
         async with await room.pool.open() as one, await room.pool.open() as two:
-            await one.run("secret = 1; open('a', 'w').write('a'); open('/tmp/b', 'w').write('b')")
-            return await two.run("import os; print('secret' in dir(), os.listdir('.'), os.listdir('/tmp'), os.getpid())"), [
+            await one.run("import tempfile; secret = 1; open('a', 'w').write('a'); open(tempfile.gettempdir() + '/b', 'w').write('b')")
+            look = "import os, tempfile; print('secret' in dir(), os.listdir('.'), os.listdir(tempfile.gettempdir()), os.getpid())"
+            return await two.run(look), [
                 await box.run("import random, numpy; print(random.random(), numpy.random.rand())") for box in (one, two)
             ]
 
