@@ -29,13 +29,14 @@ class Gallery:
     def __init__(self, limits: Limits, *, work: str) -> None:
         self.limits = limits
         self.work = work
-        self.left = limits.images_total
+        self.allowance = images.Allowance(limits)
         self.seen: WeakSet[matplotlib.figure.Figure] = WeakSet()
         self.start()
         self._hook()
 
     def start(self) -> None:
         """Begin a call."""
+        self.allowance.begin_call()
         self.taken: list[tuple[str, bytes]] = []
         self.dropped: list[tuple[str, str]] = []
         self.before = self._scan()
@@ -80,19 +81,20 @@ class Gallery:
             self.dropped.append(("image", f"{name}: cannot be read: {str(error)[:200]}"))
 
     def _has_room(self, *, source: str, width: int, height: int) -> bool:
-        reason = images.refusal(width=width, height=height, limits=self.limits)
-        if len(self.taken) >= self.limits.images:
-            reason = f"only {self.limits.images} images are returned per call"
-        elif self.left - len(self.taken) <= 0:
-            reason = f"{self.limits.images_total} images were returned already, which is all there are"
+        reason = images.refusal(width=width, height=height, limits=self.limits) or self.allowance.refusal(pixels=width * height)
         if reason:
             self.dropped.append(("image", f"{source}: {reason}"))
         return reason is None
 
     def _keep(self, png: bytes, *, source: str) -> None:
+        width, height = images.png_size(png)
+        reason = self.allowance.refusal(pixels=width * height, num_bytes=len(png))
         if len(png) > self.limits.image_bytes:
-            self.dropped.append(("image", f"{source}: {len(png)} bytes as PNG, more than {self.limits.image_bytes}; make it smaller"))
+            reason = f"{len(png)} bytes as PNG, more than {self.limits.image_bytes}; make it smaller"
+        if reason:
+            self.dropped.append(("image", f"{source}: {reason}"))
         else:
+            self.allowance.count(pixels=width * height, num_bytes=len(png))
             self.taken.append((source, png))
 
     def _scan(self) -> dict[str, "Entry"]:

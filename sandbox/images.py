@@ -30,7 +30,9 @@ def refusal(*, width: int, height: int, limits: Limits) -> str | None:
 
 
 class Allowance:
-    """What a box may still return, of a call and of its whole life: images, their pixels, their bytes as PNG. Kept outside of the box."""
+    """What a box may still return, of a call and of its whole life: images, their pixels, their bytes as PNG.
+
+    The pool keeps one and believes no other; the box keeps its own, so that it draws and encodes nothing in vain."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -39,8 +41,8 @@ class Allowance:
     def begin_call(self) -> None:
         self._call = (0, 0, 0)
 
-    def refusal(self, *, pixels: int, num_bytes: int) -> str | None:
-        """Why one more image is not returned, as a sentence for the model; None where it is."""
+    def refusal(self, *, pixels: int, num_bytes: int = 0) -> str | None:
+        """Why one more image is not returned, as a sentence for the model; None where it is. Without num_bytes: before it is encoded."""
         limits = self._limits
         for used, most, when in (
             (self._call, (limits.images, limits.pixels, limits.png_bytes), "per call"),

@@ -54,19 +54,6 @@ def probe() -> dict[str, str | None]:
         mounts.mount_box(mounts.BOX, num_bytes=1 << 20, num_inodes=16)
         mounts.write_inputs(mounts.BOX, {"a": b"a"}, owner=None, mounted=True)
 
-    def drop_uid() -> None:
-        uid = confine.uid_of(os.getpid(), 0)
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-
-    def restrict(layer: Callable[[], None]) -> Callable[[], None]:
-        def try_it() -> None:
-            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-            layer()
-
-        return try_it
-
     trials: dict[str, Callable[[], None]] = {
         "user_ns": lambda: confine.enter_zygote(Layers(user_ns=True), proc=proc),
         "mount_ns": enter(kernel.CLONE_NEWNS),
@@ -85,6 +72,21 @@ def probe() -> dict[str, str | None]:
     }
     assert list(trials) == NAMES, f"{list(trials)} against {NAMES}"
     return {name: attempt(trial) for name, trial in trials.items()}
+
+
+def drop_uid() -> None:
+    uid = confine.uid_of(os.getpid(), 0)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def restrict(layer: Callable[[], None]) -> Callable[[], None]:
+    def try_it() -> None:
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        layer()
+
+    return try_it
 
 
 def is_privileged() -> bool:

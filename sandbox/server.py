@@ -18,6 +18,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -89,62 +90,46 @@ def busy(code: int, text: str) -> HTTPException:
     return HTTPException(code, text, headers={"Retry-After": str(math.ceil(RETRY_S))})
 
 
-def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None) -> FastAPI:
-    """The application over a running pool; its end closes every box. `waiting` requests at most (one per box by default) wait for a
-    free box, each at most `wait_s`; more are refused at once."""
-    metrics = Metrics(pool)
-    rooms = Rooms(idle_s=idle_s, metrics=metrics)
-    line = asyncio.Semaphore(waiting if waiting is not None else pool.size)
+class Service:
+    """What the routes do, over a running pool. `waiting` requests at most (one per box by default) wait for a free box, each at most
+    `wait_s`; more are refused at once."""
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await rooms.close()
+    def __init__(self, pool: Sandbox, *, wait_s: float, idle_s: float, waiting: int | None) -> None:
+        self.pool, self.wait_s = pool, wait_s
+        self.metrics = Metrics(pool)
+        self.rooms = Rooms(idle_s=idle_s, metrics=self.metrics)
+        self.line = asyncio.Semaphore(waiting if waiting is not None else pool.size)
 
-    app = FastAPI(title="sandbox", lifespan=lifespan)
-    app.add_middleware(BodyLimit, most=BODY_BYTES)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        """What is wrong and where, without sending back what may be megabytes."""
-        return JSONResponse({"detail": [{"where": list(item["loc"]), "what": item["msg"]} for item in error.errors()]}, 422)
-
-    @app.exception_handler(BoxClosed)
-    async def unknown(request: Request, error: BoxClosed) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 404)
-
-    async def opened(*, wait_s: float, **inputs: Any) -> Box:
-        if line.locked():
-            metrics.refused.labels("full").inc()
-            raise busy(429, f"all {pool.size} boxes are taken and as many requests wait as may")
-        async with line:
+    async def _opened(self, *, wait_s: float, **inputs: Any) -> Box:
+        if self.line.locked():
+            self.metrics.refused.labels("full").inc()
+            raise busy(429, f"all {self.pool.size} boxes are taken and as many requests wait as may")
+        async with self.line:
             try:
-                return await pool.open(wait_s=wait_s, **inputs)
+                return await self.pool.open(wait_s=wait_s, **inputs)
             except PoolFull as error:
-                metrics.refused.labels("full").inc()
-                raise busy(429, f"all {pool.size} boxes are taken: {error}") from error
+                self.metrics.refused.labels("full").inc()
+                raise busy(429, f"all {self.pool.size} boxes are taken: {error}") from error
             except HostFault as error:
-                metrics.refused.labels("host").inc()
+                self.metrics.refused.labels("host").inc()
                 raise busy(503, str(error)) from error
             except BoxClosed as error:
                 raise busy(503, "the server is closing") from error
             except ValueError as error:
                 raise HTTPException(422, str(error)) from error
 
-    @app.post("/boxes", status_code=201)
-    async def open_box(request: Request, body: OpenRequest) -> dict[str, str]:
+    async def open_box(self, request: Request, body: OpenRequest) -> dict[str, str]:
         try:
             images = {name: decoded(text) for name, text in body.images.items()}
             files = {name: decoded(text) for name, text in body.files.items()}
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
-        patience = wait_s if body.wait_s is None else min(body.wait_s, wait_s)
-        work = opened(images=images, files=files, preload=body.preload, wait_s=patience)
-        return {"box": rooms.add(await while_connected(request, work))}
+        patience = self.wait_s if body.wait_s is None else min(body.wait_s, self.wait_s)
+        work = self._opened(images=images, files=files, preload=body.preload, wait_s=patience)
+        return {"box": self.rooms.add(await while_connected(request, work))}
 
-    @app.post("/boxes/{name}/calls")
-    async def call(request: Request, name: str, body: CallRequest) -> dict[str, Any]:
-        with rooms.using(name) as room:
+    async def call(self, request: Request, name: str, body: CallRequest) -> dict[str, Any]:
+        with self.rooms.using(name) as room:
             if body.call in room.calls:
                 raise HTTPException(409, f"a call named {body.call!r} was made in this box before: it is not run again")
             room.calls.add(body.call)
@@ -153,49 +138,69 @@ def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, wa
             except ValueError as error:
                 raise HTTPException(422, str(error)) from error
             except asyncio.CancelledError:
-                metrics.deserted.inc()
-                rooms.drop(name)
+                self.metrics.deserted.inc()
+                self.rooms.drop(name)
                 raise
-        metrics.called(result)
+        self.metrics.called(result)
         return result_to_wire(result)
 
-    @app.post("/boxes/{name}/files")
-    async def fetch(name: str, body: FetchRequest) -> dict[str, str]:
-        with rooms.using(name) as room:
+    async def fetch(self, name: str, body: FetchRequest) -> dict[str, str]:
+        with self.rooms.using(name) as room:
             return {file: encoded(content) for file, content in (await room.box.fetch(body.names)).items()}
 
-    @app.delete("/boxes/{name}", status_code=204)
-    async def close(name: str) -> None:
-        rooms.find(name)
-        task = rooms.drop(name)
+    async def close(self, name: str) -> None:
+        self.rooms.find(name)
+        task = self.rooms.drop(name)
         assert task is not None
         await asyncio.shield(task)
 
-    @app.post("/run_code")
-    async def run_code(request: Request, body: fusion.RunCodeRequest) -> fusion.RunCodeResponse:
+    async def run_code(self, request: Request, body: fusion.RunCodeRequest) -> fusion.RunCodeResponse:
         async def work() -> fusion.RunCodeResponse:
-            response, result = await fusion.serve(body, open_box=lambda **inputs: opened(wait_s=wait_s, **inputs))
+            response, result = await fusion.serve(body, open_box=partial(self._opened, wait_s=self.wait_s))
             if result is not None:
-                metrics.called(result)
+                self.metrics.called(result)
             return response
 
         return await while_connected(request, work())
 
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {
-            "status": "ok",
-            "size": pool.size,
-            "open": pool.num_open,
-            "layers": pool.layers.names(),
-            "limits": asdict(pool.limits),
-        }
+    async def health(self) -> dict[str, Any]:
+        pool = self.pool
+        return {"status": "ok", "size": pool.size, "open": pool.num_open, "layers": pool.layers.names(), "limits": asdict(pool.limits)}
 
-    @app.get("/metrics")
-    async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics_text(self) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
+
+def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None) -> FastAPI:
+    """The application over a running pool; its end closes every box."""
+    service = Service(pool, wait_s=wait_s, idle_s=idle_s, waiting=waiting)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.rooms.close()
+
+    app = FastAPI(title="sandbox", lifespan=lifespan)
+    app.add_middleware(BodyLimit, most=BODY_BYTES)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(BoxClosed, _unknown)
+    app.post("/boxes", status_code=201)(service.open_box)
+    app.post("/boxes/{name}/calls")(service.call)
+    app.post("/boxes/{name}/files")(service.fetch)
+    app.delete("/boxes/{name}", status_code=204)(service.close)
+    app.post("/run_code")(service.run_code)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.metrics_text)
     return app
+
+
+async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+    """What is wrong and where, without sending back what may be megabytes."""
+    return JSONResponse({"detail": [{"where": list(item["loc"]), "what": item["msg"]} for item in error.errors()]}, 422)
+
+
+async def _unknown(_request: Request, error: BoxClosed) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, 404)
 
 
 async def serve(pool: Sandbox, *, host: str, port: int, wait_s: float, idle_s: float) -> None:

@@ -134,7 +134,6 @@ class Session:
             "cpu_s": _cpu_s() - spent,
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        self.gallery.left -= len(self.gallery.taken)
         self.channel.sendall(frames.pack(reply, [png for _, png in self.gallery.taken]))
 
     def _finish(self) -> dict[str, int]:

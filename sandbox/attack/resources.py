@@ -6,6 +6,16 @@ from sandbox.attack.probe import Evidence, Probe
 SLOW = {"call_s": 20}
 """For the control, which gets as far as it wants to: time is not what is attacked here."""
 MEMORY_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
+TOUCH = """for block in blocks:
+    if os.fork() == 0:
+        for at in range(0, len(block), 4096):
+            block[at] = 1
+        os._exit(0)
+if all(os.wait()[1] == 0 for _ in blocks):
+    time.sleep(0.5)
+    pwned()
+"""
+"""Each child writes to every page of one block and leaves: what stays is in no process's own memory."""
 MEMORY = (
     Probe(
         "one_process",
@@ -71,15 +81,8 @@ pwned()
             """
 import mmap
 blocks = [mmap.mmap(-1, W["too_much"] // 4) for _ in range(4)]
-for block in blocks:
-    if os.fork() == 0:
-        for at in range(0, len(block), 4096):
-            block[at] = 1
-        os._exit(0)
-if all(os.wait()[1] == 0 for _ in blocks):
-    time.sleep(0.5)
-    pwned()
-""",
+"""
+            + TOUCH,
         ),
         MEMORY_LAYERS | {"seccomp"},
         SLOW,
@@ -94,15 +97,8 @@ if all(os.wait()[1] == 0 for _ in blocks):
 import mmap
 with open("/dev/zero", "r+b", buffering=0) as zero:
     blocks = [mmap.mmap(zero.fileno(), W["too_much"] // 4) for _ in range(4)]
-for block in blocks:
-    if os.fork() == 0:
-        for at in range(0, len(block), 4096):
-            block[at] = 1
-        os._exit(0)
-if all(os.wait()[1] == 0 for _ in blocks):
-    time.sleep(0.5)
-    pwned()
-""",
+"""
+            + TOUCH,
         ),
         MEMORY_LAYERS | {"landlock"},
         SLOW,

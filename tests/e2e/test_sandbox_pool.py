@@ -126,7 +126,7 @@ def test_limits_on_images_are_told(room: Room):
     told = [[str(drop) for drop in result.dropped] for result in results]
     assert told[0] == ["image left out: show: only 5 images are returned per call"] * 2
     assert [words.split(": ")[2] for words in told[1]] == ["27x50 pixels", "28x2801 pixels", "2001x2000 pixels", "0x9 pixels"]
-    assert told[2] == ["image left out: show: 8 images were returned already, which is all there are"]
+    assert told[2] == ["image left out: show: only 8 images are returned in total"]
     assert results[3].text == "still here\n"
 
 
