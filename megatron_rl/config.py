@@ -185,9 +185,11 @@ class AlgoSettings(OptimizerSettings):
         for key in ("prompts_per_step", "minibatches", "epochs", "micro_batch_tokens"):
             require(getattr(self, key) >= 1, f"algo.{key}", getattr(self, key), "must be at least 1")
         require(self.group_size >= 2, "algo.group_size", self.group_size, "must be at least 2: a group of one has no baseline")
-        require(self.prompts_per_step % self.minibatches == 0, "algo.prompts_per_step", self.prompts_per_step, f"must divide by algo.minibatches={self.minibatches}: minibatches are cut by groups")
+        remedy = f"must divide by algo.minibatches={self.minibatches}: minibatches are cut by groups"
+        require(self.prompts_per_step % self.minibatches == 0, "algo.prompts_per_step", self.prompts_per_step, remedy)
         require_choice("algo.aggregation", self.aggregation, ("token_mean", "sequence_mean", "fixed_length"))
-        require((self.aggregation == "fixed_length") == (self.fixed_length > 0), "algo.fixed_length", self.fixed_length, "goes with algo.aggregation=fixed_length, and only with it")
+        fits, remedy = (self.aggregation == "fixed_length") == (self.fixed_length > 0), "goes with algo.aggregation=fixed_length, and only with it"
+        require(fits, "algo.fixed_length", self.fixed_length, remedy)
         require_choice("algo.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         require(self.temperature > 0, "algo.temperature", self.temperature, "must be positive: greedy sampling has no gradient")
         require(self.dual_clip == 0 or self.dual_clip > 1, "algo.dual_clip", self.dual_clip, "must be above 1, or 0 to switch it off")
@@ -245,7 +247,8 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
-        require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, "run.require_improvement compares the first with the last 10 steps: use at least 20")
+        remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
+        require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, remedy)
 
 
 @dataclass(kw_only=True, slots=True)
