@@ -32,6 +32,23 @@ class Status(StrEnum):
     """Our fault: the engine, a tool or a judge was down. Never scored, never trained on, counted."""
 
 
+class End(StrEnum):
+    """Why an episode was over. All but `done`, `tool_error` and `fault` are budgets of the policy that ran out."""
+
+    DONE = "done"
+    """The policy answered, or the environment reached its end."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    """The context had no room for another turn, or for the observation."""
+    MAX_IMAGES = "max_images"
+    MAX_PIXELS = "max_pixels"
+    MAX_SECONDS = "max_seconds"
+    TOOL_ERROR = "tool_error"
+    """A call went wrong where that ends episodes (task.errors_end)."""
+    FAULT = "fault"
+    """Ours: the rollout is failed."""
+
+
 @dataclass(slots=True, frozen=True)
 class Image:
     """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
@@ -82,6 +99,22 @@ class Sequence:
         assert len(set(lengths)) == 1, f"token_ids, loss_mask, engine_logprobs have lengths {lengths}"
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ToolCall:
+    """What a reply asked to be done, and what came of it in words. The pictures that came back are in Turn.images."""
+
+    tool: str
+    """`python`, `zoom`, `move`, ..."""
+    source: str
+    """The code, or the arguments as JSON."""
+    text: str = ""
+    """What the policy was told."""
+    error: str = ""
+    """Why it went wrong, by the policy's own doing; empty when it did not."""
+    ran: bool = True
+    """It was executed: the reply could be read and the tool exists."""
+
+
 @dataclass(slots=True)
 class Turn:
     """One reply of the policy and what came of it."""
@@ -91,7 +124,13 @@ class Turn:
     span: tuple[int, int]
     """First and one-past-last sampled token in that sequence."""
     text: str
-    reward: float | None = None
+    reward: float = 0.0
+    """The environment's."""
+    score: float = 0.0
+    """What the rubric's turn parts give this turn, weighted."""
+    call: ToolCall | None = None
+    images: list[Image] = field(default_factory=list)
+    """Those of the observation that followed, as the policy saw them."""
 
 
 @dataclass(slots=True)
@@ -107,10 +146,13 @@ class Rollout:
     sequences: list[Sequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.COMPLETED
+    end: End = End.DONE
     reason: str = ""
-    """Why it ended: 'goal', 'turn limit', or the message of the error that failed it."""
+    """In words: 'goal', or the message of the error that failed it."""
     reward: float | None = None
     """None until scored; stays None when failed."""
+    outcome: float = 0.0
+    """The reward without what its turns contributed."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The reward by named part, unweighted."""
 

@@ -1,41 +1,113 @@
-"""A rubric is a weighted list of named async reward functions; what it returns can be read part by part."""
+"""A rubric: named async reward functions with weights. What it returns can be read part by part.
+
+    Rubric(
+        parts={"accuracy": Part(accuracy), "code": Part(executed_code_turns, weight=0.1, needs="accuracy")},
+        turn_parts={"evidence": TurnPart(judged_crops, weight=0.5)},
+        vetoes={"too long": answer_is_too_long},
+    )
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # types.py loads torch, which no reward needs
+    from megatron_rl.types import End, Image, Turn
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Outcome:
-    """What is scored: the example's payload, the policy's replies, and what the environment gave for each of them."""
+    """What is scored: the example's payload, the policy's turns with what came of them, and how the episode ended."""
 
     payload: Mapping[str, object]
-    replies: list[str]
-    turn_rewards: list[float]
+    turns: "list[Turn]"
+    end: "End"
+    images: "list[Image]" = field(default_factory=list)
+    """Those of the first prompt."""
+
+    @property
+    def replies(self) -> list[str]:
+        return [turn.text for turn in self.turns]
 
 
 Reward = Callable[[Outcome], Awaitable[float]]
-
-
-async def environment_return(outcome: Outcome) -> float:
-    """The sum of the environment's rewards over the episode's turns, undiscounted."""
-    return float(sum(outcome.turn_rewards))
+TurnReward = Callable[[Outcome], Awaitable[list[float | None]]]
+"""One value a turn; None for a turn that is no step in the sense of this reward."""
+Veto = Callable[[Outcome], bool]
+CORRECT = 0.5
+"""A part that others need counts as met above this."""
 
 
 @dataclass(slots=True, frozen=True)
-class Rubric:
-    """Named rewards and their weights. Example: Rubric(rewards={"return": environment_return}, weights={"return": 1.0})."""
+class Part:
+    reward: Reward
+    weight: float = 1.0
+    needs: str = ""
+    """The part that must be above CORRECT for this one to count: a bonus. Otherwise it is 0 and its function is not called."""
 
-    rewards: Mapping[str, Reward]
-    weights: Mapping[str, float]
+
+@dataclass(slots=True, frozen=True)
+class TurnPart:
+    reward: TurnReward
+    weight: float = 1.0
+    mean: bool = True
+    """The episode gets the mean over the turns that are steps (0 without any), or else their sum."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Score:
+    reward: float
+    """Sum of all weighted parts, turn parts included."""
+    outcome: float
+    """The same without the turn parts."""
+    rewards: dict[str, float]
+    """By part, unweighted; a veto that holds is there with 1."""
+    turns: list[float]
+    """What each turn contributes to `reward`."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Rubric:
+    """A veto that holds takes every positive part away and spares the penalties; its reward functions are then called all the same."""
+
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    turn_parts: Mapping[str, TurnPart] = field(default_factory=dict)
+    vetoes: Mapping[str, Veto] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.rewards.keys() != self.weights.keys():
-            raise ValueError(f"rubric: rewards {sorted(self.rewards)} and weights {sorted(self.weights)} must have the same names")
+        names = [*self.parts, *self.turn_parts, *(f"veto {name}" for name in self.vetoes)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rubric: a name stands twice in {names}")
+        for name, part in self.parts.items():
+            if part.needs and (part.needs not in self.parts or self.parts[part.needs].needs):
+                raise ValueError(f"rubric: {name} needs {part.needs!r}, which is no part, or itself needs one")
 
-    async def score(self, outcome: Outcome) -> tuple[float, dict[str, float]]:
-        """The weighted sum and the unweighted parts. An exception of a part is the caller's: it fails the rollout, it is never a 0."""
-        names = list(self.rewards)
-        values = await asyncio.gather(*(self.rewards[name](outcome) for name in names))
-        parts = dict(zip(names, values, strict=True))
-        return sum(self.weights[name] * value for name, value in parts.items()), parts
+    async def score(self, outcome: Outcome) -> Score:
+        """An exception of a part is the caller's: it fails the rollout, it is never a 0."""
+        free = [name for name, part in self.parts.items() if not part.needs]
+        values, turn_values = await asyncio.gather(
+            asyncio.gather(*(self.parts[name].reward(outcome) for name in free)),
+            asyncio.gather(*(part.reward(outcome) for part in self.turn_parts.values())),
+        )
+        rewards = dict(zip(free, values, strict=True))
+        earned = [name for name, part in self.parts.items() if part.needs and rewards[part.needs] > CORRECT]
+        rewards |= dict.fromkeys((name for name, part in self.parts.items() if part.needs), 0.0)
+        rewards |= dict(zip(earned, await asyncio.gather(*(self.parts[name].reward(outcome) for name in earned)), strict=True))
+        held = [name for name, veto in self.vetoes.items() if veto(outcome)]
+        if held:
+            rewards = {name: min(value, 0.0) for name, value in rewards.items()}
+        turns = [0.0] * len(outcome.turns)
+        for (name, part), given in zip(self.turn_parts.items(), turn_values, strict=True):
+            steps = [0.0 if value is None else min(value, 0.0) if held else value for value in given]
+            count = sum(value is not None for value in given) if part.mean else 1
+            rewards[name] = sum(steps) / max(count, 1)
+            turns = [turn + part.weight * step / max(count, 1) for turn, step in zip(turns, steps, strict=True)]
+        total = sum(part.weight * rewards[name] for name, part in self.parts.items())
+        rewards |= {f"veto {name}": float(name in held) for name in self.vetoes}
+        return Score(reward=total + sum(turns), outcome=total, rewards=rewards, turns=turns)
+
+
+async def environment_rewards(outcome: Outcome) -> list[float | None]:
+    """What the environment gave, turn by turn. With TurnPart(mean=False) the episode's reward is its undiscounted return."""
+    return [turn.reward for turn in outcome.turns]

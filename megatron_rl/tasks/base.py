@@ -5,10 +5,14 @@ Messages are those of Hugging Face chat templates: {"role": ..., "content": text
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.rewards.rubric import Rubric
+
+if TYPE_CHECKING:  # types.py loads torch, and an environment's server has no need of it
+    from megatron_rl.types import Rollout, ToolCall
 
 Message = Mapping[str, object]
 
@@ -33,18 +37,20 @@ class Step:
     done: bool
     reason: str = ""
     """Why the episode ended, when done."""
-    truncated: bool = False
-    """Done because the policy's budget of turns ran out."""
+    call: "ToolCall | None" = None
+    """What the reply asked for, if it asked for anything."""
     new_context: bool = False
     """The messages are a whole new prompt (the state is in them) instead of a continuation of the last one."""
 
 
 class Env(Protocol):
-    """Single use: made for one example, run for one episode, discarded."""
+    """Single use: made for one example, run for one episode, closed however that ends. Raises HostFault for trouble that is ours."""
 
-    def reset(self, seed: int) -> list[Message]: ...
+    async def reset(self, seed: int) -> list[Message]: ...
 
-    def step(self, text: str) -> Step: ...
+    async def step(self, text: str) -> Step: ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,8 +65,16 @@ class Task(Protocol):
 
     name: str
     rubric: Rubric
+    stop: Ordered[str]
+    """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""
 
-    def examples(self, split: str) -> list[Example]: ...
+    async def start(self) -> None:
+        """Take what episodes share (sandbox, judge), in the event loop that runs them. Called once, on the leader of each engine."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def examples(self, split: str) -> Ordered[Example]: ...
 
     def env(self, example: Example) -> Env: ...
 
@@ -70,6 +84,6 @@ class Task(Protocol):
         """Replies that earn full marks on this example, turn by turn."""
         ...
 
-    def success(self, reward: float) -> bool:
-        """Whether an episode with this reward counts as solved in evaluations."""
+    def success(self, rollout: "Rollout") -> bool:
+        """Whether a scored episode counts as solved in evaluations."""
         ...

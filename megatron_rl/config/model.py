@@ -1,0 +1,85 @@
+"""The policy: its checkpoint, its adapters, its layout over ranks."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from megatron_rl.config.checks import require, require_choice
+
+PARTS = ("vision", "merger", "language")
+"""What can be frozen or have its own learning rate: the vision tower's blocks, its merger (projector), the language model."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSettings:
+    path: str = MISSING
+    """A Hugging Face Qwen2.5-VL folder: the policy's start, the reference of the KL term, the tokenizer and the processor."""
+    dtype: str = "float32"
+    frozen: list[str] = field(default_factory=list)
+    """Parts that are not trained: any of vision (the tower), merger (its projector into the language model), language."""
+    min_pixels: int = 3136
+    max_pixels: int = 1003520
+    """Every image, first prompt or later observation, is resized once to lie between these (sides are multiples of 28; leave the upper
+    limit a little slack, because it is met by rounding down: 300 x 300 under 12544 = 112 * 112 becomes 84 x 84)."""
+
+    def __post_init__(self) -> None:
+        require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
+        for part in self.frozen:
+            require_choice("model.frozen", part, PARTS)
+        require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves nothing to train; take one part out")
+        remedy = f"must be at least model.min_pixels={self.min_pixels}"
+        require(0 < self.min_pixels <= self.max_pixels, "model.max_pixels", self.max_pixels, remedy)
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraSettings:
+    """Low-rank adapters (arXiv 2106.09685) on a frozen base; the reference policy is the base with the adapters off."""
+
+    rank: int = 0
+    """0 trains the model itself."""
+    alpha: float = 32.0
+    """Adapters count alpha / rank."""
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=lambda: ["attention", "mlp"])
+    """Linear layers that get one: any of attention and mlp (of the language model), vision (the tower's blocks), projector (its merger)."""
+    path: str = ""
+    """A PEFT folder to start from; its rank, alpha and targets must be those stated here."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model itself")
+        require(self.alpha > 0, "lora.alpha", self.alpha, "must be positive")
+        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must lie in [0, 1)")
+        require(len(self.targets) > 0, "lora.targets", self.targets, "names no layer; use lora.rank=0 to train without adapters")
+        for target in self.targets:
+            require_choice("lora.targets", target, ("attention", "mlp", "vision", "projector"))
+        require(not self.path or self.rank > 0, "lora.path", self.path, "needs lora.rank, that of the adapter")
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelSettings:
+    """The trainer's layout; the data-parallel size is what remains: world / (tp * pp)."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks a pipeline stage holds; above 1 the schedule is interleaved."""
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    """Activations computed again in the backward pass: none, selective (attention), or full (every layer, and the vision blocks)."""
+    logprob_rows: int = 2048
+    """Rows whose logits exist at a time; a row is one sampled token."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state and fp32 weights on the host (a GPU only; on a CPU they are there)."""
+    offload_parameters: bool = False
+    """Move parameters and gradient buffers to the host while the engine rolls out."""
+    timeout_s: float = 600.0
+    """A collective that waits longer ends the run instead of hanging it."""
+
+    def __post_init__(self) -> None:
+        require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")
+        require(self.pp >= 1, "parallel.pp", self.pp, "must be at least 1")
+        require(self.vpp >= 1, "parallel.vpp", self.vpp, "must be at least 1")
+        require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "needs parallel.pp of at least 2")
+        require_choice("parallel.recompute", self.recompute, ("none", "selective", "full"))
+        require(self.logprob_rows >= 1, "parallel.logprob_rows", self.logprob_rows, "must be at least 1")
+        require(not self.sequence_parallel or self.tp > 1, "parallel.sequence_parallel", True, "needs parallel.tp of at least 2")

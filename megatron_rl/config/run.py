@@ -1,0 +1,66 @@
+"""What a run is and leaves behind."""
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from megatron_rl.config.checks import require, require_choice
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSettings:
+    dir: str = MISSING
+    """The run folder: resolved config, metrics, recorded rollouts, final checkpoint."""
+    seed: int = 0
+    steps: int = 40
+    eval_every: int = 0
+    """Evaluate every so many steps; 0 evaluates once, at the end."""
+    max_failed: float = 0.1
+    """The run stops when a larger fraction of a step's rollouts failed through our own fault."""
+    dry: bool = False
+    """Build every rank's share without memory, print the plan of memory for a GPU, and stop."""
+    gpu: str = "h200"
+    """The GPU that the plan is for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141 GB)."""
+    require_improvement: bool = False
+    """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
+    record_best: int = 1
+    record_worst: int = 1
+    """Rollouts a step to keep as jsonl and png."""
+
+    def __post_init__(self) -> None:
+        require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
+        require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
+        remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
+        require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, remedy)
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointSettings:
+    """Complete training states under run.dir/checkpoints: weights, optimizer, schedule, generators, the run's own memory."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 writes none."""
+    keep_last: int = 2
+    keep_best: int = 1
+    """Of those with an evaluation, the best so many are kept besides the last."""
+    background: bool = True
+    """Write while training goes on; the folder appears when it is complete."""
+    optimizer: str = "fully_reshardable"
+    """fully_reshardable: resumes at any layout; dp_reshardable: faster to write, only the data-parallel size may change."""
+    resume: bool = True
+    """Continue from the newest complete checkpoint of run.dir, if there is one."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 writes none")
+        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "must be at least 1")
+        require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must not be negative")
+        require_choice("checkpoint.optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable"))
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbSettings:
+    mode: str = "disabled"
+    project: str = "megatron-rl"
+
+    def __post_init__(self) -> None:
+        require_choice("wandb.mode", self.mode, ("disabled", "offline", "online"))
