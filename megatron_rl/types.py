@@ -6,11 +6,15 @@ Shape suffixes used in this project:
     V  vision tokens (a 2 x 2 square of patches is one)    R  rows that need logits    H  hidden size    G  rollouts of a group
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
-from PIL.Image import Image as Picture
+if TYPE_CHECKING:  # environments and rewards make these records too, and need no torch for it
+    import torch
+    from PIL.Image import Image as Picture
 
 
 class HostFault(RuntimeError):

@@ -50,9 +50,9 @@ class AlgoSettings(OptimizerSettings):
     """Divide advantages by the group's standard deviation (GRPO); Dr. GRPO does not."""
     std_eps: float = 1e-6
     credit: str = "broadcast"
-    """What a turn's tokens are credited with: broadcast (the episode's advantage), turn_group (that of the episode without its turns' rewards
-    plus that of the turn's reward among the group's turns of the same number) or return_to_go (that of what the episode earned from this
-    turn on, among the same)."""
+    """What the tokens of a turn are credited with. broadcast: the episode's advantage. turn_group: the advantage of the episode's outcome
+    plus that of the turn's score among the group's turns of the same number. return_to_go: the advantage, among the same, of what the
+    episode earned from this turn on."""
     turn_discount: float = 1.0
     """Of later turns' rewards in return_to_go."""
     drop: list[str] = field(default_factory=list)

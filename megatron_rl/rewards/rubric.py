@@ -10,10 +10,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # types.py loads torch, which no reward needs
-    from megatron_rl.types import End, Image, Turn
+from megatron_rl.types import End, Image, Turn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -21,9 +19,9 @@ class Outcome:
     """What is scored: the example's payload, the policy's turns with what came of them, and how the episode ended."""
 
     payload: Mapping[str, object]
-    turns: "list[Turn]"
-    end: "End"
-    images: "list[Image]" = field(default_factory=list)
+    turns: list[Turn]
+    end: End
+    images: list[Image] = field(default_factory=list)
     """Those of the first prompt."""
 
     @property

@@ -7,12 +7,10 @@ Messages are those of Hugging Face chat templates: {"role": ..., "content": text
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from megatron_rl.rewards.rubric import Rubric
-
-if TYPE_CHECKING:  # types.py loads torch, and an environment's server has no need of it
-    from megatron_rl.types import Rollout, ToolCall
+from megatron_rl.types import Rollout, ToolCall
 
 Message = Mapping[str, object]
 
@@ -37,7 +35,7 @@ class Step:
     done: bool
     reason: str = ""
     """Why the episode ended, when done."""
-    call: "ToolCall | None" = None
+    call: ToolCall | None = None
     """What the reply asked for, if it asked for anything."""
     new_context: bool = False
     """The messages are a whole new prompt (the state is in them) instead of a continuation of the last one."""
@@ -84,6 +82,6 @@ class Task(Protocol):
         """Replies that earn full marks on this example, turn by turn."""
         ...
 
-    def success(self, rollout: "Rollout") -> bool:
+    def success(self, rollout: Rollout) -> bool:
         """Whether a scored episode counts as solved in evaluations."""
         ...
