@@ -1,0 +1,71 @@
+"""How an agent's replies are read and how it is answered: the records, and what every protocol of tools can do."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from typing import Protocol
+
+from PIL.Image import Image as Picture
+
+from megatron_rl.tasks.base import Message
+from megatron_rl.types import ToolCall
+
+
+@dataclass(slots=True, frozen=True)
+class Code:
+    """Python to be run. Any text: what is wrong with it the sandbox will say."""
+
+    source: str
+
+
+@dataclass(slots=True, frozen=True)
+class Call:
+    """A tool by name, `zoom` or `rotate`, and arguments that are numbers, texts or lists of those. Their values are not checked yet."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """The final answer, without the tags and the box that the protocol wraps it in."""
+
+    text: str
+
+
+@dataclass(slots=True, frozen=True)
+class Malformed:
+    """None of these; the reason is a sentence for the policy."""
+
+    reason: str
+
+
+Reply = Code | Call | Answer | Malformed
+
+
+class ToolProtocol(Protocol):
+    """One way of speaking about tools. `read(write_answer(text)) == Answer(text)` for every text that has no tags in it; so for code."""
+
+    name: str
+    stop: tuple[str, ...]
+    """A reply ends behind one of these."""
+
+    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+        """The first messages. Raises ValueError when the question places more pictures (`<image>`) than there are."""
+        ...
+
+    def read(self, reply: str) -> Reply:
+        """Never raises, in time linear in the length, whatever the text."""
+        ...
+
+    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+        """What came of a call: its text or error and the pictures it returned; `num_before` pictures stand in the context already."""
+        ...
+
+    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+        """The names by which code finds the pictures: variables, or files with a suffix."""
+        ...
+
+    def write_code(self, source: str) -> str: ...
+
+    def write_answer(self, text: str) -> str: ...
