@@ -1,0 +1,90 @@
+r"""DeepEyes' protocol: JSON tool calls on the original picture, zoom and rotate.
+
+    reply         <tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [x1, y1, x2, y2], "label": "..."}}</tool_call>
+                  <tool_call>{"name": "image_rotate_tool", "arguments": {"angle": 90}}</tool_call>       the last call of a reply counts
+                  <answer>...</answer>
+    observation   <tool_response> picture </tool_response> and a reminder
+
+Boxes are in pixels of the ORIGINAL picture (the first of the question), whatever size the policy saw it at. Differs from the original: a
+reply with neither call nor answer ended the episode there; here it is an error that the policy may mend (task.errors_end ends there too).
+"""
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+from PIL.Image import Image as Picture
+
+from megatron_rl.tasks.base import Message
+from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
+from megatron_rl.tasks.visual_python.messages import place, say, sizes
+from megatron_rl.tasks.visual_python.protocol import Call, Malformed, Reply
+from megatron_rl.tasks.visual_python.reading import nothing_found, read_answer, read_blocks, read_call
+from megatron_rl.types import ToolCall
+
+TOOLS: Mapping[str, str] = {"image_zoom_in_tool": "zoom", "image_rotate_tool": "rotate"}
+"""What DeepEyes calls them -> what they are called here."""
+GUIDE = """
+
+Look closer before you answer where details matter, as often as you need. The final answer goes into <answer>...</answer>."""
+REMINDER = "Think about what this shows. Then call a tool again, or give the final answer in <answer> tags."
+
+
+def describe_tools(schemas: Ordered[Mapping[str, object]]) -> str:
+    """Functions in the words of Qwen2.5's own chat template (its tokenizer_config.json), which the model was trained on."""
+    listed = "\n".join(json.dumps({"type": "function", "function": schema}) for schema in schemas)
+    return (
+        "You are a helpful assistant.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def schema(name: str, tool: str) -> dict[str, object]:
+    """An image tool as JSON schema, under the name that the protocol gives it."""
+    return {"name": name, "description": IMAGE_TOOLS[tool].description, "parameters": IMAGE_TOOLS[tool].parameters}
+
+
+def write_tool_call(name: str, arguments: Mapping[str, object]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@dataclass(slots=True, frozen=True)
+class DeepEyes:
+    name = "deepeyes"
+    stop = ()
+
+    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+        tools = describe_tools([schema(name, tool) for name, tool in TOOLS.items()])
+        size = ["\n", sizes(["The original image"], pictures[:1])] if pictures else []
+        return [say("system", tools, GUIDE), say("user", *place(question, pictures, lambda _, picture: [picture]), *size)]
+
+    def read(self, reply: str) -> Reply:
+        found = read_blocks(reply, action="tool_call", reserved=("tool_response",))
+        if isinstance(found, Malformed):
+            return found
+        if found.tag == "answer":
+            return read_answer(found.bodies[0])
+        call = read_call(found.bodies[-1]) if found.tag else nothing_found("tool_call")
+        if isinstance(call, Malformed):
+            return call
+        if call.name not in TOOLS:
+            return Malformed(f"there is no tool {call.name[:60]!r}; there are {', '.join(TOOLS)}")
+        return Call(TOOLS[call.name], call.arguments)
+
+    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+        return [say("user", f"<tool_response>\n{call.text}", *pictures, f"\n</tool_response>\n{REMINDER}")]
+
+    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+        return {}
+
+    def write_code(self, source: str) -> str:
+        raise ValueError(f"task.protocol=deepeyes: no code is run there ({source[:40]!r}); use pyvision, codev or functions")
+
+    def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
+        return write_tool_call(next(own for own, tool in TOOLS.items() if tool == name), arguments)
+
+    def write_answer(self, text: str) -> str:
+        return f"<answer>{text}</answer>"

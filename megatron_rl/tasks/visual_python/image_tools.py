@@ -1,0 +1,110 @@
+"""Zoom and rotate: the two image tools of DeepEyes (arXiv 2505.14362), on the first original picture, as functions of untrusted arguments.
+
+A box follows DeepEyes' rules: it is clamped to the picture, its sides are longer than 30 pixels, what is shown is at most 100 times as long
+as wide, and sides under 28 pixels (one image token) are grown around the center. DeepEyes asks for the 30 pixels after clamping, so that
+nothing is ever grown; here they are asked of the box as it was written, and what the clamping leaves of it is grown.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from PIL import Image
+from PIL.Image import Image as Picture
+
+MIN_BOX = 30
+MIN_SIDE = 28
+MAX_ASPECT = 100
+MAX_NUMBER = 1e9
+
+
+class ToolError(ValueError):
+    """Arguments that no picture comes of: a sentence for the policy."""
+
+
+@dataclass(slots=True, frozen=True)
+class ImageTool:
+    description: str
+    parameters: Mapping[str, object]
+    """JSON schema of the arguments."""
+    apply: Callable[[Picture, Mapping[str, object]], Picture]
+    """Raises ToolError."""
+
+
+def zoom(picture: Picture, arguments: Mapping[str, object]) -> Picture:
+    """The part of the picture inside `bbox_2d` = [x1, y1, x2, y2], in pixels of this picture from its upper left corner."""
+    width, height = picture.size
+    inside = f"in pixels of the original image, which is {width} wide and {height} high"
+    box = arguments.get("bbox_2d")
+    if not (isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))):
+        raise ToolError(f"bbox_2d must be four numbers [x1, y1, x2, y2] {inside}")
+    x1, y1, x2, y2 = box
+    if not (x1 < x2 and y1 < y2):
+        raise ToolError("bbox_2d must have x1 < x2 and y1 < y2")
+    if min(x2 - x1, y2 - y1) <= MIN_BOX:
+        raise ToolError(f"both sides of bbox_2d must be longer than {MIN_BOX} pixels; it is {inside}")
+    if x1 >= width or y1 >= height or x2 <= 0 or y2 <= 0:
+        raise ToolError(f"bbox_2d lies outside of the image; it is {inside}")
+    left, right = _grown(max(0, math.floor(x1)), min(width, math.ceil(x2)), most=width)
+    top, bottom = _grown(max(0, math.floor(y1)), min(height, math.ceil(y2)), most=height)
+    shorter, longer = sorted((right - left, bottom - top))
+    if longer > MAX_ASPECT * shorter:
+        raise ToolError(f"bbox_2d is {right - left} wide and {bottom - top} high: one side is more than {MAX_ASPECT} times the other")
+    return picture.crop((left, top, right, bottom))
+
+
+def rotate(picture: Picture, arguments: Mapping[str, object]) -> Picture:
+    """The whole picture turned counterclockwise by `angle` degrees, on a black canvas that holds all of it."""
+    angle = arguments.get("angle")
+    if not _is_number(angle):
+        raise ToolError("angle must be a number of degrees, counterclockwise")
+    turned = picture.rotate(float(angle) % 360, resample=Image.Resampling.BICUBIC, expand=True)
+    shorter, longer = sorted(turned.size)
+    if longer > MAX_ASPECT * shorter:
+        raise ToolError(f"the turned image has {turned.width} x {turned.height} pixels: one side is more than {MAX_ASPECT} times the other")
+    return turned
+
+
+IMAGE_TOOLS: Mapping[str, ImageTool] = {
+    "zoom": ImageTool(
+        "Shows one part of the original image, enlarged.",
+        {
+            "type": "object",
+            "properties": {
+                "bbox_2d": {
+                    "type": "array",
+                    "items": {"type": "number"},
+                    "minItems": 4,
+                    "maxItems": 4,
+                    "description": "[x1, y1, x2, y2]: upper left and lower right corner in pixels of the original image.",
+                },
+                "label": {"type": "string", "description": "What the part shows; optional."},
+            },
+            "required": ["bbox_2d"],
+        },
+        zoom,
+    ),
+    "rotate": ImageTool(
+        "Shows the original image turned.",
+        {
+            "type": "object",
+            "properties": {"angle": {"type": "number", "description": "Degrees, counterclockwise."}},
+            "required": ["angle"],
+        },
+        rotate,
+    ),
+}
+
+
+def _is_number(value: object) -> bool:
+    """Finite and of a size that no arithmetic overflows; True and False are no numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+
+
+def _grown(start: int, end: int, *, most: int) -> tuple[int, int]:
+    """At least MIN_SIDE long around the same center as far as the picture (0 to `most`) has room."""
+    missing = MIN_SIDE - (end - start)
+    if missing <= 0:
+        return start, end
+    start = max(0, min(start - missing // 2, most - MIN_SIDE))
+    return start, min(most, start + MIN_SIDE)

@@ -1,0 +1,61 @@
+"""Messages from texts and pictures. Every text that reaches the policy passes `plain`."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+
+from PIL.Image import Image as Picture
+
+from megatron_rl.tasks.base import Message
+
+Part = str | Picture
+PLACE = "<image>"
+"""Where a question shows a picture."""
+
+
+def plain(text: str) -> str:
+    """The text without anything that a tokenizer could take for more than text: `<|` becomes `< |`, a lone surrogate `?`.
+
+    What a question or a program's output holds is data. `<|im_end|>` in it would end the user's turn, `<|image_pad|>` would be a picture.
+    """
+    return text.encode("utf-8", "replace").decode("utf-8").replace("<|", "< |")
+
+
+def say(role: str, *parts: Part) -> Message:
+    """Texts in a row become one, so that how they are cut changes no token."""
+    content: list[dict[str, object]] = []
+    text = ""
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+            continue
+        content += [{"type": "text", "text": plain(text)}] if text else []
+        content.append({"type": "image", "image": part})
+        text = ""
+    content += [{"type": "text", "text": plain(text)}] if text else []
+    return {"role": role, "content": content}
+
+
+def place(question: str, pictures: Ordered[Picture], frame: Callable[[int, Picture], list[Part]]) -> list[Part]:
+    """The question with each picture, as `frame` shows it, where its `<image>` stands; pictures without a place come first.
+
+    Raises ValueError when the question has places, but not one for each picture.
+    """
+    framed = [frame(index, picture) for index, picture in enumerate(pictures)]
+    first, *rest = question.split(PLACE)
+    if not rest:
+        return [*(part for parts in framed for part in [*parts, "\n"]), question]
+    if len(rest) != len(pictures):
+        raise ValueError(f"the question has {len(rest)} places for pictures ({PLACE}) and {len(pictures)} pictures")
+    return [first, *(part for parts, text in zip(framed, rest, strict=True) for part in [*parts, text])]
+
+
+def sizes(names: Ordered[str], pictures: Ordered[Picture]) -> str:
+    """Example: `image_clue_0 has 640 x 480 pixels (width x height).`"""
+    return " ".join(
+        f"{name} has {picture.width} x {picture.height} pixels (width x height)." for name, picture in zip(names, pictures, strict=True)
+    )
+
+
+def code_block(source: str) -> str:
+    """How PyVision and CodeV write code: fenced, in the tags."""
+    return f"<code>\n```python\n{source}\n```\n</code>"

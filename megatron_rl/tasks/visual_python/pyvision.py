@@ -1,0 +1,88 @@
+r"""PyVision-RL's protocol: Python in <code> with a fence, the answer boxed, pictures numbered as image clues.
+
+    reply         <code>\n```python\n...\n```\n</code>                        the reply ends at </code>
+                  <answer>\n\boxed{...}\n</answer>
+    observation   <tool_response> <interpreter> Text Result: ... Image Result: <image_clue_2> picture </image_clue_2> ...
+
+Its environments `pyvision_gym_w_image_hint` (pictures shown, and there as image_clue_i) and `pyvision_gym_wo_image_hint` (not shown, only
+there as image_hint_i) are the two values of `shown`. Differs from the original: code and answer in one reply, and an answer without box,
+are errors that the policy may mend; there, either ends the episode. Video is out of scope.
+"""
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+from PIL.Image import Image as Picture
+
+from megatron_rl.tasks.base import Message
+from megatron_rl.tasks.visual_python.messages import Part, code_block, place, say, sizes
+from megatron_rl.tasks.visual_python.protocol import Malformed, Reply
+from megatron_rl.tasks.visual_python.reading import last_fenced, nothing_found, read_blocks, read_boxed, read_python
+from megatron_rl.types import ToolCall
+
+RULES = r"""Solve the task step by step. To look closer, to measure or to calculate, write Python, and read what it gives back before you go
+on. A step with code ends like this:
+<code>
+```python
+# a complete script; variables of earlier steps are still there
+```
+</code>
+It is run in a sandbox. IMAGES Show what you want to see with matplotlib (plt.imshow(...) and plt.show()) and print the values that you need;
+save nothing. Numbers, crops and figures that come back are your evidence: for questions about details of an image, look before you answer.
+
+When you are sure, end with the answer alone, nothing behind it:
+<answer>
+\boxed{the answer}
+</answer>"""
+SHOWN = "Image i, counted from 0, is the global variable image_clue_i already (a PIL image)."
+HIDDEN = "Image i, counted from 0, is the global variable image_hint_i already (a PIL image); you do not see it before your code shows it."
+
+
+@dataclass(slots=True, frozen=True)
+class PyVision:
+    shown: bool = True
+    """The policy sees the pictures of the question; otherwise only its code does."""
+    name = "pyvision"
+    stop = ("</code>",)
+
+    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+        names = list(self.inputs(pictures))
+        parts = place(question, pictures, self._frame)
+        rules = RULES.replace("IMAGES", SHOWN if self.shown else HIDDEN)
+        return [say("system", rules), say("user", *parts, *(["\n", sizes(names, pictures)] if names else []))]
+
+    def read(self, reply: str) -> Reply:
+        found = read_blocks(reply, action="code", reserved=("tool_response", "interpreter"))
+        if isinstance(found, Malformed):
+            return found
+        if found.tag == "answer":
+            return read_boxed(found.bodies[0])
+        if found.tag == "code":
+            return read_python(found.bodies[-1:])
+        bare = last_fenced(reply)
+        return nothing_found("code") if bare is None else read_python((bare,))
+
+    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+        parts: list[Part] = [f"<tool_response>\n<interpreter>\nText Result:\n{call.text}\n"]
+        if pictures:
+            parts.append("Image Result:\n")
+        for index, picture in enumerate(pictures, start=num_before):
+            parts += [*_clue(index, picture), "\n"]
+        return [say("user", *parts, "</interpreter>\n</tool_response>")]
+
+    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+        name = "image_clue" if self.shown else "image_hint"
+        return {f"{name}_{index}": picture for index, picture in enumerate(pictures)}
+
+    def write_code(self, source: str) -> str:
+        return code_block(source)
+
+    def write_answer(self, text: str) -> str:
+        return f"<answer>\n\\boxed{{{text}}}\n</answer>"
+
+    def _frame(self, index: int, picture: Picture) -> list[Part]:
+        return _clue(index, picture) if self.shown else [f"[image_hint_{index}]"]
+
+
+def _clue(index: int, picture: Picture) -> list[Part]:
+    return [f"<image_clue_{index}>", picture, f"</image_clue_{index}>"]
