@@ -27,6 +27,7 @@ setup(
         "pillow>=12.3",
         "prometheus-client>=0.20",
         "psutil>=7",
+        "pyarrow>=21",
         "pydantic>=2.10",
         "PyYAML>=6",
         "rich>=14",

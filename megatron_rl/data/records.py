@@ -1,0 +1,74 @@
+"""Rows of several files as one sequence, and the checks that name file, row and field."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import require
+from megatron_rl.data.images import StoredImage, stored_image
+from megatron_rl.data.rows import Row, open_rows
+
+PLACE = "<image>"
+"""Where a text shows a picture."""
+CONTROL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
+"""Qwen's own tokens: in a text of the data they would be read as the conversation's."""
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    row: Row
+    where: str
+    """`train.parquet row 17`."""
+    folder: Path
+    """Where relative paths of pictures start."""
+
+    def text(self, value: object, name: str) -> str:
+        """The value, which must be text that a tokenizer takes."""
+        if not isinstance(value, str):
+            raise self.error(name, f"must be text, is {type(value).__name__}")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self.error(name, f"is not Unicode ({error.reason})") from error
+        found = [token for token in CONTROL if token in value]
+        if found:
+            raise self.error(name, f"holds {found[0]}; a picture's place is written {PLACE}, other tokens are the chat template's to write")
+        return value
+
+    def mapping(self, value: object, name: str) -> Mapping[str, object]:
+        if not isinstance(value, Mapping):
+            raise self.error(name, f"must be a mapping, is {type(value).__name__}")
+        return value
+
+    def items(self, value: object, name: str) -> list:
+        if not isinstance(value, list):
+            raise self.error(name, f"must be a list, is {type(value).__name__}")
+        return value
+
+    def image(self, value: object, name: str) -> StoredImage:
+        return stored_image(value, folder=self.folder, where=f"{self.where}: {name}")
+
+    def error(self, name: str, what: str) -> ValueError:
+        return ValueError(f"{self.where}: {name}: {what}")
+
+
+class Records(Ordered[Record]):
+    """The rows of all files, one file after the other. Raises ValueError: no file, one that is not there or not of its format, no rows."""
+
+    def __init__(self, paths: Ordered[str], *, images_root: str) -> None:
+        self._files = [(Path(path), open_rows(Path(path))) for path in paths]
+        self._folder = images_root
+        require(len(self) > 0, "task.data", list(paths), "has no rows")
+
+    def __len__(self) -> int:
+        return sum(len(rows) for _, rows in self._files)
+
+    def __getitem__(self, index: int) -> Record:
+        within = range(len(self))[index]
+        for path, rows in self._files:
+            if within < len(rows):
+                folder = Path(self._folder) if self._folder else path.parent
+                return Record(rows[within], f"{path.name} row {within}", folder)
+            within -= len(rows)
+        raise AssertionError(f"row {index} of {len(self)} lies in no file")

@@ -1,0 +1,164 @@
+"""Rows of the user's files, one at a time: JSON lists, JSON lines and Parquet, in memory that does not grow with the file.
+
+JSON is read where it lies: only each row's place is kept, 16 bytes a row. A page of Parquet cannot be entered in the middle, so a Parquet
+file is copied once, as one Arrow record a row, to a cache in the temporary folder (TMPDIR moves it) that the processes of a machine share.
+Memory there is a few times the file's largest page: 1,024 rows where pyarrow wrote it.
+Rows count from 0, as in pandas. Nulls are absent keys, so that a row reads alike from all three formats.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from array import array
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Ordered
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.config import require
+
+Row = Mapping[str, object]
+MAX_ROW_BYTES = 256 << 20
+"""Of JSON: what is longer is taken for a file without line ends or without its closing bracket."""
+_CHUNK = 1 << 20
+_SPACE = " \t\r\n"
+
+
+def open_rows(path: Path) -> Ordered[Row]:
+    """The file's rows; a row that is no JSON object raises when it is read. ValueError: no such file, or not of its format."""
+    require(path.is_file(), "task.data", path, "no such file")
+    return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
+
+
+class JsonRows(Ordered[Row]):
+    """A JSON list of objects, or one object a line. Opens the file for each row: may be pickled and shared by threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ends = array("q")
+        self._starts = array("q")
+        with path.open("rb") as file:
+            first = file.read(_CHUNK).decode("latin-1").removeprefix("\xef\xbb\xbf").lstrip(_SPACE)[:1]
+        for start, end in _list_spans(path) if first == "[" else _line_spans(path):
+            self._starts.append(start)
+            self._ends.append(end)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Row:
+        start, end = self._starts[index], self._ends[index]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            text = file.read(end - start)
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.path.name} row {index}: is no JSON ({error})") from error
+        require(isinstance(row, dict), f"{self.path.name} row", index, f"must be a JSON object, is {type(row).__name__}")
+        return _present(row)
+
+
+class ParquetRows(Ordered[Row]):
+    """The rows of a Parquet file, from its Arrow copy."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = pa.ipc.open_file(pa.OSFile(str(_arrow_copy(path))))
+
+    def __reduce__(self) -> tuple:
+        return ParquetRows, (self.path,)
+
+    def __len__(self) -> int:
+        return self._reader.num_record_batches
+
+    def __getitem__(self, index: int) -> Row:
+        return _present(self._reader.get_batch(range(len(self))[index]).to_pylist()[0])
+
+
+def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
+    """First and one-past-last byte of each line that is not blank."""
+    end = 0
+    with path.open("rb") as file:
+        while line := file.readline(MAX_ROW_BYTES + 1):
+            _check_length(path, len(line))
+            start, end = end, end + len(line)
+            mark = 3 if start == 0 and line.startswith(b"\xef\xbb\xbf") else 0
+            if line[mark:].strip():
+                yield start + mark, end
+
+
+def _list_spans(path: Path) -> Iterator[tuple[int, int]]:
+    """The same for the elements of a JSON list. Read as Latin-1, a character is a byte, and JSON's own characters are what they are."""
+    decoder = json.JSONDecoder()
+    with path.open("rb") as file:
+        text, base, at = file.read(_CHUNK).decode("latin-1"), 0, 0
+        at = text.index("[") + 1
+        while True:
+            at = _skip(text, at, _SPACE + ",")
+            if text[at : at + 1] == "]":
+                return
+            try:
+                _, end = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
+                require(bool(more), "task.data", path, f"is cut off or no JSON list: byte {base + at} begins no complete row ({error})")
+                text, base, at = text[at:] + more, base + at, 0
+                _check_length(path, len(text) - len(more))
+                continue
+            yield base + at, base + end
+            at = end
+
+
+def _skip(text: str, at: int, characters: str) -> int:
+    while text[at : at + 1] and text[at] in characters:
+        at += 1
+    return at
+
+
+def _check_length(path: Path, length: int) -> None:
+    require(length <= MAX_ROW_BYTES, "task.data", path, f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+
+
+def _arrow_copy(path: Path) -> Path:
+    """Where the file's copy lies; made by the first process that asks, while others wait. A changed file gets another."""
+    folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    require(folder.stat().st_uid == os.getuid(), "TMPDIR", folder, "belongs to somebody else; choose another temporary folder")
+    stat = path.stat()
+    key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:32]
+    copy = folder / f"{key}.arrow"
+    with (folder / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not copy.exists():
+            partial = copy.with_suffix(".partial")
+            try:
+                _copy_parquet(path, partial)
+            except (pa.ArrowException, OSError) as error:
+                partial.unlink(missing_ok=True)
+                remedy = f"could not be read as Parquet and copied to {folder} ({error}); check the file and that folder's free space"
+                raise ValueError(f"task.data={path}: {remedy}") from error
+            partial.replace(copy)
+    return copy
+
+
+def _copy_parquet(path: Path, copy: Path) -> None:
+    source = pq.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK)
+    meta = source.metadata
+    size = sum(meta.row_group(index).total_byte_size for index in range(meta.num_row_groups))
+    num_rows = min(max(_CHUNK * meta.num_rows // max(size, 1), 1), 1024)
+    with pa.ipc.new_file(str(copy), source.schema_arrow) as writer:
+        for batch in source.iter_batches(batch_size=num_rows, use_threads=False):
+            for index in range(batch.num_rows):
+                writer.write_batch(batch.slice(index, 1))
+
+
+def _present(value: object) -> object:
+    """Without the keys whose value is null, at any depth."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,117 @@
+"""Looks at every row before a run starts: what is there, what a run cannot use, and what is only strange."""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Ordered
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from megatron_rl.data.images import StoredImage
+from megatron_rl.tasks.base import Example
+
+BOXES = ("bbox", "bboxes")
+"""Keys of a question's extra that hold boxes: x1, y1, x2, y2 in pixels of its first picture."""
+SHOWN = 20
+"""Messages that are kept of a kind; all are counted."""
+_AT_ONCE = 32
+
+Size = tuple[int, int]
+CountTokens = Callable[[Example, list[Size]], int]
+
+
+@dataclass(slots=True)
+class Survey:
+    num_rows: int = 0
+    num_images: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    longest: int = 0
+    """Tokens of the longest prompt, where they were counted."""
+    errors: list[str] = field(default_factory=list)
+    """The first SHOWN rows that cannot be used, one line each."""
+    num_errors: int = 0
+    warnings: list[str] = field(default_factory=list)
+    num_warnings: int = 0
+
+    def error(self, line: str) -> None:
+        self.num_errors += 1
+        self.errors += [line][: SHOWN - len(self.errors)]
+
+    def warn(self, line: str) -> None:
+        self.num_warnings += 1
+        self.warnings += [line][: SHOWN - len(self.warnings)]
+
+    def require_sound(self) -> None:
+        """ValueError with the first error, if there is one."""
+        if self.errors:
+            others = f" (and {self.num_errors - 1} more rows; launch/doctor.py lists them)" if self.num_errors > 1 else ""
+            raise ValueError(self.errors[0] + others)
+
+
+def survey(
+    examples: Ordered[Example], *, count_tokens: CountTokens | None = None, max_tokens: int = 0, known_sources: Collection[str] = ()
+) -> Survey:
+    """Read every question and the header of every picture. Given a counter, prompts of more than max_tokens are told; given sources,
+    those that are not among them."""
+    found = Survey(num_rows=len(examples))
+    with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
+        for start in range(0, len(examples), _AT_ONCE):
+            read = [example for place in range(start, min(start + _AT_ONCE, len(examples))) if (example := _read(examples, place, found))]
+            sizes = iter(list(pool.map(_size, [image for example in read for image in _images(example)])))
+            for example in read:
+                _look(example, [next(sizes) for _ in _images(example)], found, count_tokens=count_tokens, max_tokens=max_tokens)
+    for source in found.sources.keys() - known_sources if known_sources else ():
+        found.warn(f"data_source {source!r} ({found.sources[source]} rows) is not known to the reward")
+    return found
+
+
+def _read(examples: Ordered[Example], place: int, found: Survey) -> Example | None:
+    try:
+        return examples[place]
+    except ValueError as error:
+        found.error(str(error))
+        return None
+
+
+def _images(example: Example) -> tuple[StoredImage, ...]:
+    return example.payload["images"]
+
+
+def _size(image: StoredImage) -> Size | ValueError:
+    try:
+        return image.size()
+    except ValueError as error:
+        return error
+
+
+def _look(example: Example, sizes: list[Size | ValueError], found: Survey, *, count_tokens: CountTokens | None, max_tokens: int) -> None:
+    found.num_images += len(sizes)
+    found.sources[example.payload["data_source"]] += 1
+    broken = [size for size in sizes if isinstance(size, ValueError)]
+    if broken:
+        found.error(str(broken[0]))
+        return
+    for wrong in bad_boxes(example.payload["extra"], sizes):
+        found.warn(f"{example.id}: {wrong}")
+    if count_tokens is not None:
+        length = count_tokens(example, sizes)
+        found.longest = max(found.longest, length)
+        if length > max_tokens:
+            found.warn(f"{example.id}: the prompt has {length} tokens, more than {max_tokens}")
+
+
+def bad_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
+    """What is wrong with the boxes of a question. Example: `bbox [5, 0, 3, 9] is empty`."""
+    wrong = []
+    for key in BOXES:
+        given = extra.get(key, [])
+        boxes = given if isinstance(given, list) and all(isinstance(item, list) for item in given) else [given]
+        for box in boxes:
+            if not (isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)):
+                wrong.append(f"{key} {box} is not four numbers")
+                continue
+            x1, y1, x2, y2 = box
+            if x2 <= x1 or y2 <= y1:
+                wrong.append(f"{key} {box} is empty")
+            elif sizes and not (0 <= x1 and 0 <= y1 and x2 <= sizes[0][0] and y2 <= sizes[0][1]):
+                wrong.append(f"{key} {box} reaches out of the picture of {sizes[0][0]}x{sizes[0][1]} pixels")
+    return wrong

@@ -1,0 +1,140 @@
+"""Conversations for the supervised warm start, from JSON lines, JSON lists or Parquet.
+
+A row holds `messages`, {role, content} each: content is text, or parts {"type": "text", "text"} and {"type": "image", "image"} (a path,
+{"bytes"}, ... as in questions; OpenAI's {"type": "image_url", "image_url": {"url"}} too). Pictures may also stand in a column `images`: then
+each <image> in a text, and each image part without a picture of its own, takes the next one. LLaMA-Factory's `conversations` of
+{from, value} are read as well. After an optional system message, user (or tool) and assistant take turns, and the assistant is last.
+"""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Ordered
+from typing import overload
+
+from megatron_rl.data.images import StoredImage
+from megatron_rl.data.records import PLACE, Record, Records
+from megatron_rl.tasks.base import Message
+from megatron_rl.types import HostFault
+
+ROLES = {"system": "system", "user": "user", "tool": "tool", "assistant": "assistant", "human": "user", "observation": "tool", "gpt": "assistant"}
+"""As in the file, LLaMA-Factory's last -> as in a chat template."""
+
+
+class Transcripts(Ordered[list[Message]]):
+    """Conversations that are read, and their pictures decoded, when they are asked for. A slice is a view."""
+
+    def __init__(self, records: Records, *, places: range | None = None) -> None:
+        self.records = records
+        self._places = range(len(records)) if places is None else places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Message]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Transcripts": ...
+
+    def __getitem__(self, index: int | slice) -> "list[Message] | Transcripts":
+        """ValueError: a picture cannot be decoded."""
+        if isinstance(index, slice):
+            return Transcripts(self.records, places=self._places[index])
+        try:
+            return [_opened(message) for message in self.stored(index)]
+        except HostFault as fault:
+            raise ValueError(str(fault)) from fault
+
+    def stored(self, index: int) -> list[Message]:
+        """The same with the pictures as StoredImage."""
+        return messages_of(self.records[self._places[index]])
+
+
+def transcripts(paths: Ordered[str], *, images_root: str) -> Transcripts:
+    """The files' conversations, after a look at every row and the header of every picture. ValueError names file and row."""
+    opened = Transcripts(Records(paths, images_root=images_root))
+    for place in range(len(opened)):
+        for message in opened.stored(place):
+            for part in message["content"]:
+                if part["type"] == "image":
+                    part["image"].size()
+    return opened
+
+
+def messages_of(record: Record) -> list[Message]:
+    """The conversation of a row: contents are lists of parts, pictures are StoredImage. ValueError: it is none."""
+    row = record.row
+    if ("messages" in row) == ("conversations" in row):
+        raise record.error("messages", "must be there (or conversations, and not both)")
+    if "messages" in row:
+        said = [(message.get("role"), message.get("content")) for message in _mappings(record, row["messages"])]
+    else:
+        said = [(message.get("from"), message.get("value")) for message in _mappings(record, row["conversations"])]
+    listed = [record.image(image, f"images[{number}]") for number, image in enumerate(record.items(row.get("images", []), "images"))]
+    remaining = iter(listed)
+    places = "images" in row
+    messages = [
+        {"role": _role(record, role), "content": list(_parts(record, content, remaining, places=places, name=f"messages[{number}]"))}
+        for number, (role, content) in enumerate(said)
+    ]
+    if next(remaining, None) is not None:
+        raise record.error("images", f"are {len(listed)}, more than the messages have places for")
+    _check_turns(record, [message["role"] for message in messages])
+    return messages
+
+
+def _mappings(record: Record, messages: object) -> list[Mapping[str, object]]:
+    return [record.mapping(message, f"messages[{number}]") for number, message in enumerate(record.items(messages, "messages"))]
+
+
+def _role(record: Record, role: object) -> str:
+    if not isinstance(role, str) or role not in ROLES:
+        raise record.error("messages", f"role {role!r} is none of {', '.join(ROLES)}")
+    return ROLES[role]
+
+
+def _check_turns(record: Record, roles: list[str]) -> None:
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if "system" in turns or any((role == "assistant") != (number % 2 == 1) for number, role in enumerate(turns)):
+        raise record.error("messages", f"user and assistant must take turns behind an optional system message, here: {', '.join(roles)}")
+    if not turns or turns[-1] != "assistant":
+        raise record.error("messages", "must end with the assistant")
+
+
+def _parts(record: Record, content: object, images: Iterator[StoredImage], *, places: bool, name: str) -> Iterator[dict[str, object]]:
+    """Text and pictures in order. With `places`, <image> in a text is one of `images`; without, it is refused."""
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else record.items(content, name):
+        kind = record.mapping(part, name).get("type")
+        if kind == "text":
+            yield from _split(record, record.text(part.get("text"), name), images, places=places, name=name)
+        elif kind == "image" and "image" not in part and places:
+            yield {"type": "image", "image": _next(record, images, name)}
+        elif kind == "image":
+            yield {"type": "image", "image": record.image(part.get("image"), name)}
+        elif kind == "image_url":
+            yield {"type": "image", "image": record.image(record.mapping(part.get("image_url"), name).get("url"), name)}
+        else:
+            raise record.error(name, f"a part must be of type text, image or image_url, is {kind!r}")
+
+
+def _split(record: Record, text: str, images: Iterator[StoredImage], *, places: bool, name: str) -> Iterator[dict[str, object]]:
+    first, *others = text.split(PLACE)
+    if others and not places:
+        raise record.error(name, f"has {PLACE}, and the row has no column images")
+    if first:
+        yield {"type": "text", "text": first}
+    for piece in others:
+        yield {"type": "image", "image": _next(record, images, name)}
+        if piece:
+            yield {"type": "text", "text": piece}
+
+
+def _next(record: Record, images: Iterator[StoredImage], name: str) -> StoredImage:
+    image = next(images, None)
+    if image is None:
+        raise record.error(name, "has a place for a picture that the column images does not have")
+    return image
+
+
+def _opened(message: Message) -> Message:
+    parts = [part if part["type"] == "text" else {"type": "image", "image": part["image"].open()} for part in message["content"]]
+    return {"role": message["role"], "content": parts}
