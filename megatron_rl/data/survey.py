@@ -112,6 +112,6 @@ def bad_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
             x1, y1, x2, y2 = box
             if x2 <= x1 or y2 <= y1:
                 wrong.append(f"{key} {box} is empty")
-            elif sizes and not (0 <= x1 and 0 <= y1 and x2 <= sizes[0][0] and y2 <= sizes[0][1]):
+            elif sizes and (min(x1, y1) < 0 or x2 > sizes[0][0] or y2 > sizes[0][1]):
                 wrong.append(f"{key} {box} reaches out of the picture of {sizes[0][0]}x{sizes[0][1]} pixels")
     return wrong

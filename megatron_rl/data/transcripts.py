@@ -1,8 +1,8 @@
 """Conversations for the supervised warm start, from JSON lines, JSON lists or Parquet.
 
 A row holds `messages`, {role, content} each: content is text, or parts {"type": "text", "text"} and {"type": "image", "image"} (a path,
-{"bytes"}, ... as in questions; OpenAI's {"type": "image_url", "image_url": {"url"}} too). Pictures may also stand in a column `images`: then
-each <image> in a text, and each image part without a picture of its own, takes the next one. LLaMA-Factory's `conversations` of
+{"bytes"}, ... as in questions; OpenAI's {"type": "image_url", "image_url": {"url"}} too). Pictures may also stand in a column `images`:
+then each <image> in a text, and each image part without a picture of its own, takes the next one. LLaMA-Factory's `conversations` of
 {from, value} are read as well. After an optional system message, user (or tool) and assistant take turns, and the assistant is last.
 """
 
@@ -15,7 +15,7 @@ from megatron_rl.data.records import PLACE, Record, Records
 from megatron_rl.tasks.base import Message
 from megatron_rl.types import HostFault
 
-ROLES = {"system": "system", "user": "user", "tool": "tool", "assistant": "assistant", "human": "user", "observation": "tool", "gpt": "assistant"}
+ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
 """As in the file, LLaMA-Factory's last -> as in a chat template."""
 
 
