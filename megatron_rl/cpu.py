@@ -18,23 +18,25 @@ from torch.overrides import TorchFunctionMode
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-_CPU = torch.device("cpu")
 
+class _FromCuda(TorchFunctionMode):
+    """Maps cuda devices in factories to another device, `.cuda()` to itself, and type strings to their CUDA spelling."""
 
-class _CudaToCpu(TorchFunctionMode):
-    """Maps cuda devices in factories to the CPU, `.cuda()` to itself, and type strings to their CUDA spelling."""
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
         if kwargs and kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
-            kwargs = {**kwargs, "device": _CPU}
+            kwargs = {**kwargs, "device": self.device}
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
+            return func(*args).replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.")
         return func(*args, **(kwargs or {}))
 
 
-def _answers() -> list[tuple[object, str, object]]:
+def _answers(device: torch.device) -> list[tuple[object, str, object]]:
     from megatron.core.tensor_parallel import random
 
     def get_state(*_: object, **__: object) -> torch.Tensor:
@@ -44,7 +46,7 @@ def _answers() -> list[tuple[object, str, object]]:
         torch.set_rng_state(state)
 
     return [
-        (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "current_device", lambda: device),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "manual_seed", torch.manual_seed),
@@ -56,17 +58,17 @@ def _answers() -> list[tuple[object, str, object]]:
 
 
 @contextmanager
-def _stand_in() -> Iterator[None]:
+def _stand_in(device: torch.device) -> Iterator[None]:
     from megatron.core.tensor_parallel import random
 
     # Its tracker wonders at every draw that the CPU's generator moved; here that one is the device's.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    answers = _answers()
+    answers = _answers(device)
     originals = [getattr(owner, name) for owner, name, _ in answers]
     for owner, name, answer in answers:
         setattr(owner, name, answer)
     try:
-        with _CudaToCpu():
+        with _FromCuda(device):
             yield
     finally:
         for (owner, name, _), original in zip(answers, originals, strict=True):
@@ -75,7 +77,15 @@ def _stand_in() -> Iterator[None]:
 
 def megatron_on_cpu():  # noqa: ANN201
     """A context in which Megatron runs on the CPU; a null context where CUDA exists."""
-    return nullcontext() if torch.cuda.is_available() else _stand_in()
+    return nullcontext() if torch.cuda.is_available() else _stand_in(torch.device("cpu"))
+
+
+@contextmanager
+def megatron_without_memory() -> Iterator[None]:
+    """A context in which Megatron's modules, buffers and optimizers are built on the meta device: sizes, and nothing behind them."""
+    meta = torch.device("meta")
+    with _stand_in(meta), meta:
+        yield
 
 
 def on_cpu_too(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

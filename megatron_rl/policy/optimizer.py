@@ -1,13 +1,14 @@
-"""Megatron's optimizer and learning-rate schedule from our settings; which parts are trained, and how fast."""
+"""Megatron's gradient buffers, optimizer and learning-rate schedule from our settings; which parts are trained, and how fast."""
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import nn
 
-from megatron_rl.config import OptimizerSettings
+from megatron_rl.config import LoraSettings, OptimizerSettings
+from megatron_rl.policy.parallel import is_imagined
 from megatron_rl.weights.stream import is_adapter
 
 _NAMES = {"vision": ("vision.patch_embed.*", "vision.blocks.*"), "merger": ("vision.merger.*",), "language": ("language.*",)}
@@ -20,6 +21,16 @@ def freeze(chunk: nn.Module, parts: list[str], *, all_but_adapters: bool) -> Non
     for name, parameter in chunk.named_parameters():
         if name.startswith(prefixes) or (all_but_adapters and not is_adapter(name)):
             parameter.requires_grad = False
+
+
+def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings) -> list[DistributedDataParallel]:
+    """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32."""
+    for chunk in chunks:
+        freeze(chunk, frozen, all_but_adapters=lora.rank > 0)
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    in_fp32 = chunks[0].config.params_dtype != torch.float32
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32)
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
 def build_optimizer(settings: OptimizerSettings, chunks: list[DistributedDataParallel], *, offload: bool) -> MegatronOptimizer:
@@ -44,7 +55,7 @@ def build_optimizer(settings: OptimizerSettings, chunks: list[DistributedDataPar
         ParamKey(name=tuple(f"*module.{pattern}" for pattern in _NAMES[part])): ParamGroupOverride(max_lr=lr)
         for part, lr in settings.part_lr.items()
     }
-    return get_megatron_optimizer(config, chunks, config_overrides=part_lrs or None)
+    return get_megatron_optimizer(config, chunks, config_overrides=part_lrs or None, use_gloo_process_groups=not is_imagined())
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, num_updates: int) -> OptimizerParamScheduler:

@@ -63,13 +63,21 @@ def check_layout(parallel: ParallelSettings, model: Qwen2_5_VLConfig, world_size
     )  # fmt: skip
 
 
+def is_imagined() -> bool:
+    """Whether this world is one of memory.py's: its process groups have no peers, and gloo would wait for them."""
+    return dist.get_backend() == "fake"
+
+
 @on_cpu_too
 def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
     """Create Megatron's process groups (all ranks together, once a process) and seed its generators."""
     if not parallel_state.model_parallel_is_initialized():
         minutes = max(1, round(parallel.timeout_s / 60))
         virtual = parallel.vpp if parallel.vpp > 1 else None
-        parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, virtual, distributed_timeout_minutes=minutes)
+        parallel_state.initialize_model_parallel(
+            parallel.tp, parallel.pp, virtual, distributed_timeout_minutes=minutes,
+            create_gloo_process_groups=not is_imagined(),
+        )  # fmt: skip
     seed_generators(seed)
     return Layout(
         tp=parallel.tp,

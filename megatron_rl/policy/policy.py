@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 from transformers import Qwen2_5_VLTextConfig
@@ -23,9 +22,9 @@ from megatron_rl.policy.checkpoint import Save, TrainingState, load
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.offload import Offload
-from megatron_rl.policy.optimizer import build_optimizer, build_schedule, freeze
+from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.qwen2_5_vl import Qwen2_5_VL, uses_transformer_engine
+from megatron_rl.policy.qwen2_5_vl import build_chunks, uses_transformer_engine
 from megatron_rl.types import Batch
 from megatron_rl.weights.adapters import adapter_table, load_peft, peft_config, start_adapters, write_peft
 from megatron_rl.weights.checkpoints import open_source
@@ -66,7 +65,7 @@ class Policy:
         first_id = layout.tp_rank * vocabulary
         banned_V = banned_mask(banned_ids, first_id=first_id, size=vocabulary, device=self.device)
         self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.logprob_rows)
-        self.model = self._with_gradients()
+        self.model = with_gradients(self.chunks, settings.frozen, lora=self.lora)
         self.optimizer = build_optimizer(optimizer, self.model, offload=parallel.offload_optimizer and self.device.type == "cuda")
         self.schedule = build_schedule(self.optimizer, optimizer, num_updates)
         for chunk in self.chunks:
@@ -80,7 +79,7 @@ class Policy:
         settings, layout, lora = self.settings, self.layout, self.lora
         config = read_config(settings.path)
         text, dtype = config.text_config, getattr(torch, settings.dtype)
-        self.chunks = nn.ModuleList(Qwen2_5_VL(config, layout, dtype, lora=lora, chunk=chunk) for chunk in range(layout.vpp))
+        self.chunks = build_chunks(config, layout, dtype, lora=lora)
         if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
             self.chunks.cuda()
         rows = rows_of(config)
@@ -99,15 +98,6 @@ class Policy:
         self.export = Export(self.chunks, rows, shards, bucket_bytes=bucket_bytes, merged=merged_weights(self.chunks))
         self.adapters = Export(self.chunks, adapter_rows, shards, bucket_bytes=bucket_bytes)
         return text
-
-    def _with_gradients(self) -> list[DistributedDataParallel]:
-        """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32."""
-        for chunk in self.chunks:
-            freeze(chunk, self.settings.frozen, all_but_adapters=self.lora.rank > 0)
-            chunk.config.finalize_model_grads_func = finalize_model_grads
-        in_fp32 = self.chunks[0].config.params_dtype != torch.float32
-        config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32)
-        return [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
 
     def pack(self, pieces: list[Piece], *, max_tokens: int) -> list[Batch]:
         """Deal one optimizer step's pieces to data-parallel ranks and pack this rank's into micro-batches; at least one.

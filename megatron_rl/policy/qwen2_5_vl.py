@@ -173,7 +173,7 @@ class Qwen2_5_VL(MegatronModule):
         """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places."""
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
-            vision_VH, encoded = encode_images(self.vision, batch.patch_PC.to(embedded.dtype), batch.grid_I3, self.layout)
+            vision_VH, encoded = encode_images(self.vision, batch.patch_PC.to(embedded), batch.grid_I3, self.layout)
             self.num_images_encoded += encoded
             embedded = embedded.index_copy(0, batch.vision_position_V, vision_VH[batch.vision_row_V][:, None].to(embedded.dtype))
         if torch.is_grad_enabled() and not embedded.requires_grad:
@@ -198,3 +198,8 @@ class Qwen2_5_VL(MegatronModule):
             max_seqlen_kv=longest,
             prefix_S=batch.prefix_S,
         )
+
+
+def build_chunks(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> nn.ModuleList:
+    """This rank's part of the policy: as many chunks as layout.vpp says."""
+    return nn.ModuleList(Qwen2_5_VL(model, layout, dtype, lora=lora, chunk=chunk) for chunk in range(layout.vpp))
