@@ -46,7 +46,7 @@ def pieces(model: Qwen2_5_VLConfig, *, sequences: int, text: int, side: int) -> 
         sequence = Sequence()
         sequence.extend(prompt, images=(image,))
         sequence.extend(words[text // 2 :], logprobs=[-1.0] * (text - text // 2))
-        made.append(Piece(sequence, advantage=(-1.0) ** index, weight=1.0, denominator=text - text // 2))
+        made.append(Piece.uniform(sequence, advantage=(-1.0) ** index, denominator=text - text // 2))
     return made
 
 

@@ -4,7 +4,8 @@ Credit is already decided when rollouts arrive here; the batch knows nothing of 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -19,11 +20,17 @@ class Piece:
     """One sequence to be packed, with what its sampled tokens count."""
 
     sequence: Sequence
-    advantage: float
+    advantages: Ordered[float]
+    """Of each token of the sequence; those that were not sampled do not count."""
     weight: float
     """Weight of each sampled token..."""
     denominator: int
     """...and this sequence's share of the global denominator: an episode's share goes with its first sequence."""
+
+    @classmethod
+    def uniform(cls, sequence: Sequence, *, advantage: float = 0.0, weight: float = 1.0, denominator: int = 1) -> "Piece":
+        """With one advantage for all tokens."""
+        return cls(sequence, advantages=[advantage] * len(sequence.token_ids), weight=weight, denominator=denominator)
 
     @property
     def num_tokens(self) -> int:
@@ -46,23 +53,44 @@ class Piece:
         return tokens, tuple(keys)
 
 
-def pieces_of(rollout: Rollout, advantage: float, *, aggregation: str, fixed_length: int) -> list[Piece]:
-    """A rollout's sequences, each token weighted so that the loss is the stated mean over episodes or tokens."""
+def pieces_of(rollout: Rollout, advantages: Ordered[float], *, aggregation: str, fixed_length: int) -> list[Piece]:
+    """A rollout's sequences. Each token has its turn's advantage, and a weight that makes the loss the stated mean."""
     weight, denominator = episode_weight(rollout.num_sampled, aggregation=aggregation, fixed_length=fixed_length)
+    per_token = [[0.0] * len(sequence.token_ids) for sequence in rollout.sequences]
+    for turn, advantage in zip(rollout.turns, advantages, strict=True):
+        start, stop = turn.span
+        per_token[turn.sequence][start:stop] = [advantage] * (stop - start)
     return [
-        Piece(sequence, advantage=advantage, weight=weight, denominator=0 if index else denominator)
-        for index, sequence in enumerate(rollout.sequences)
+        Piece(sequence, advantages=values, weight=weight, denominator=0 if index else denominator)
+        for index, (sequence, values) in enumerate(zip(rollout.sequences, per_token, strict=True))
+        if any(sequence.loss_mask)
     ]
 
 
-def cut_minibatches(rollouts: list[Rollout], advantages: list[float | None], algo: AlgoSettings) -> list[list[Piece]]:
-    """The pieces of each optimizer step: whole groups, in order; rollouts without credit are left out."""
+def cut_minibatches(rollouts: list[Rollout], advantages: list[list[float] | None], algo: AlgoSettings) -> list[list[Piece]]:
+    """The pieces of each optimizer step: whole groups, in order, as equal in number as can be; rollouts without credit are left out.
+
+    So are those without any advantage where nothing but the advantage moves the policy: they count in the denominator alone. A minibatch
+    of nothing else keeps them, so that the engine's logprobs are compared in every step.
+    """
+    credited = [(rollout, value) for rollout, value in zip(rollouts, advantages, strict=True) if value is not None and rollout.num_sampled]
+    places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for rollout, _ in credited))}
     minibatches: list[list[Piece]] = [[] for _ in range(algo.minibatches)]
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        if advantage is not None and rollout.num_sampled:
-            place = rollout.group * algo.minibatches // algo.prompts_per_step
-            minibatches[place] += pieces_of(rollout, advantage, aggregation=algo.aggregation, fixed_length=algo.fixed_length)
-    return minibatches
+    for rollout, value in credited:
+        place = places[rollout.group] * algo.minibatches // len(places)
+        minibatches[place] += pieces_of(rollout, value, aggregation=algo.aggregation, fixed_length=algo.fixed_length)
+    if algo.kl_coef > 0 or algo.entropy_coef > 0:
+        return minibatches
+    return [_without_idle(pieces) for pieces in minibatches]
+
+
+def _without_idle(pieces: list[Piece]) -> list[Piece]:
+    """Leave out pieces whose advantages are all zero; their share of the denominator goes to the first that stays."""
+    moving = [piece for piece in pieces if any(piece.advantages)]
+    if not moving:
+        return pieces
+    spare = sum(piece.denominator for piece in pieces) - sum(piece.denominator for piece in moving)
+    return [replace(moving[0], denominator=moving[0].denominator + spare), *moving[1:]]
 
 
 def mrope_positions(token_ids: list[int], images: Iterable[Image], image_token_id: int) -> torch.Tensor:
@@ -135,7 +163,7 @@ class Segment:
     position_3L: torch.Tensor
     vision: list[tuple[Image, int] | None]
     """For a placeholder, its image and which of the image's tokens it stands for."""
-    advantage: float
+    advantages: Ordered[float]
     weight: float
     prefix: int = -1
 
@@ -150,20 +178,20 @@ class Segment:
             engine_logprobs=[*sequence.engine_logprobs[1:], 0.0],
             position_3L=mrope_positions(sequence.token_ids, sequence.images, image_token_id),
             vision=[next(shown) if token == image_token_id else None for token in sequence.token_ids],
-            advantage=piece.advantage,
+            advantages=[*piece.advantages[1:], 0.0],
             weight=piece.weight,
         )
 
     @classmethod
     def zeros(cls, length: int) -> "Segment":
         zeros = [0] * length
-        return cls(zeros, zeros, zeros, [0.0] * length, torch.zeros(3, length, dtype=torch.long), [None] * length, 0.0, 0.0)
+        return cls(zeros, zeros, zeros, [0.0] * length, torch.zeros(3, length, dtype=torch.long), [None] * length, [0.0] * length, 0.0)
 
     def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
         part = slice(start, stop)
         return Segment(
             self.token_ids[part], self.targets[part], self.mask[part], self.engine_logprobs[part], self.position_3L[:, part],
-            self.vision[part], self.advantage, self.weight, prefix,
+            self.vision[part], self.advantages[part], self.weight, prefix,
         )  # fmt: skip
 
 
@@ -199,7 +227,7 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
         vision_position_V=torch.tensor(position_V, dtype=torch.long, device=device),
         vision_row_V=torch.tensor(row_V, dtype=torch.long, device=device),
         denominator=denominator,
-        advantage_T=column(lambda s: [s.advantage * m for m in s.mask], torch.float32),
+        advantage_T=column(lambda s: [a * m for a, m in zip(s.advantages, s.mask, strict=True)], torch.float32),
         engine_logprob_T=column(lambda s: s.engine_logprobs, torch.float32),
     )
 

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from megatron_rl.config import Settings, require
 from megatron_rl.policy.checkpoint import Save
 from megatron_rl.policy.policy import Policy
-from megatron_rl.run import writing
+from megatron_rl.run import History, writing
 from megatron_rl.weights.folders import copy_companions, flush
 from megatron_rl.world import on_main_rank
 
@@ -38,8 +39,7 @@ class Memory:
     """What a run knows beside its policy when `step` steps are done; without arguments, at its beginning."""
 
     step: int = 0
-    returns: list[float] = field(default_factory=list)
-    """Mean return of every step that rolled out."""
+    history: History = field(default_factory=History)
     success: float | None = None
     """Greedy success of the evaluation that followed this step, if there was one."""
     settings: dict = field(default_factory=dict)
@@ -55,7 +55,8 @@ def published(folder: Path) -> list[Path]:
 def recall(checkpoint: Path) -> Memory:
     """Its memory. ValueError: a file is missing or has changed its size."""
     try:
-        memory = Memory(**json.loads((checkpoint / _MEMORY).read_text()))
+        read = json.loads((checkpoint / _MEMORY).read_text())
+        memory = Memory(**{**read, "history": History(**read["history"])})
         sizes = {name: (checkpoint / name).stat().st_size for name in memory.files}
     except (OSError, ValueError) as error:
         raise ValueError(f"{checkpoint}: damaged ({error}); {_REMEDY}") from error
@@ -136,13 +137,13 @@ class Checkpoints:
         save = self._policy.save(folder, optimizer=settings.optimizer, background=settings.background)
         self._pending = _Pending(folder, step, save)
 
-    def step_done(self, step: int, *, returns: list[float], metrics: Mapping[str, float]) -> None:
+    def step_done(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """A step is recorded: what was begun learns how it ended, and is published as soon as it is written."""
         pending = self._pending
         if pending is None:
             return
         if pending.step == step:
-            pending.memory = Memory(step=step, returns=list(returns), success=metrics.get(_SUCCESS), settings=asdict(self._settings))
+            pending.memory = Memory(step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings))
         if not self._settings.checkpoint.background or pending.save.is_written():
             self.settle()
 

@@ -4,29 +4,50 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import yaml
 
 from megatron_rl.algo.advantages import CreditReport
 from megatron_rl.config import Settings
+from megatron_rl.observe.jsonl import replace_lines
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import Recorder
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.types import Rollout, RunFailed, Status
+from megatron_rl.types import End, Rollout, RunFailed, Status
 from megatron_rl.world import World
 
 
-class Run:
-    """The run folder, written by the main rank alone; the clock and the returns exist on every rank."""
+@dataclass(slots=True, kw_only=True)
+class History:
+    """What a run's past steps leave for its later ones, beside the policy. The same on every rank."""
 
-    def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, returns: Sequence[float] = ()) -> None:
-        """`first_step` steps were done by an earlier life of the run, with these mean returns; what it left of later ones is forgotten."""
+    returns: list[float] = field(default_factory=list)
+    """Mean return of every step that rolled out."""
+    rounds: int = 0
+    """Rounds of prompts that were dealt: where the sampler stands."""
+    prompts: dict[str, list[float]] = field(default_factory=dict)
+    """By example: scored episodes, the sum of their rewards, and the step they were last seen in."""
+
+    def add(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
+        self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
+        self.rounds += rounds
+        for rollout in rollouts:
+            if rollout.reward is not None:
+                episodes, rewards, _ = self.prompts.get(rollout.example_id, (0, 0.0, 0))
+                self.prompts[rollout.example_id] = [episodes + 1, rewards + rollout.reward, step]
+
+
+class Run:
+    """The run folder, written by the main rank alone; the clock and the history exist on every rank."""
+
+    def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
+        """`first_step` steps were done by an earlier life of the run, with this history; what it left of later ones is forgotten."""
         self.folder = Path(settings.run.dir)
         self.final = self.folder / "final"
-        self.returns = list(returns)
+        self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
         self.is_main = world.is_main
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
@@ -51,8 +72,6 @@ class Run:
 
     def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal."""
-        if rollouts:
-            self.returns.append(metrics["reward/mean"])
         if not self.is_main:
             return
         with writing(self.folder):
@@ -71,6 +90,9 @@ class Run:
             self.log.log(self.num_steps, {**metrics, **self.spans.take()})
             self.log.close()
             write_text(self.folder / "eval.json", json.dumps(values, indent=1) + "\n")
+            seen = self.history.prompts.items()
+            lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
+            replace_lines(self.folder / "prompts.jsonl", lines)
 
 
 @contextmanager
@@ -100,10 +122,16 @@ def rollout_metrics(rollouts: list[Rollout], report: CreditReport) -> dict[str, 
         "rollout/degenerate_groups": report.degenerate_fraction,
         "rollout/failed_fraction": report.num_failed / len(rollouts),
     }
+    calls = [turn.call for rollout in scored for turn in rollout.turns if turn.call is not None]
+    metrics["rollout/tool_use"] = statistics.fmean(rollout.used_tool for rollout in scored)
+    metrics["rollout/tool_calls"] = len(calls) / len(scored)
+    metrics["rollout/tool_errors"] = sum(bool(call.error) for call in calls) / max(len(calls), 1)
     for name in scored[0].rewards:
         metrics[f"reward/{name}"] = statistics.fmean(rollout.rewards[name] for rollout in scored)
     for status in Status:
         metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
+    for end in End:
+        metrics[f"rollout/end_{end}"] = float(sum(rollout.end is end for rollout in rollouts))
     return metrics
 
 

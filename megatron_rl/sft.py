@@ -39,12 +39,12 @@ def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Rend
                 run.record(step, [], metrics)
             if step + 1 < sum(sft.steps):  # the last one is judged by the final evaluation
                 with run.spans("checkpoint"):
-                    checkpoints.step_done(step + 1, returns=run.returns, metrics=metrics)
+                    checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
 
 
 def piece_of(renderer: Renderer, messages: list) -> Piece:
     sequence = renderer.transcript(messages)
-    return Piece(sequence, advantage=0.0, weight=1.0, denominator=sum(sequence.loss_mask))
+    return Piece.uniform(sequence, denominator=sum(sequence.loss_mask))
 
 
 def objective(logprob_R, entropy_R, batch: Batch, rows_R):  # noqa: ANN001, ANN201 (policy.Loss)

@@ -45,12 +45,13 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
         lora=settings.lora, seed=settings.run.seed,
     )  # fmt: skip
-    record = Run(settings, world, num_steps=num_steps, first_step=memory.step, returns=memory.returns)
+    record = Run(settings, world, num_steps=num_steps, first_step=memory.step, history=memory.history)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
     if is_sft:
         warm_start(settings, task=task, policy=policy, renderer=renderer, run=record, checkpoints=checkpoints)
     with record.spans("start"):
         crew = build_crew(settings, renderer, world)
+        crew.engine.run(task.start())
     if is_sft:
         with record.spans("sync"):
             crew.engine.load_weights(policy.hf_weights(), version=0)
@@ -59,7 +60,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     with record.spans("evaluate"):
         evaluation = evaluate(task, settings, crew=crew)
     with record.spans("checkpoint"):
-        checkpoints.step_done(num_steps, returns=record.returns, metrics=evaluation)
+        checkpoints.step_done(num_steps, history=record.history, metrics=evaluation)
         checkpoints.settle()
     with record.spans("save"), writing(record.folder):
         policy.wake()
@@ -67,8 +68,9 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         if settings.lora.rank:
             policy.save_adapter(record.folder / "adapter")
     if not is_sft and settings.run.require_improvement:
-        check_improvement(record.returns)
+        check_improvement(record.history.returns)
     record.finish(evaluation)
+    crew.engine.run(task.close())
     crew.engine.close()
 
 

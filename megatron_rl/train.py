@@ -4,17 +4,20 @@ Synchronous and on-policy at the start of each step: the engine serves exactly t
 no asynchrony. Every rank runs this function; rollouts and their credit are the same everywhere, the work is then dealt to ranks.
 """
 
-from megatron_rl.algo.advantages import credit, credit_report
+from collections.abc import Sequence as Ordered
+
+from megatron_rl.algo.advantages import credit, credit_report, turn_credit
 from megatron_rl.algo.losses import LossMetrics, grpo_loss
+from megatron_rl.algo.selection import Selection, select
 from megatron_rl.batch import cut_minibatches
 from megatron_rl.checkpoints import Checkpoints
-from megatron_rl.config import AlgoSettings, Settings
+from megatron_rl.config import DROPS, AlgoSettings, Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.policy.policy import Loss, Policy
 from megatron_rl.rollout.collect import Crew, collect, deal, episode_settings
 from megatron_rl.run import Run, check_failures, rollout_metrics
-from megatron_rl.tasks.base import Task
-from megatron_rl.types import Batch
+from megatron_rl.tasks.base import Example, Task
+from megatron_rl.types import Batch, Rollout
 
 
 def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Run, checkpoints: Checkpoints) -> None:
@@ -27,18 +30,20 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
         policy.sleep()
 
     for step in range(run.first_step, settings.run.steps):
-        dealt = deal(examples, algo.prompts_per_step, seed=settings.run.seed, step=step)
         with run.rolling_out(engine):
-            rollouts = collect(task, dealt, crew=crew, samples=algo.group_size, settings=episode_settings(settings, step=step))
-        check_failures(rollouts, limit=settings.run.max_failed)
-
-        advantages = credit(rollouts, normalize_std=algo.normalize_std, std_eps=algo.std_eps)
+            past = run.history.rounds
+            rollouts, advantages, selection, rounds = roll_out(settings, task, examples, crew=crew, step=step, first_round=past)
         report = credit_report(rollouts, advantages)
+        run.history.add(step, rollouts, rounds=rounds)
 
         with spans("update"):
             engine.sleep()
             policy.wake()
-            minibatches = cut_minibatches(rollouts, advantages, algo)
+            credited = turn_credit(
+                rollouts, [value if kept else None for value, kept in zip(advantages, selection.keep, strict=True)],
+                scheme=algo.credit, discount=algo.turn_discount, normalize_std=algo.normalize_std, std_eps=algo.std_eps,
+            )  # fmt: skip
+            minibatches = [pieces for pieces in cut_minibatches(rollouts, credited, algo) if pieces]
             minibatches = [policy.pack(pieces, max_tokens=algo.micro_batch_tokens) for pieces in minibatches]
             if algo.minibatches * algo.epochs > 1:  # otherwise old = current, and the loss reads it from its own forward pass
                 attach_logprobs(policy, minibatches, "current")
@@ -54,7 +59,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
             policy.sleep()
             engine.wake()
 
-        metrics = {**rollout_metrics(rollouts, report), **merge_updates(updates)}
+        metrics = {**rollout_metrics(rollouts, report), **selection_metrics(selection, rounds), **merge_updates(updates)}
         if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and step + 1 < settings.run.steps:
             with spans("evaluate"):
                 metrics |= evaluate(task, settings, crew=crew)
@@ -62,7 +67,36 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
             run.record(step, rollouts, metrics)
         if step + 1 < settings.run.steps:  # the last one is judged by the final evaluation
             with spans("checkpoint"):
-                checkpoints.step_done(step + 1, returns=run.returns, metrics=metrics)
+                checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
+
+
+def roll_out(
+    settings: Settings, task: Task, examples: Ordered[Example], *, crew: Crew, step: int, first_round: int
+) -> tuple[list[Rollout], list[float | None], Selection, int]:
+    """Rounds of prompts until enough groups are left after the drops, or the rounds are used up; all that was rolled out, with its credit.
+
+    Advantages are those within a group, so rounds do not change each other's; the last item is the number of rounds.
+    """
+    algo = settings.algo
+    rollouts: list[Rollout] = []
+    for number in range(algo.max_generations):
+        dealt = deal(examples, algo.prompts_per_step, seed=settings.run.seed, step=first_round + number)
+        how = episode_settings(settings, step=step)
+        rollouts += collect(task, dealt, crew=crew, samples=algo.group_size, settings=how, first_group=len(dealt) * number)
+        check_failures(rollouts, limit=settings.run.max_failed)
+        advantages = credit(rollouts, normalize_std=algo.normalize_std, std_eps=algo.std_eps)
+        selection = select(
+            rollouts, advantages,
+            drop=algo.drop, keep_ends=algo.keep_ends, num_groups=algo.prompts_per_step, rank_by_std=algo.rank_by_std,
+        )  # fmt: skip
+        if selection.num_groups >= algo.prompts_per_step:
+            break
+    return rollouts, advantages, selection, number + 1
+
+
+def selection_metrics(selection: Selection, rounds: int) -> dict[str, float]:
+    dropped = {f"rollout/dropped_{reason}": float(selection.dropped[reason]) for reason in (*DROPS, "surplus")}
+    return {"rollout/rounds": float(rounds), "rollout/kept_groups": float(selection.num_groups), **dropped}
 
 
 def objective(algo: AlgoSettings) -> Loss:
@@ -109,7 +143,14 @@ def attach_logprobs(policy: Policy, minibatches: list[list[Batch]], weights: str
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """One step's metrics from its updates: means, and maxima where the name says so; the first ratio stands apart, it must be 1."""
+    """One step's metrics from its updates: means, and maxima where the name says so; the first ratio stands apart, it must be 1.
+
+    None where every rollout of the step was dropped.
+    """
+    if not updates:
+        return {}
     names = updates[0].keys()
-    merged = {name: max(u[name] for u in updates) if name.endswith("_max") else sum(u[name] for u in updates) / len(updates) for name in names}
-    return {**merged, "policy/first_ratio": updates[0]["policy/ratio"], "engine/logprob_gap_max": updates[0]["engine/logprob_gap_max"]}
+    values = {name: [update[name] for update in updates] for name in names}
+    merged = {name: max(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
+    first = updates[0]
+    return {**merged, "policy/first_ratio": first["policy/ratio"], "engine/logprob_gap_max": first["engine/logprob_gap_max"]}

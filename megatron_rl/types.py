@@ -164,6 +164,10 @@ class Rollout:
     def num_sampled(self) -> int:
         return sum(sum(sequence.loss_mask) for sequence in self.sequences)
 
+    @property
+    def used_tool(self) -> bool:
+        return any(turn.call is not None and turn.call.ran for turn in self.turns)
+
 
 @dataclass(slots=True, kw_only=True)
 class Batch:

@@ -46,6 +46,50 @@ def credit(rollouts: Sequence[Rollout], *, normalize_std: bool, std_eps: float) 
     return advantages
 
 
+def turn_credit(
+    rollouts: Sequence[Rollout], advantages: Sequence[float | None], *, scheme: str, discount: float, normalize_std: bool, std_eps: float
+) -> list[list[float] | None]:
+    """One advantage a turn for each rollout that `credit` gave one.
+
+    broadcast: the episode's, outcome supervision (arXiv 2402.03300, section 4.1.2).
+    turn_group: A(outcome) + A_t(score of turn t), with A_t over the group's members that have a turn t (as MT-GRPO, arXiv 2505.11821,
+    adds the advantage of a turn's reward to that of the outcome).
+    return_to_go: A_t(outcome + sum over s >= t of discount^(s - t) * score of turn s): process supervision, arXiv 2402.03300, section
+    4.1.3, with the outcome as the last reward and turns compared with turns of the same number.
+    """
+    assert scheme in ("broadcast", "turn_group", "return_to_go"), scheme
+    if scheme == "broadcast":
+        return [None if value is None else [value] * len(rollout.turns) for rollout, value in zip(rollouts, advantages, strict=True)]
+    kept = [None if value is None else rollout for rollout, value in zip(rollouts, advantages, strict=True)]
+    values = [None if rollout is None else _turn_values(rollout, scheme, discount) for rollout in kept]
+    base = [0.0] * len(rollouts)
+    members: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, rollout in enumerate(kept):
+        if rollout is not None:
+            members[rollout.group, -1].append(index)
+            for number in range(len(rollout.turns)):
+                members[rollout.group, number].append(index)
+    credited = [None if value is None else [0.0] * len(value) for value in values]
+    for (_, number), indices in members.items():
+        given = [rollouts[index].outcome if number < 0 else values[index][number] for index in indices]
+        for index, value in zip(indices, group_advantages(given, normalize_std=normalize_std, std_eps=std_eps), strict=True):
+            if number < 0:
+                base[index] = value if scheme == "turn_group" else 0.0
+            else:
+                credited[index][number] = value
+    return [None if turns is None else [base[index] + value for value in turns] for index, turns in enumerate(credited)]
+
+
+def _turn_values(rollout: Rollout, scheme: str, discount: float) -> list[float]:
+    if scheme == "turn_group":
+        return [turn.score for turn in rollout.turns]
+    returns, later = [], 0.0
+    for turn in reversed(rollout.turns):
+        later = turn.score + discount * later
+        returns.append(rollout.outcome + later)
+    return returns[::-1]
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CreditReport:
     """Counts of one step's rollouts; global, because every rank sees all rollouts."""

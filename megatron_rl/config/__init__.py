@@ -5,14 +5,14 @@
 
 from dataclasses import dataclass, field
 
-from megatron_rl.config.algo import ENDS, AlgoSettings, OptimizerSettings, SftSettings
+from megatron_rl.config.algo import DROPS, ENDS, AlgoSettings, OptimizerSettings, SftSettings
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.model import PARTS, LoraSettings, ModelSettings, ParallelSettings
 from megatron_rl.config.rollout import DataSettings, EngineSettings, JudgeSettings, SandboxSettings, TaskSettings
 from megatron_rl.config.run import CheckpointSettings, RunSettings, WandbSettings
 
 __all__ = [
-    "ENDS", "PARTS", "AlgoSettings", "CheckpointSettings", "DataSettings", "EngineSettings", "JudgeSettings", "LoraSettings",
+    "DROPS", "ENDS", "PARTS", "AlgoSettings", "CheckpointSettings", "DataSettings", "EngineSettings", "JudgeSettings", "LoraSettings",
     "ModelSettings", "OptimizerSettings", "ParallelSettings", "RunSettings", "SandboxSettings", "Settings", "SftSettings", "TaskSettings",
     "WandbSettings", "require", "require_choice",
 ]  # fmt: skip

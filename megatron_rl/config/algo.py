@@ -7,6 +7,8 @@ from megatron_rl.config.model import PARTS
 
 ENDS = ("done", "max_turns", "max_tokens", "max_images", "max_pixels", "max_seconds", "tool_error")
 """How an episode that is scored can end: the values of types.End but for the fault of ours."""
+DROPS = ("zero_std", "no_image", "end")
+"""Why a rollout can be left out of the update, in the order they are looked at."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,7 +94,7 @@ class AlgoSettings(OptimizerSettings):
         require_choice("algo.credit", self.credit, ("broadcast", "turn_group", "return_to_go"))
         require(0 <= self.turn_discount <= 1, "algo.turn_discount", self.turn_discount, "must lie in [0, 1]")
         for name in self.drop:
-            require_choice("algo.drop", name, ("zero_std", "no_image", "end"))
+            require_choice("algo.drop", name, DROPS)
         for end in self.keep_ends:
             require_choice("algo.keep_ends", end, ENDS)
         require(self.max_generations >= 1, "algo.max_generations", self.max_generations, "must be at least 1")

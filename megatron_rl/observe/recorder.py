@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.observe.jsonl import read_lines, replace_bytes, replace_lines, to_number
-from megatron_rl.types import Image, Rollout, Status, Turn
+from megatron_rl.types import End, Image, Rollout, Status
 
 FOLDER = "rollouts"
 
@@ -24,6 +24,20 @@ class RecordedSequence:
     num_sampled: int
     images: list[str]
     """Paths of png files relative to the run folder, in the order of the sequence."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RecordedTurn:
+    """A turn with its call; pictures by path."""
+
+    sequence: int
+    span: tuple[int, int]
+    text: str
+    reward: float
+    score: float
+    call: dict[str, str | bool] | None
+    """The fields of types.ToolCall."""
+    images: list[str]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -43,10 +57,12 @@ class RecordedRollout:
     sample: int
     weight_version: int
     status: Status
+    end: End
     reason: str
     reward: float
+    outcome: float
     rewards: dict[str, float]
-    turns: list[Turn]
+    turns: list[RecordedTurn]
     sequences: list[RecordedSequence]
 
 
@@ -83,8 +99,15 @@ class Recorder:
         return RecordedRollout(
             step=step, kind=kind, num_rollouts=num_rollouts, num_failed=num_failed,
             task=rollout.task, example_id=rollout.example_id, group=rollout.group, sample=rollout.sample,
-            weight_version=rollout.weight_version, status=rollout.status, reason=rollout.reason,
-            reward=rollout.reward, rewards=rollout.rewards, turns=rollout.turns,
+            weight_version=rollout.weight_version, status=rollout.status, end=rollout.end,
+            reason=rollout.reason, reward=rollout.reward, outcome=rollout.outcome, rewards=rollout.rewards,
+            turns=[
+                RecordedTurn(
+                    sequence=turn.sequence, span=turn.span, text=turn.text, reward=turn.reward, score=turn.score,
+                    call=None if turn.call is None else asdict(turn.call), images=self._store(turn.images),
+                )
+                for turn in rollout.turns
+            ],
             sequences=[
                 RecordedSequence(
                     num_tokens=len(sequence.token_ids), num_sampled=sum(sequence.loss_mask), images=self._store(sequence.images)
@@ -119,14 +142,13 @@ def _from_line(line: dict) -> RecordedRollout:
         **{
             **line,
             "status": Status(line["status"]),
+            "end": End(line["end"]),
             "reward": to_number(line["reward"]),
+            "outcome": to_number(line["outcome"]),
             "rewards": {name: to_number(value) for name, value in line["rewards"].items()},
             "turns": [
-                Turn(
-                    sequence=turn["sequence"],
-                    span=tuple(turn["span"]),
-                    text=turn["text"],
-                    reward=None if turn["reward"] is None else to_number(turn["reward"]),
+                RecordedTurn(
+                    **{**turn, "span": tuple(turn["span"]), "reward": to_number(turn["reward"]), "score": to_number(turn["score"])}
                 )
                 for turn in line["turns"]
             ],

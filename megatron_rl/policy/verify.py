@@ -93,7 +93,7 @@ def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, to
         load_weights(nn.ModuleList([model]), checkpoint)
         logits = {}
         for name, sequence in prompts(config).items():
-            batch = pack([Piece(sequence, advantage=0.0, weight=1.0, denominator=1)], image_token_id=config.image_token_id)
+            batch = pack([Piece.uniform(sequence)], image_token_id=config.image_token_id)
             logits[name] = model.head(model(batch, torch.arange(batch.num_tokens)))
     return logits
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.distributed as dist
@@ -27,14 +27,26 @@ class Crew:
     num_engines: int
 
 
-def episode_settings(settings: Settings, *, step: int, temperature: float | None = None) -> EpisodeSettings:
-    """How to play at this step; evaluation passes its own temperature and the step -1."""
+def episode_settings(settings: Settings, *, step: int) -> EpisodeSettings:
+    """How to play at this step of training."""
+    task, engine = settings.task, settings.engine
     return EpisodeSettings(
-        temperature=settings.algo.temperature if temperature is None else temperature,
-        max_tokens_per_turn=settings.task.max_tokens_per_turn,
-        max_context=settings.engine.max_model_len,
+        temperature=settings.algo.temperature,
+        max_turns=task.max_turns,
+        max_tokens_per_turn=task.max_tokens_per_turn,
+        max_context=engine.max_model_len,
+        max_images=engine.max_images,
+        max_pixels=task.max_pixels,
+        max_seconds=task.max_seconds,
+        errors_end=task.errors_end,
         seed=seed_of(settings.run.seed, step),
     )
+
+
+def evaluation_settings(settings: Settings, *, temperature: float) -> EpisodeSettings:
+    """How to play in an evaluation: the same episodes whenever it takes place."""
+    turns = settings.task.eval_max_turns or settings.task.max_turns
+    return replace(episode_settings(settings, step=-1), temperature=temperature, max_turns=turns)
 
 
 def deal(examples: Ordered[Example], num: int, *, seed: int, step: int) -> list[Example]:
@@ -52,17 +64,20 @@ def deal(examples: Ordered[Example], num: int, *, seed: int, step: int) -> list[
     return [examples[orders[position // len(examples)][position % len(examples)]] for position in positions]
 
 
-def collect(task: Task, examples: Ordered[Example], *, crew: Crew, samples: int, settings: EpisodeSettings) -> list[Rollout]:
+def collect(
+    task: Task, examples: Ordered[Example], *, crew: Crew, samples: int, settings: EpisodeSettings, first_group: int = 0
+) -> list[Rollout]:
     """Roll out `samples` episodes of each example. Every rank calls it and receives all rollouts, ordered by group and sample.
 
-    Whole groups go to one engine, so that its prefix and image caches serve them.
+    Whole groups go to one engine, so that its prefix and image caches serve them. Groups are numbered from first_group.
     """
 
     async def episode(group: int, sample: int) -> Rollout:
         for _ in range(_TRIES):
             rollout = await run_episode(
-                task, examples[group], engine=crew.engine, renderer=crew.renderer, settings=settings, group=group, sample=sample
-            )
+                task, examples[group], engine=crew.engine, renderer=crew.renderer,
+                settings=settings, group=first_group + group, sample=sample,
+            )  # fmt: skip
             if rollout.status is not Status.FAILED:
                 break
         return rollout

@@ -8,6 +8,7 @@ engine's group, alone runs `main`; before each step it broadcasts what is new an
 """
 
 import asyncio
+import contextlib
 import itertools
 import pickle
 import time
@@ -71,6 +72,8 @@ class Engine:
         self._woken = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._error: BaseException | None = None
+        self._loop = asyncio.Runner()
+        """One event loop for the engine's life: a sandbox or a judge that episodes share lives from one `run` to the next."""
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
         """Sample one turn after `token_ids`, whose image placeholders are expanded: one image_token_id for each vision token.
@@ -110,7 +113,7 @@ class Engine:
             main.close()
             self._follow()
             return None
-        return asyncio.run(self._lead(main))
+        return self._loop.run(self._lead(main))
 
     async def _lead(self, main: Coroutine[object, object, T]) -> T:
         self._woken = asyncio.Event()
@@ -144,10 +147,8 @@ class Engine:
         while True:
             if not (self._news or self._core.is_busy()):
                 self._woken.clear()
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._woken.wait(), HEARTBEAT_S)
-                except TimeoutError:
-                    pass
             self._turn()
             await asyncio.sleep(0)
 
@@ -224,6 +225,7 @@ class Engine:
 
     def close(self) -> None:
         """Shut vLLM down. It destroys the default process group on the way, so this is the last thing a process does."""
+        self._loop.close()
         self._core.close()
 
 

@@ -1,20 +1,31 @@
-"""One episode as a coroutine: prompt, reply, observation, and so on until it ends; then the score."""
+"""One episode as a coroutine: prompt, reply, observation, and so on until it ends; then the score.
+
+The limits of an episode are here and nowhere else. They are looked at between turns: what the policy said is kept whole, and an observation
+that no longer fits is not shown.
+"""
 
 import hashlib
+import time
 from dataclasses import dataclass
 
 from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.rollout.engine import Completion, Engine, Sampling
+from megatron_rl.rollout.engine import Engine, Sampling
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Example, Task
-from megatron_rl.types import HostFault, Rollout, Status, Turn
+from megatron_rl.tasks.base import Env, Example, Step, Task
+from megatron_rl.types import End, HostFault, Image, Rollout, Sequence, Status, Turn
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class EpisodeSettings:
     temperature: float
+    max_turns: int
     max_tokens_per_turn: int
     max_context: int
+    max_images: int
+    max_pixels: int = 0
+    """0: no limit, as with the seconds."""
+    max_seconds: float = 0.0
+    errors_end: bool = False
     seed: int
     """Of this step: with group, sample and turn it makes every request's seed."""
 
@@ -25,46 +36,96 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-async def run_episode(task: Task, example: Example, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, group: int, sample: int) -> Rollout:
+async def run_episode(
+    task: Task, example: Example, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, group: int, sample: int
+) -> Rollout:
     """Play one episode and score it. A fault of ours (HostFault) fails the rollout; it is never a score."""
     rollout = Rollout(task=task.name, example_id=example.id, group=group, sample=sample, weight_version=engine.weight_version)
+    env = task.env(example)
     try:
-        await _play(rollout, task, example, engine, renderer, settings)
-        outcome = Outcome(example.payload, [turn.text for turn in rollout.turns], [turn.reward for turn in rollout.turns])
-        rollout.reward, rollout.rewards = await task.rubric.score(outcome)
+        # The members of a group meet the same world: its seed leaves the sample out.
+        prompt = renderer.prompt(await env.reset(seed_of(settings.seed, group)))
+        shown = list(prompt.images)
+        rollout.sequences.append(prompt)
+        rollout.end = await _play(rollout, env, engine=engine, renderer=renderer, settings=settings, stop=tuple(task.stop))
+        rollout.status = Status.COMPLETED if rollout.end in (End.DONE, End.TOOL_ERROR) else Status.TRUNCATED
+        score = await task.rubric.score(Outcome(payload=example.payload, turns=rollout.turns, end=rollout.end, images=shown))
+        rollout.reward, rollout.outcome, rollout.rewards = score.reward, score.outcome, score.rewards
+        for turn, value in zip(rollout.turns, score.turns, strict=True):
+            turn.score = value
     except HostFault as fault:
-        rollout.status, rollout.reason, rollout.reward = Status.FAILED, str(fault), None
+        rollout.status, rollout.end, rollout.reason, rollout.reward = Status.FAILED, End.FAULT, str(fault), None
+    finally:
+        await env.close()
     return rollout
 
 
-async def _play(rollout: Rollout, task: Task, example: Example, engine: Engine, renderer: Renderer, settings: EpisodeSettings) -> None:
-    """Fill the rollout's sequences and turns, and say how it ended."""
-    env = task.env(example)
-    # The members of a group meet the same world: its seed leaves the sample out.
-    rollout.sequences.append(renderer.prompt(env.reset(seed_of(settings.seed, rollout.group))))
-    while True:
-        sequence = rollout.sequences[-1]
-        room = settings.max_context - len(sequence.token_ids)
-        if room < 1:
-            rollout.status, rollout.reason = Status.TRUNCATED, "context full"
-            return
-        sampling = Sampling(
-            max_tokens=min(settings.max_tokens_per_turn, room),
-            temperature=settings.temperature,
-            seed=seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns)),
-        )
-        completion: Completion = await engine.generate(sequence.token_ids, sequence.images, sampling)
-        start = len(sequence.token_ids)
-        sequence.extend(completion.token_ids, logprobs=completion.logprobs)
-        text = renderer.text(completion.token_ids)
-        step = env.step(text)
-        span = (start, len(sequence.token_ids))
-        rollout.turns.append(Turn(sequence=len(rollout.sequences) - 1, span=span, text=text, reward=step.reward))
+async def _play(rollout: Rollout, env: Env, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, stop: tuple[str, ...]) -> End:
+    """Fill the rollout's sequences and turns until it ends; returns why it did."""
+    started = time.monotonic()
+    while len(rollout.sequences[-1].token_ids) < settings.max_context:
+        turn = await _speak(rollout, engine=engine, renderer=renderer, settings=settings, stop=stop)
+        step = await env.step(turn.text)
+        turn.reward, turn.call = step.reward, step.call
         if step.done:
-            rollout.status = Status.TRUNCATED if step.truncated else Status.COMPLETED
             rollout.reason = step.reason
-            return
-        if step.new_context:
-            rollout.sequences.append(renderer.prompt(step.messages))
-        else:
-            renderer.follow(sequence, step.messages)
+            return End.DONE
+        if settings.errors_end and step.call is not None and step.call.error:
+            rollout.reason = step.call.error
+            return End.TOOL_ERROR
+        if len(rollout.turns) >= settings.max_turns:
+            return End.MAX_TURNS
+        if settings.max_seconds and time.monotonic() - started > settings.max_seconds:
+            return End.MAX_SECONDS
+        end = _observe(rollout, turn, step, renderer=renderer, settings=settings)
+        if end is not None:
+            return end
+    return End.MAX_TOKENS
+
+
+async def _speak(rollout: Rollout, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, stop: tuple[str, ...]) -> Turn:
+    """Sample one reply after the last context, into it and into the turns."""
+    sequence = rollout.sequences[-1]
+    start = len(sequence.token_ids)
+    sampling = Sampling(
+        max_tokens=min(settings.max_tokens_per_turn, settings.max_context - start),
+        temperature=settings.temperature,
+        seed=seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns)),
+        stop=stop,
+    )
+    completion = await engine.generate(sequence.token_ids, sequence.images, sampling)
+    sequence.extend(completion.token_ids, logprobs=completion.logprobs)
+    turn = Turn(sequence=len(rollout.sequences) - 1, span=(start, len(sequence.token_ids)), text=renderer.text(completion.token_ids))
+    rollout.turns.append(turn)
+    return turn
+
+
+def _observe(rollout: Rollout, turn: Turn, step: Step, *, renderer: Renderer, settings: EpisodeSettings) -> End | None:
+    """Show the policy what came of its turn, or say which limit forbids it."""
+    if step.new_context:
+        prompt = renderer.prompt(step.messages)
+        turn.images = list(prompt.images)
+        rollout.sequences.append(prompt)
+        return None
+    sequence = rollout.sequences[-1]
+    more = renderer.observation(sequence, step.messages)
+    end = _limit(sequence, more, settings)
+    if end is None:
+        turn.images = list(more.images)
+        sequence.extend(more.token_ids, images=tuple(more.images))
+    return end
+
+
+def _limit(sequence: Sequence, more: Sequence, settings: EpisodeSettings) -> End | None:
+    """The budget of the context that `more` would overrun."""
+    if len(sequence.images) + len(more.images) > settings.max_images:
+        return End.MAX_IMAGES
+    if settings.max_pixels and _pixels([*sequence.images, *more.images]) > settings.max_pixels:
+        return End.MAX_PIXELS
+    if len(sequence.token_ids) + len(more.token_ids) >= settings.max_context:
+        return End.MAX_TOKENS
+    return None
+
+
+def _pixels(images: list[Image]) -> int:
+    return sum(image.picture.width * image.picture.height for image in images)

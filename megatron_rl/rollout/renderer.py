@@ -4,6 +4,7 @@ A picture is resized here, once, to its final grid; neither the engine nor the t
 """
 
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Sequence as Ordered
 
@@ -31,10 +32,12 @@ class Renderer:
         known = self.tokenizer.get_added_vocab()
         for token in (*_NEVER_SAMPLED, "<|im_end|>"):
             require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give a Qwen2.5-VL checkpoint")
+        self._special = re.compile("|".join(re.escape(token) for token in known if token.startswith("<|")))
         self.image_token_id = known["<|image_pad|>"]
         self.end_id = known["<|im_end|>"]
         self.stop_ids = [self.end_id]
-        self.banned_ids = sorted({known[token] for token in _NEVER_SAMPLED} | set(range(len(self.tokenizer), config.text_config.vocab_size)))
+        beyond = range(len(self.tokenizer), config.text_config.vocab_size)
+        self.banned_ids = sorted({*(known[token] for token in _NEVER_SAMPLED), *beyond})
         self._images: OrderedDict[str, Image] = OrderedDict()
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
@@ -69,15 +72,17 @@ class Renderer:
         self._observe(sequence, self._text(messages, speak=True), self._pictures(messages))
         return sequence
 
-    def follow(self, sequence: Sequence, messages: Ordered[Message]) -> None:
-        """Append what the environment said after the assistant's turn: only these messages are tokenized.
+    def observation(self, sequence: Sequence, messages: Ordered[Message]) -> Sequence:
+        """What the environment said after the assistant's turn, as it continues `sequence`: only these messages are tokenized.
 
         A turn that ran out of tokens is closed first; the closing token was not sampled and is masked.
         """
         whole = self._text([*self._dummy, *messages], speak=True)
         assert whole.startswith(self._dummy_text), "the chat template rewrites earlier messages; it cannot be continued"
         closing = "" if sequence.token_ids[-1] == self.end_id else "<|im_end|>"
-        self._observe(sequence, closing + whole.removeprefix(self._dummy_text), self._pictures(messages))
+        more = Sequence()
+        self._observe(more, closing + whole.removeprefix(self._dummy_text), self._pictures(messages))
+        return more
 
     def transcript(self, messages: Ordered[Message]) -> Sequence:
         """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it."""
@@ -100,7 +105,21 @@ class Renderer:
         return self.tokenizer.decode(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids)
 
     def _text(self, messages: Ordered[Message], *, speak: bool = False) -> str:
-        return self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=speak)
+        plain = [self._plain(message) for message in messages]
+        return self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=speak)
+
+    def _plain(self, message: Message) -> Message:
+        """The message with the names of special tokens kept from being read as tokens: a data set, a user or a tool wrote them as text."""
+        content = message["content"]
+        if message["role"] == "assistant":
+            return message
+        if isinstance(content, str):
+            return {**message, "content": self._defused(content)}
+        parts = [{**part, "text": self._defused(part["text"])} if part["type"] == "text" else part for part in content]
+        return {**message, "content": parts}
+
+    def _defused(self, text: str) -> str:
+        return self._special.sub(lambda name: f"< {name[0][1:]}", text)
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

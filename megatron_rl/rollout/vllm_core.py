@@ -37,6 +37,8 @@ class Sampling:
     temperature: float
     """0 is greedy."""
     seed: int
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn. They and the token that completed one stay in it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +47,7 @@ class Completion:
     logprobs: list[float]
     """Of the sampled tokens under the policy: the model at the sampling temperature with the banned ids removed."""
     finished: bool
-    """True: a stop id was sampled; it is the last of token_ids. False: max_tokens or the context ran out."""
+    """True: the last of token_ids is a stop id or completes a stop text. False: max_tokens or the context ran out."""
     weight_version: int
 
 
@@ -172,7 +174,7 @@ class VllmCore:
         self._engine.abort_request(request_ids)
 
     def step(self) -> list[tuple[str, list[int], list[float], bool]]:
-        """One forward pass for all requests. Returns (id, token ids, logprobs, stopped by a stop id) of those that have ended."""
+        """One forward pass for all requests. Returns (id, token ids, logprobs, ended by a stop id or text) of those that have ended."""
         ended = []
         for output in self._engine.step():
             (sampled,) = output.outputs
@@ -218,7 +220,10 @@ class VllmCore:
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            detokenize=bool(sampling.stop),
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

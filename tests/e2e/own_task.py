@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from PIL import Image
 
 from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.rewards.rubric import Outcome, Rubric
+from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
 from megatron_rl.start import run
 from megatron_rl.tasks.base import Demonstration, Example, Message, Step
+from megatron_rl.types import Rollout
 
 COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
@@ -21,11 +22,6 @@ async def vowels(outcome: Outcome) -> float:
     """The share of vowels in all that was said."""
     text = "".join(outcome.replies)
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
-
-
-async def brevity(outcome: Outcome) -> float:
-    """The environment's own opinion, turn by turn."""
-    return sum(outcome.turn_rewards)
 
 
 def show(color: str, size: tuple[int, int], question: str) -> Message:
@@ -41,10 +37,10 @@ class TwoLooks:
     color: str
     said: list[str] = field(default_factory=list)
 
-    def reset(self, seed: int) -> list[Message]:
+    async def reset(self, seed: int) -> list[Message]:
         return [{"role": "system", "content": "You look twice."}, show(self.color, (112, 112), "What is this?")]
 
-    def step(self, text: str) -> Step:
+    async def step(self, text: str) -> Step:
         self.said.append(text)
         reward = -len(text) / 100
         if len(self.said) == 1:
@@ -53,11 +49,23 @@ class TwoLooks:
             return Step(messages=[{"role": "user", "content": "Are they alike?"}], reward=reward, done=False)
         return Step(messages=[], reward=reward, done=True, reason="asked thrice")
 
+    async def close(self) -> None:
+        self.said.clear()
+
 
 class TwoLooksTask:
     def __init__(self, settings: TaskSettings) -> None:
         self.name = settings.name
-        self.rubric = Rubric(rewards={"vowels": vowels, "brevity": brevity}, weights={"vowels": 1.0, "brevity": 0.5})
+        self.rubric = Rubric(
+            parts={"vowels": Part(vowels)}, turn_parts={"brevity": TurnPart(environment_rewards, weight=0.5, mean=False)}
+        )
+        self.stop = ()
+
+    async def start(self) -> None:
+        """Nothing is shared by the episodes."""
+
+    async def close(self) -> None:
+        """Nothing was taken."""
 
     def examples(self, split: str) -> list[Example]:
         return [Example(id=color, payload={"color": color}) for color in (COLORS if split == "train" else ["green"])]
@@ -71,8 +79,8 @@ class TwoLooksTask:
     def gold(self, example: Example) -> list[str]:
         return ["a", "e", "i"]
 
-    def success(self, reward: float) -> bool:
-        return reward > 0.5
+    def success(self, rollout: Rollout) -> bool:
+        return rollout.reward > 0.5
 
 
 if __name__ == "__main__":

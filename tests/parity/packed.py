@@ -38,5 +38,6 @@ def example_pieces(renderer: Renderer) -> list[Piece]:
         generator = np.random.default_rng(index)
         sampled = generator.integers(0, 256, 40 + 6 * index).tolist()
         sequence.extend(sampled, logprobs=[-1.0] * len(sampled))
-        pieces.append(Piece(sequence, advantage=(1.5, -1.0, 0.5, -0.7, 0.9, -1.2)[index], weight=0.5 + 0.25 * index, denominator=len(sampled)))
+        advantage = (1.5, -1.0, 0.5, -0.7, 0.9, -1.2)[index]
+        pieces.append(Piece.uniform(sequence, advantage=advantage, weight=0.5 + 0.25 * index, denominator=len(sampled)))
     return pieces

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def test_logprobs_are_those_of_the_policy(engine: Engine, hf: HF, renderer: Rend
             print(f"temperature {temperature} turn {turn} sequence {index}: {difference:.1e}")
             assert difference <= BOUND
             sequence.extend(completion.token_ids, logprobs=completion.logprobs)
-            renderer.follow(sequence, [user("And this?", picture(7 + index, 84, 56))])
+            more = renderer.observation(sequence, [user("And this?", picture(7 + index, 84, 56))])
+            sequence.extend(more.token_ids, images=tuple(more.images))
 
 
 def test_greedy_is_hf_argmax(engine: Engine, hf: HF, renderer: Renderer) -> None:
@@ -96,6 +98,22 @@ def test_exactly_the_stop_ids_end_a_turn(engine: Engine, renderer: Renderer) -> 
     assert all(c.token_ids[-1] == stop and c.token_ids.count(stop) == 1 for c in finished)
     assert all(stop not in c.token_ids and len(c.token_ids) == 24 for c in completions if not c.finished)
     assert any(other_end in c.token_ids[:-1] for c in completions)
+
+
+def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: Engine, renderer: Renderer) -> None:
+    """What is sampled is a function of seed and position: with stop texts a turn is the free one up to the token that completes one."""
+    stop, num = ("z", "the"), 100
+    free = [Sampling(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
+    whole = generate(engine, prompts(renderer)[:1] * num, free)
+    stopped = generate(engine, prompts(renderer)[:1] * num, [replace(sampling, stop=stop) for sampling in free])
+    early = 0
+    for sampled, cut in zip(whole, stopped, strict=True):
+        length = next((n for n in range(1, 25) if any(text in renderer.tokenizer.decode(sampled.token_ids[:n]) for text in stop)), None)
+        assert cut.token_ids == sampled.token_ids[:length]
+        assert cut.logprobs == pytest.approx(sampled.logprobs[:length], abs=1e-5)
+        assert cut.finished == (length is not None or sampled.finished)
+        early += length is not None and length < len(sampled.token_ids)
+    assert 10 < early < num
 
 
 def test_a_full_context_is_unfinished(engine: Engine, renderer: Renderer) -> None:

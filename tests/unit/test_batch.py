@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from megatron_rl.batch import Piece, balance, cut, cut_minibatches, loads_of, mrope_positions, pack
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Image, Rollout, Sequence
+from megatron_rl.types import Image, Rollout, Sequence, Turn
 
 PAD = 9
 
@@ -31,8 +31,8 @@ def sequence(prompt: list[int], sampled: list[int], *images: Image) -> Sequence:
 
 def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
     pieces = [
-        Piece(sequence([5, 6], [7, 8]), advantage=2.0, weight=0.5, denominator=2),
-        Piece(sequence([1], [4]), advantage=-1.0, weight=1.0, denominator=1),
+        Piece.uniform(sequence([5, 6], [7, 8]), advantage=2.0, weight=0.5, denominator=2),
+        Piece.uniform(sequence([1], [4]), advantage=-1.0, weight=1.0, denominator=1),
     ]
     batch = pack(pieces, image_token_id=PAD)
     assert batch.token_T.tolist() == [5, 6, 7, 8, 1, 4]
@@ -49,8 +49,8 @@ def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
 def test_an_image_of_two_sequences_is_stored_once() -> None:
     shared, other = image(2, 4, "a"), image(4, 2, "b")
     pieces = [
-        Piece(sequence([1, PAD, PAD, 2, PAD, PAD], [3], shared, other), advantage=0.0, weight=1.0, denominator=1),
-        Piece(sequence([PAD, PAD], [3], shared), advantage=0.0, weight=1.0, denominator=1),
+        Piece.uniform(sequence([1, PAD, PAD, 2, PAD, PAD], [3], shared, other), advantage=0.0, weight=1.0, denominator=1),
+        Piece.uniform(sequence([PAD, PAD], [3], shared), advantage=0.0, weight=1.0, denominator=1),
     ]
     batch = pack(pieces, image_token_id=PAD)
     assert batch.grid_I3.tolist() == [[1, 2, 4], [1, 4, 2]]
@@ -61,7 +61,7 @@ def test_an_image_of_two_sequences_is_stored_once() -> None:
 
 @pytest.mark.parametrize(("tokens", "multiple", "length"), [(6, 4, 8), (8, 4, 8), (0, 1, 1), (0, 4, 4)])
 def test_padding_is_a_sequence_of_its_own_without_weight(tokens: int, multiple: int, length: int) -> None:
-    pieces = [Piece(sequence([5] * (tokens - 1), [6]), advantage=1.0, weight=1.0, denominator=1)] if tokens else []
+    pieces = [Piece.uniform(sequence([5] * (tokens - 1), [6]), advantage=1.0, weight=1.0, denominator=1)] if tokens else []
     batch = pack(pieces, image_token_id=PAD, multiple_of=multiple)
     assert batch.num_tokens == length == batch.cu_seqlens_S1[-1]
     assert batch.mask_T.sum() == bool(tokens) == batch.weight_T.sum() == batch.denominator
@@ -115,12 +115,12 @@ class _WithConfig:
 def test_dealing_and_cutting_keep_every_piece(shapes: list[tuple[int, int]], ranks: int, max_tokens: int, share: bool) -> None:
     """Prompts of one of three kinds (10, 20 or 30 tokens) with 1 to 50 sampled tokens."""
     pieces = [
-        Piece(sequence([kind] * (10 * kind), [5] * length), advantage=float(i), weight=1.0, denominator=1)
+        Piece.uniform(sequence([kind] * (10 * kind), [5] * length), advantage=float(i), weight=1.0, denominator=1)
         for i, (kind, length) in enumerate(shapes)
     ]
     loads = loads_of(pieces, PAD, share_prompts=share)
     kinds = [load.piece.sequence.token_ids[0] for load in loads]
-    assert sorted(load.piece.advantage for load in loads) == [float(i) for i in range(len(pieces))]
+    assert sorted(load.piece.advantages[-1] for load in loads) == [float(i) for i in range(len(pieces))]
     assert len([run for run, _ in groupby(kinds)]) == len(set(kinds)), "equal prompts are neighbors"
     dealt = balance(loads, ranks)
     assert len(dealt) == ranks and [load for part in dealt for load in part] == loads
@@ -138,9 +138,9 @@ def test_a_shared_prompt_is_one_segment() -> None:
     """The docstring's example, with an image in the prompt and one sequence whose prompt differs only in the image."""
     first, second = image(2, 2, "a"), image(2, 2, "b")
     pieces = [
-        Piece(sequence([PAD, 6], [7], first), advantage=1.0, weight=1.0, denominator=1),
-        Piece(sequence([PAD, 6], [8], first), advantage=-1.0, weight=0.5, denominator=2),
-        Piece(sequence([PAD, 6], [7], second), advantage=2.0, weight=1.0, denominator=4),
+        Piece.uniform(sequence([PAD, 6], [7], first), advantage=1.0, weight=1.0, denominator=1),
+        Piece.uniform(sequence([PAD, 6], [8], first), advantage=-1.0, weight=0.5, denominator=2),
+        Piece.uniform(sequence([PAD, 6], [7], second), advantage=2.0, weight=1.0, denominator=4),
     ]
     batch = pack(pieces, image_token_id=PAD, share_prompts=True)
     assert batch.token_T.tolist() == [PAD, 6, 7, 6, 8, PAD, 6, 7]
@@ -158,13 +158,35 @@ def test_minibatches_hold_whole_groups_and_leave_out_what_has_no_credit() -> Non
     rollouts = []
     for group, sample in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)):
         two_turns = [sequence([1], [2, 2]), sequence([1], [2])]
-        rollouts.append(Rollout(task="t", example_id="e", group=group, sample=sample, weight_version=0, sequences=two_turns))
+        turns = [Turn(sequence=0, span=(1, 3), text=""), Turn(sequence=1, span=(1, 2), text="")]
+        rollouts.append(Rollout(task="t", example_id="e", group=group, sample=sample, weight_version=0, sequences=two_turns, turns=turns))
     algo = AlgoSettings(prompts_per_step=4, minibatches=2, aggregation="sequence_mean")
-    first, second = cut_minibatches(rollouts, [1.0, -1.0, 0.5, None, 0.25, -0.25], algo)
-    assert [piece.advantage for piece in first] == [1.0, 1.0, -1.0, -1.0, 0.5, 0.5]
-    assert [piece.advantage for piece in second] == [0.25, 0.25, -0.25, -0.25]
+    advantages = [[1.0, 2.0], [-1.0, -2.0], [0.5, 0.1], None, [0.25, 0.1], [-0.25, 0.1]]
+    first, second = cut_minibatches(rollouts, advantages, algo)
+    assert [piece.advantages for piece in first[:2]] == [[0, 1, 1], [0, 2]]
+    assert [piece.advantages[1] for piece in first] == [1.0, 2.0, -1.0, -2.0, 0.5, 0.1]
+    assert [piece.advantages[1] for piece in second] == [0.25, 0.1, -0.25, 0.1]
     assert {piece.weight for piece in first} == {1 / 3}, "an episode's mean runs over the tokens of all its turns"
     assert [piece.denominator for piece in first] == [1, 0, 1, 0, 1, 0]
+
+
+def test_what_cannot_move_the_policy_counts_in_the_denominator_alone() -> None:
+    """Two groups of two: one with advantages 1 and -1, one whose rewards were equal."""
+    rollouts = []
+    for group in (0, 0, 1, 1):
+        turns = [Turn(sequence=0, span=(1, 4), text="")]
+        rollouts.append(
+            Rollout(task="t", example_id="e", group=group, sample=0, weight_version=0, sequences=[sequence([1], [2] * 3)], turns=turns)
+        )
+    advantages = [[1.0], [-1.0], [0.0], [0.0]]
+
+    def cut_with(**settings: float) -> list[list[tuple[float, int]]]:
+        minibatches = cut_minibatches(rollouts, advantages, AlgoSettings(prompts_per_step=2, **settings))
+        return [[(piece.advantages[-1], piece.denominator) for piece in pieces] for pieces in minibatches]
+
+    assert cut_with() == [[(1.0, 9), (-1.0, 3)]]
+    assert cut_with(kl_coef=0.1) == cut_with(entropy_coef=0.1) == [[(1.0, 3), (-1.0, 3), (0.0, 3), (0.0, 3)]]
+    assert cut_with(minibatches=2) == [[(1.0, 3), (-1.0, 3)], [(0.0, 3), (0.0, 3)]], "a minibatch of nothing else keeps them"
 
 
 def test_sequences_stay_aligned() -> None:

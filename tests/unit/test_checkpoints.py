@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoints import Checkpoints, Memory, find, published, recall, surplus
 from megatron_rl.config import CheckpointSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.run import History
 from megatron_rl.world import connect, place
 
 
@@ -60,7 +61,8 @@ def write(settings: Settings, successes: list[float | None]) -> None:
     checkpoints = Checkpoints(settings, SlowPolicy(), start=None)
     for step, success in enumerate(successes, start=1):
         checkpoints.begin(step)
-        checkpoints.step_done(step, returns=[0.5] * step, metrics={} if success is None else {"eval/greedy_success": success})
+        metrics = {} if success is None else {"eval/greedy_success": success}
+        checkpoints.step_done(step, history=History(returns=[0.5] * step), metrics=metrics)
     checkpoints.settle()
 
 
@@ -86,7 +88,7 @@ def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings, 
     write(settings, [0.2, 0.7, None, 0.1, None])
     assert names(settings) == ["step_00000002", "step_00000005"]
     checkpoint, memory = find(settings)
-    assert (checkpoint.name, memory.step, memory.returns, memory.success) == ("step_00000005", 5, [0.5] * 5, None)
+    assert (checkpoint.name, memory.step, memory.history.returns, memory.success) == ("step_00000005", 5, [0.5] * 5, None)
     assert recall(published(checkpoint.parent)[0]).success == 0.7
     assert memory.settings["model"]["path"] == settings.model.path
     assert {"tensors", "hf/config.json", "hf/tokenizer.json"} <= memory.files.keys() and memory.files["tensors"] == 4
@@ -100,13 +102,13 @@ def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
     checkpoints = Checkpoints(settings, policy, start=None)
     for step in (1, 2):
         checkpoints.begin(step)
-        checkpoints.step_done(step, returns=[], metrics={})
+        checkpoints.step_done(step, history=History(), metrics={})
     assert names(settings) == [".step_00000002.partial", "step_00000001"]
     policy.saves[1].written = True
-    checkpoints.step_done(3, returns=[0.0], metrics={})
+    checkpoints.step_done(3, history=History(returns=[0.0]), metrics={})
     assert names(settings) == ["step_00000002"]
     (checkpoint,) = published(Path(settings.run.dir) / "checkpoints")
-    assert recall(checkpoint).returns == [], "of its own step, not of the one that published it"
+    assert recall(checkpoint).history.returns == [], "of its own step, not of the one that published it"
 
 
 def test_in_the_foreground_it_is_there_at_the_end_of_its_step(settings: Settings) -> None:
@@ -114,7 +116,7 @@ def test_in_the_foreground_it_is_there_at_the_end_of_its_step(settings: Settings
     checkpoints = Checkpoints(settings, SlowPolicy(), start=None)
     for step in (1, 2, 3):
         checkpoints.begin(step)
-        checkpoints.step_done(step, returns=[], metrics={})
+        checkpoints.step_done(step, history=History(), metrics={})
     assert names(settings) == ["step_00000002"]
 
 

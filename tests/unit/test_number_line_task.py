@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import TaskSettings
-from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.tasks.base import Task
+from megatron_rl.rewards.rubric import Outcome, Score
+from megatron_rl.tasks.base import Message, Step, Task
 from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, picture, policy_success
 from megatron_rl.tasks.gym_cards.task import PROMPT, Invalid, NumberLineTask, parse_reply, write_reply
+from megatron_rl.types import End, Rollout, Turn
 
 TASK: Task = NumberLineTask(TaskSettings(name="number_line"))
 UP = '{"action": "+"}'
@@ -55,17 +56,27 @@ EXPLOITS = {
 }
 
 
-def play(task: Task, start: int, replies: list[str]) -> tuple[list[float], str, bool]:
-    """Turn rewards, reason and truncation of an episode from the start-th example; the replies must be used up exactly when it is done."""
-    env = task.env(task.examples("test")[start])
-    assert len(env.reset(seed=0)) == 1
-    rewards = []
-    for number, text in enumerate(replies):
-        step = env.step(text)
-        rewards.append(step.reward)
-        assert step.done == (number == len(replies) - 1)
-        assert step.new_context != step.done and len(step.messages) == (0 if step.done else 1)
-    return rewards, step.reason, step.truncated
+def play(task: Task, start: int, replies: list[str]) -> list[Step]:
+    """An episode from the start-th example; it may not be done before the last reply."""
+
+    async def episode() -> list[Step]:
+        env = task.env(task.examples("test")[start])
+        assert len(await env.reset(seed=0)) == 1
+        return [await env.step(text) for text in replies]
+
+    steps = asyncio.run(episode())
+    assert not any(step.done for step in steps[:-1])
+    assert all(step.new_context != step.done and len(step.messages) == (0 if step.done else 1) for step in steps)
+    return steps
+
+
+def scored(payload: dict, replies: list[str], steps: list[Step]) -> Score:
+    turns = [Turn(sequence=0, span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
+    return asyncio.run(TASK.rubric.score(Outcome(payload=payload, turns=turns, end=End.DONE)))
+
+
+def rollout(reward: float) -> Rollout:
+    return Rollout(task="number_line", example_id="e", group=0, sample=0, weight_version=0, reward=reward)
 
 
 def test_examples_are_the_30_starts_weighted_as_dealt_in_every_split() -> None:
@@ -88,16 +99,22 @@ def test_gold_earns_full_marks(start: int) -> None:
     example = TASK.examples("test")[start]
     replies = TASK.gold(example)
     assert len(replies) == abs(example.payload["current"] - example.payload["target"])
-    rewards, reason, truncated = play(TASK, start, replies)
-    total, parts = asyncio.run(TASK.rubric.score(Outcome(example.payload, replies, rewards)))
-    assert (total, parts, reason, truncated) == (1.0, {"return": 1.0}, "goal", False)
-    assert TASK.success(total) and not TASK.success(0.0) and not TASK.success(-1.0)
+    steps = play(TASK, start, replies)
+    score = scored(example.payload, replies, steps)
+    assert (score.reward, score.outcome, score.rewards) == (1.0, 0.0, {"return": 1.0})
+    assert (steps[-1].done, steps[-1].reason) == (True, "goal")
+    assert TASK.success(rollout(score.reward)) and not TASK.success(rollout(0.0)) and not TASK.success(rollout(-1.0))
 
 
 def test_every_observation_is_a_new_context_that_shows_the_state() -> None:
-    env = TASK.env(TASK.examples("test")[STATES.index((1, 4))])
-    seen = [env.reset(seed=5)]
-    seen += [env.step(text).messages for text in (write_reply((1, 4), 1), "nonsense", write_reply((2, 4), 0))]
+    async def episode() -> list[list[Message]]:
+        env = TASK.env(TASK.examples("test")[STATES.index((1, 4))])
+        seen = [await env.reset(seed=5)]
+        for text in (write_reply((1, 4), 1), "nonsense", write_reply((2, 4), 0)):
+            seen.append((await env.step(text)).messages)
+        return seen
+
+    seen = asyncio.run(episode())
     for (message,), state in zip(seen, [(1, 4), (2, 4), (2, 4), (1, 4)], strict=True):
         image, text = message["content"]
         assert message["role"] == "user" and text == {"type": "text", "text": PROMPT}
@@ -109,10 +126,10 @@ def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
     text, kind = EXPLOITS[name]
     assert parse_reply(text) is kind
     start = STATES.index((4, 5))  # where a "+" that was believed would win at once
-    assert play(TASK, start, [text] * 10) == ([-1.0] * 10, f"turn limit; invalid replies: 10 {kind}", True)
-    rewards, reason, _ = play(TASK, start, [text, write_reply((4, 5), 1)])
-    assert rewards == [-1.0, 1.0] and reason == f"goal; invalid replies: 1 {kind}"
-    assert not TASK.success(sum(rewards)), "an episode with an invalid reply is no success"
+    steps = play(TASK, start, [text] * 9 + [write_reply((4, 5), 1)])
+    assert [step.reward for step in steps] == [-1.0] * 9 + [1.0]
+    assert [(step.call.error, step.call.ran) for step in steps] == [(kind, False)] * 9 + [("", True)]
+    assert not TASK.success(rollout(-1.0 + 1.0)), "an episode with an invalid reply is no success"
 
 
 @pytest.mark.parametrize(
@@ -149,12 +166,10 @@ def test_a_cut_reply_is_no_action(state: tuple[int, int], action: int, data: st.
     assert isinstance(parse_reply(reply[: data.draw(st.integers(0, len(reply) - 1))]), Invalid)
 
 
-def test_max_turns_ends_the_episode() -> None:
-    short = NumberLineTask(TaskSettings(name="number_line", max_turns=1))
-    assert play(short, STATES.index((0, 2)), [UP]) == ([0.0], "turn limit", True)
-    assert play(short, STATES.index((0, 1)), [UP]) == ([1.0], "goal", False)
+def test_moves_pay_as_the_game_says() -> None:
+    assert [step.reward for step in play(TASK, STATES.index((0, 1)), [UP])] == [1.0]
     back_and_forth = [UP, '{"action": "-"}'] * 5
-    assert play(TASK, STATES.index((0, 5)), back_and_forth) == ([0.0, -1.0] * 5, "turn limit", True)
+    assert [step.reward for step in play(TASK, STATES.index((0, 5)), back_and_forth)] == [0.0, -1.0] * 5
     with pytest.raises(ValueError, match="^task.max_turns=11: "):
         NumberLineTask(TaskSettings(name="number_line", max_turns=MAX_STEPS + 1))
 

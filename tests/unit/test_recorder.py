@@ -11,7 +11,7 @@ import torch
 from PIL import Image as pil
 
 from megatron_rl.observe.recorder import Recorder, read
-from megatron_rl.types import Image, Rollout, Sequence, Status, Turn
+from megatron_rl.types import End, Image, Rollout, Sequence, Status, ToolCall, Turn
 
 
 def picture(seed: int, *, width: int = 56, height: int = 28) -> Image:
@@ -70,10 +70,16 @@ def test_everything_people_read_comes_back(tmp_path: Path):
     text = 'thoughts: "\u00e9\u4e2d\U0001f600"\n{"action": "+"}\u2028'
     source = rollout(4, 0.75, group=2, images=(image,), text=text)
     source.status, source.reason, source.rewards = Status.TRUNCATED, "turn limit", {"return": 0.75, "bonus": math.inf}
+    source.end, source.outcome = End.MAX_TURNS, -0.5
+    source.turns[0].score, source.turns[0].images = 0.25, [image]
+    source.turns[0].call = ToolCall(tool="move", source="+", text="moved")
     Recorder(tmp_path, best=1, worst=0).record(12, [source])
     (record,) = read(tmp_path / "rollouts" / "step_000012.jsonl")
-    assert record.turns == source.turns
-    for name in ("task", "example_id", "group", "sample", "weight_version", "status", "reason", "reward", "rewards"):
+    (turn,) = record.turns
+    call = {"tool": "move", "source": "+", "text": "moved", "error": "", "ran": True}
+    assert (turn.sequence, turn.span, turn.text, turn.reward, turn.score, turn.call) == (0, (3, 5), text, 0.75, 0.25, call)
+    assert turn.images == record.sequences[0].images
+    for name in ("task", "example_id", "group", "sample", "weight_version", "status", "end", "reason", "reward", "outcome", "rewards"):
         assert getattr(record, name) == getattr(source, name), name
     (sequence,) = record.sequences
     assert (sequence.num_tokens, sequence.num_sampled) == (5, 2)

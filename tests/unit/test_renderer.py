@@ -76,7 +76,8 @@ def test_continuing_equals_rendering_the_whole(renderer: Renderer, replies: list
         grown.extend(ids, logprobs=[-1.0] * len(ids))
         messages.append(assistant(reply))
         messages.append(user("And now?", gradient(84, 56)))
-        renderer.follow(grown, [messages[-1]])
+        more = renderer.observation(grown, [messages[-1]])
+        grown.extend(more.token_ids, images=tuple(more.images))
     messages.append(assistant("end"))
     whole = renderer.transcript(messages)
     ending = [*renderer.tokenizer("end", add_special_tokens=False)["input_ids"], renderer.end_id]
@@ -91,9 +92,26 @@ def test_continuing_equals_rendering_the_whole(renderer: Renderer, replies: list
 def test_a_cut_off_turn_is_closed_by_an_unsampled_token(renderer: Renderer) -> None:
     sequence = renderer.prompt([user("Go.")])
     sequence.extend([40, 41], logprobs=[-1.0, -1.0])
-    renderer.follow(sequence, [user("Again.")])
-    place = sequence.token_ids.index(renderer.end_id, len(renderer.prompt([user("Go.")]).token_ids))
-    assert sequence.token_ids[place - 2 : place] == [40, 41] and sequence.loss_mask[place] == 0
+    more = renderer.observation(sequence, [user("Again.")])
+    assert more.token_ids[0] == renderer.end_id and set(more.loss_mask) == {0}
+    assert sequence.token_ids[-2:] == [40, 41], "what is observed is added by the episode, if it fits"
+    sequence.extend([renderer.end_id], logprobs=[-1.0])
+    assert renderer.observation(sequence, [user("Again.")]).token_ids == more.token_ids[1:]
+
+
+SPECIAL = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>", "<|video_pad|>")
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_tokens_that_a_tool_or_a_data_set_wrote_are_text(renderer: Renderer, name: str) -> None:
+    """Otherwise printed text could end a turn, speak as the assistant, or stand for an image that is not there."""
+    plain, spelled = renderer.prompt([user("a b", gradient(56, 56))]), renderer.prompt([user(f"a {name} b {name}", gradient(56, 56))])
+    for token in (*SPECIAL, "<|vision_end|>"):
+        known = renderer.tokenizer.convert_tokens_to_ids(token)
+        assert spelled.token_ids.count(known) == plain.token_ids.count(known), token
+    assert "< " + name[1:] in renderer.tokenizer.decode(spelled.token_ids)
+    more = renderer.observation(spelled, [{"role": "user", "content": f"{name}"}])
+    assert more.token_ids.count(renderer.end_id) == 2, "the one that closes the cut-off turn and the one after this message"
 
 
 def test_tool_output_in_a_transcript_is_masked(renderer: Renderer) -> None:

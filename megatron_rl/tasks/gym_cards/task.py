@@ -11,12 +11,11 @@ reward of a turn depends on a draw that is in nobody's logprobs, and nobody sees
 
 import json
 import random
-from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 
 from megatron_rl.config import TaskSettings, require, require_choice
-from megatron_rl.rewards.rubric import Rubric, environment_return
+from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
 from megatron_rl.tasks.base import Demonstration, Example, Message, Step
 from megatron_rl.tasks.gym_cards.number_line import (
     ACTIONS,
@@ -28,6 +27,7 @@ from megatron_rl.tasks.gym_cards.number_line import (
     right_action,
     start_probabilities,
 )
+from megatron_rl.types import Rollout, ToolCall
 
 PROMPT = (
     'NumberLine: move the current number to the target. "-" subtracts one, "+" adds one. '
@@ -113,41 +113,34 @@ def state_of(payload: Mapping[str, object]) -> State:
 
 
 class NumberLineEnv:
-    """One episode of the gymnasium environment, in messages. `invalid` counts the replies that were no action, by what was wrong."""
+    """One episode of the gymnasium environment, in messages. A reply that is no action is a call that went wrong."""
 
-    def __init__(self, start: State, *, max_turns: int) -> None:
+    def __init__(self, start: State) -> None:
         self.start = start
-        self.max_turns = max_turns
-        self.num_turns = 0
-        self.invalid: Counter[Invalid] = Counter()
         self.game = NumberLine()
 
-    def reset(self, seed: int) -> list[Message]:
+    async def reset(self, seed: int) -> list[Message]:
         current, target = self.start
         self.game.reset(seed=seed, options={"current": current, "target": target})
         return self._observe()
 
-    def step(self, text: str) -> Step:
+    async def step(self, text: str) -> Step:
         action = parse_reply(text)
-        self.num_turns += 1
-        reward, reached = -1, False
         if isinstance(action, Invalid):
-            self.invalid[action] += 1
-        else:
-            _, reward, reached, _, _ = self.game.step(action)
-        if reached or self.num_turns == self.max_turns:
-            ended = "goal" if reached else "turn limit"
-            return Step(messages=[], reward=float(reward), done=True, reason=self._reason(ended), truncated=not reached)
-        return Step(messages=self._observe(), reward=float(reward), done=False, new_context=True)
+            call = ToolCall(tool="move", source=text, error=str(action), ran=False)
+            return Step(messages=self._observe(), reward=-1.0, done=False, call=call, new_context=True)
+        call = ToolCall(tool="move", source=ACTIONS[action])
+        _, reward, reached, _, _ = self.game.step(action)
+        if reached:
+            return Step(messages=[], reward=float(reward), done=True, reason="goal", call=call)
+        return Step(messages=self._observe(), reward=float(reward), done=False, call=call, new_context=True)
+
+    async def close(self) -> None:
+        """Nothing to give back."""
 
     def _observe(self) -> list[Message]:
         assert self.game.state is not None
         return [observation(self.game.state)]
-
-    def _reason(self, ended: str) -> str:
-        """Example: `turn limit; invalid replies: 2 not JSON, 1 no action`."""
-        counts = ", ".join(f"{count} {kind}" for kind, count in self.invalid.items())
-        return f"{ended}; invalid replies: {counts}" if counts else ended
 
 
 class NumberLineTask:
@@ -156,8 +149,14 @@ class NumberLineTask:
     def __init__(self, settings: TaskSettings) -> None:
         require(settings.max_turns <= MAX_STEPS, "task.max_turns", settings.max_turns, f"NumberLine has {MAX_STEPS} steps, use no more")
         self.name = "number_line"
-        self.rubric = Rubric(rewards={"return": environment_return}, weights={"return": 1.0})
-        self.max_turns = settings.max_turns
+        self.rubric = Rubric(turn_parts={"return": TurnPart(environment_rewards, mean=False)})
+        self.stop = ()
+
+    async def start(self) -> None:
+        """Nothing to take: the game runs in this process."""
+
+    async def close(self) -> None:
+        """Nothing to give back."""
 
     def examples(self, split: str) -> list[Example]:
         """The 30 starts, each with its exact probability. There are no others, so every split is the same: train is test."""
@@ -167,7 +166,7 @@ class NumberLineTask:
         ]
 
     def env(self, example: Example) -> NumberLineEnv:
-        return NumberLineEnv(state_of(example.payload), max_turns=self.max_turns)
+        return NumberLineEnv(state_of(example.payload))
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
         """Single turns in the 30 states, dealt in shuffled rounds of all 30; the numbers are always read right. Fewer are a prefix of more.
@@ -192,5 +191,5 @@ class NumberLineTask:
         step = 1 if current < target else -1
         return [write_reply((number, target), right_action((number, target))) for number in range(current, target, step)]
 
-    def success(self, reward: float) -> bool:
-        return reward > 0
+    def success(self, rollout: Rollout) -> bool:
+        return rollout.reward > 0

@@ -1,0 +1,193 @@
+"""An episode's limits and ends, with an engine that says what the test tells it to. Real engines play in tests/e2e and tests/parity."""
+
+import asyncio
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from PIL import Image as Pillow
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Example, Message, Step
+from megatron_rl.types import End, HostFault, Image, Rollout, Status, ToolCall
+
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_tokens_per_turn=5, max_context=400, max_images=8, seed=0)
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+
+
+@dataclass
+class Scripted:
+    """An engine that says "ok" in every turn."""
+
+    renderer: Renderer
+    asked: list[Sampling] = field(default_factory=list)
+    weight_version: int = 3
+
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+        self.asked.append(sampling)
+        ids = [*self.renderer.tokenizer("ok", add_special_tokens=False)["input_ids"], self.renderer.end_id]
+        return Completion(ids, [-0.5] * len(ids), finished=True, weight_version=3)
+
+
+@dataclass
+class Looks:
+    """Answers every reply with a picture of 56 x 56 (4 tokens), until `turns` replies were given."""
+
+    turns: int = 99
+    error: str = ""
+    fault: bool = False
+    delay_s: float = 0.0
+    closed: int = 0
+    replies: list[str] = field(default_factory=list)
+
+    async def reset(self, seed: int) -> list[Message]:
+        return [self._show()]
+
+    async def step(self, text: str) -> Step:
+        self.replies.append(text)
+        await asyncio.sleep(self.delay_s)
+        if self.fault:
+            raise HostFault("the sandbox is down")
+        done = len(self.replies) == self.turns
+        call = ToolCall(tool="look", source=text, error=self.error)
+        return Step(messages=[] if done else [self._show()], reward=1.0, done=done, reason="enough" if done else "", call=call)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    def _show(self) -> Message:
+        picture = Pillow.new("RGB", (56, 56), (len(self.replies), 0, 0))
+        return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]}
+
+
+async def one(outcome: Outcome) -> float:
+    assert [image.picture.size for image in outcome.images] == [(56, 56)], "those of the prompt"
+    return 1.0
+
+
+async def numbered(outcome: Outcome) -> list[float | None]:
+    return [None if number == 0 else float(number) for number in range(len(outcome.turns))]
+
+
+@dataclass
+class LooksTask:
+    world: Looks
+    rubric: Rubric = field(default_factory=lambda: Rubric(parts={"one": Part(one)}, turn_parts={"number": TurnPart(numbered, weight=0.5)}))
+    name: str = "looks"
+    stop: Ordered[str] = ("</end>",)
+
+    def env(self, example: Example) -> Looks:
+        return self.world
+
+
+def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS) -> Rollout:
+    engine, task = Scripted(renderer), LooksTask(world)
+    rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=settings, group=1, sample=2))
+    assert world.closed == 1, "an environment is closed however the episode ends"
+    assert all(sampling.stop == ("</end>",) for sampling in engine.asked)
+    for sequence in rollout.sequences:
+        assert sequence.token_ids.count(renderer.image_token_id) == sum(image.num_tokens for image in sequence.images)
+    return rollout
+
+
+def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) -> None:
+    rollout = play(renderer, Looks(turns=3))
+    assert (rollout.status, rollout.end, rollout.reason) == (Status.COMPLETED, End.DONE, "enough")
+    assert [turn.text for turn in rollout.turns] == ["ok"] * 3
+    # turn scores: none, 1, 2; their mean over the two that are steps is 1.5, weighted 0.75
+    assert (rollout.reward, rollout.outcome, rollout.rewards) == (1.75, 1.0, {"one": 1.0, "number": 1.5})
+    assert [turn.score for turn in rollout.turns] == [0.0, 0.25, 0.5]
+    assert [len(turn.images) for turn in rollout.turns] == [1, 1, 0]
+    assert [image.picture.getpixel((0, 0)) for image in rollout.sequences[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert rollout.turns[0].images[0] is rollout.sequences[0].images[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "end", "num_turns", "num_images"),
+    [
+        ({"max_turns": 2}, End.MAX_TURNS, 2, 2),
+        ({"max_images": 3}, End.MAX_IMAGES, 3, 3),
+        ({"max_pixels": 2 * 3136}, End.MAX_PIXELS, 2, 2),
+        ({"max_pixels": 2 * 3136 - 1}, End.MAX_PIXELS, 1, 1),
+        ({"max_seconds": 0.02}, End.MAX_SECONDS, 1, 1),
+    ],
+    ids=["turns", "images", "pixels", "pixels, one less", "seconds"],
+)
+def test_a_budget_that_runs_out_truncates(renderer: Renderer, change: dict, end: End, num_turns: int, num_images: int) -> None:
+    rollout = play(renderer, Looks(delay_s=0.03 if "max_seconds" in change else 0.0), replace(SETTINGS, **change))
+    assert (rollout.status, rollout.end) == (Status.TRUNCATED, end)
+    assert (len(rollout.turns), len(rollout.sequences[0].images)) == (num_turns, num_images)
+    assert rollout.reward is not None, "scored and trained on"
+    assert rollout.sequences[0].loss_mask[-1] == 1, "an observation that nobody answers is not shown"
+
+
+def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(renderer: Renderer) -> None:
+    lengths = set()
+    for room in range(20, 90):
+        rollout = play(renderer, Looks(), replace(SETTINGS, max_context=room))
+        (sequence,) = rollout.sequences
+        assert rollout.end is End.MAX_TOKENS and rollout.status is Status.TRUNCATED
+        if rollout.turns:
+            assert sequence.loss_mask[-1] == 1
+            lengths.add(len(sequence.token_ids))
+    assert max(lengths) < 90 and len(lengths) > 2
+
+
+def test_an_error_ends_the_episode_where_it_should(renderer: Renderer) -> None:
+    mended = play(renderer, Looks(turns=3, error="no such box"))
+    assert (mended.end, len(mended.turns)) == (End.DONE, 3)
+    ended = play(renderer, Looks(turns=3, error="no such box"), replace(SETTINGS, errors_end=True))
+    assert (ended.status, ended.end, ended.reason, len(ended.turns)) == (Status.COMPLETED, End.TOOL_ERROR, "no such box", 1)
+    assert ended.reward is not None
+
+
+def test_a_fault_of_ours_is_no_score(renderer: Renderer) -> None:
+    rollout = play(renderer, Looks(fault=True))
+    assert (rollout.status, rollout.end, rollout.reason, rollout.reward) == (Status.FAILED, End.FAULT, "the sandbox is down", None)
+
+
+def test_a_judge_that_is_down_is_no_score(renderer: Renderer) -> None:
+    async def down(outcome: Outcome) -> float:
+        raise HostFault("http://judge: no answer")
+
+    world, engine = Looks(turns=1), Scripted(renderer)
+    task = LooksTask(world, rubric=Rubric(parts={"accuracy": Part(down)}))
+    rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=SETTINGS, group=0, sample=0))
+    assert (rollout.status, rollout.reward, rollout.reason, world.closed) == (Status.FAILED, None, "http://judge: no answer", 1)
+
+
+def test_seeds_tell_group_sample_and_turn_apart(renderer: Renderer) -> None:
+    seeds = set()
+    for group in range(3):
+        for sample in range(3):
+            engine = Scripted(renderer)
+            task, settings = LooksTask(Looks()), replace(SETTINGS, max_turns=3)
+            place = {"group": group, "sample": sample}
+            asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=settings, **place))
+            seeds |= {sampling.seed for sampling in engine.asked}
+    assert len(seeds) == 27
+
+
+def test_a_slow_tool_delays_only_its_own_episode(renderer: Renderer) -> None:
+    """One episode whose tool takes 0.5 s a turn beside nine quick ones: all of them are done before its second turn."""
+    order: list[int] = []
+
+    async def episode(number: int) -> None:
+        task, engine = LooksTask(Looks(turns=3, delay_s=0.5 if number == 0 else 0.0)), Scripted(renderer)
+        await run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=SETTINGS, group=number, sample=0)
+        order.append(number)
+
+    async def together() -> None:
+        await asyncio.gather(*(episode(number) for number in range(10)))
+
+    asyncio.run(together())
+    assert order[-1] == 0 and sorted(order) == list(range(10))
