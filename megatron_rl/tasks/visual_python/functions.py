@@ -1,8 +1,10 @@
 r"""Function calls as OpenAI's servers know them, in the words of Qwen2.5's chat template: python, zoom and rotate.
 
-    reply         <tool_call>\n{"name": "python", "arguments": {"code": "..."}}\n</tool_call>             the reply ends at </tool_call>
+    reply         <tool_call>\n{"name": "python", "arguments": {"code": "..."}}\n</tool_call>
                   <answer>...</answer>
     observation   <tool_response> text, pictures </tool_response>, as a user's turn, which is how the template shows role `tool`
+
+One call a reply: the reply ends at its closing tag.
 """
 
 from collections.abc import Mapping

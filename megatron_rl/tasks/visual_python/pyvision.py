@@ -27,7 +27,7 @@ on. A step with code ends like this:
 # a complete script; variables of earlier steps are still there
 ```
 </code>
-It is run in a sandbox. IMAGES Show what you want to see with matplotlib (plt.imshow(...) and plt.show()) and print the values that you need;
+It is run in a sandbox. IMAGES Show what you want to see with matplotlib (plt.imshow(...), plt.show()) and print the values that you need;
 save nothing. Numbers, crops and figures that come back are your evidence: for questions about details of an image, look before you answer.
 
 When you are sure, end with the answer alone, nothing behind it:

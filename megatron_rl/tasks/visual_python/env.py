@@ -1,0 +1,128 @@
+"""One episode of an agent with tools: replies are read by its protocol, code runs in a box of its own, pictures come back.
+
+Whatever the policy writes leads to an observation: it is never an exception here. HostFault is for what the policy cannot bring about: a
+picture of the data set that cannot be read, a box that cannot be had, a box or server that died from outside.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence as Ordered
+
+from PIL.Image import Image as Picture
+
+import sandbox
+from megatron_rl.tasks.base import Example, Message, Step
+from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
+from megatron_rl.tasks.visual_python.messages import plain
+from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
+from megatron_rl.types import HostFault, ToolCall
+from sandbox.client import RemoteBox, SandboxClient
+from sandbox.images import encode
+
+PRELOAD = """\
+import base64, collections, io, itertools, json, math, re
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import PIL
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
+"""
+"""Names that are there before the first line of the policy's code, beside those of its pictures."""
+STATE_LOST = "The interpreter was started anew: variables, imports and files of earlier calls are gone; the images are there."
+NO_OUTPUT = "The code ran and gave nothing back: print values, or show a picture."
+
+
+class AgentEnv:
+    """Opens its box at the first code. The episode's limits are not its business."""
+
+    def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.Sandbox | SandboxClient) -> None:
+        """The payload needs `question`, a text, and `images`, objects whose open() gives a picture."""
+        self.example = example
+        self.protocol = protocol
+        self.pool = pool
+        self.pictures: list[Picture] = []
+        self.num_shown = 0
+        """Pictures in the context so far."""
+        self._box: sandbox.Box | RemoteBox | None = None
+
+    async def reset(self, seed: int) -> list[Message]:
+        """The world has no chance in it; the seed is not used."""
+        stored, question = self.example.payload["images"], self.example.payload["question"]
+        assert isinstance(stored, tuple) and isinstance(question, str), f"example {self.example.id}: {dict(self.example.payload)}"
+        try:
+            self.pictures = [await asyncio.to_thread(image.open) for image in stored]
+            messages = self.protocol.prompt(question, self.pictures)
+        except (HostFault, OSError, ValueError) as error:
+            raise HostFault(f"example {self.example.id}: {error}") from error
+        self.num_shown = _num_pictures(messages)
+        return messages
+
+    async def step(self, text: str) -> Step:
+        match self.protocol.read(text):
+            case Answer():
+                return Step(messages=[], reward=0.0, done=True, reason="answer")
+            case Malformed(reason):
+                call, pictures = ToolCall(tool="", source="", text=plain(f"Error: {reason}."), error=plain(reason), ran=False), []
+            case Code(source):
+                call, pictures = await self._run(source)
+            case Call(name, arguments):
+                call, pictures = await asyncio.to_thread(self._edit, name, dict(arguments))
+        messages = self.protocol.observe(call, pictures, num_before=self.num_shown)
+        self.num_shown += _num_pictures(messages)
+        return Step(messages=messages, reward=0.0, done=False, call=call)
+
+    async def close(self) -> None:
+        if self._box is not None:
+            await self._box.close()
+
+    async def _run(self, source: str) -> tuple[ToolCall, list[Picture]]:
+        try:
+            if self._box is None:
+                self._box = await self._open()
+            result = await self._box.run(source)
+        except (sandbox.HostFault, sandbox.PoolFull, sandbox.BoxClosed) as error:
+            raise HostFault(f"sandbox: {error}") from error
+        if result.fault is sandbox.Fault.HOST:
+            assert result.error is not None, f"{result}"
+            raise HostFault(f"sandbox: {result.error.message}")
+        pictures = await asyncio.to_thread(lambda: [picture.image() for picture in result.images])
+        text, error = describe(result, names=list(self.protocol.inputs(self.pictures)))
+        return ToolCall(tool="python", source=source, text=text, error=error), pictures
+
+    async def _open(self) -> sandbox.Box | RemoteBox:
+        inputs = self.protocol.inputs(self.pictures)
+        encoded = await asyncio.to_thread(lambda: {name: encode(picture) for name, picture in inputs.items()})
+        try:
+            return await self.pool.open(images=encoded, preload=PRELOAD)
+        except ValueError as error:  # a name, a picture: all of it is the data set's
+            raise HostFault(f"example {self.example.id}: sandbox: {error}") from error
+
+    def _edit(self, name: str, arguments: dict[str, object]) -> tuple[ToolCall, list[Picture]]:
+        source = json.dumps(arguments)
+        if not self.pictures:
+            error = "there is no image"
+            return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=error), []
+        try:
+            return ToolCall(tool=name, source=source), [IMAGE_TOOLS[name].apply(self.pictures[0], arguments)]
+        except ToolError as error:
+            return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=str(error)), []
+
+
+def describe(result: sandbox.Result, *, names: Ordered[str]) -> tuple[str, str]:
+    """What the policy is told of a call in words, and the error alone (empty without one). `names` are those of its pictures."""
+    error = ""
+    lines = [STATE_LOST] if result.state_lost else []
+    lines += [stream.rstrip("\n") for stream in (result.text, result.stderr) if stream.strip()]
+    if result.error is not None:
+        place = "" if result.error.line is None else f" (line {result.error.line})"
+        error = f"{result.error.type}: {result.error.message}{place}"
+        known = f" The images are called {', '.join(names)}." if names and result.error.type in ("NameError", "FileNotFoundError") else ""
+        lines.append(f"Error: {error}{known} Mend the code.")
+    lines += [f"({dropped})" for dropped in result.dropped]
+    if not lines and not result.images:
+        lines.append(NO_OUTPUT)
+    return plain("\n".join(lines)), plain(error)
+
+
+def _num_pictures(messages: Ordered[Message]) -> int:
+    return sum(part["type"] == "image" for message in messages for part in message["content"])
