@@ -59,7 +59,8 @@ class JsonRows(Ordered[Row]):
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path.name} row {index}: is no JSON ({error})") from error
-        require(isinstance(row, dict), f"{self.path.name} row", index, f"must be a JSON object, is {type(row).__name__}")
+        if not isinstance(row, dict):
+            raise ValueError(f"{self.path.name} row {index}: must be a JSON object, is {type(row).__name__}")
         return _present(row)
 
 
