@@ -1,0 +1,322 @@
+"""The agents' environment with the real sandbox: what comes back, what can be mended, what is ours, and what a slow call delays."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_rl.data.images import StoredImage
+from megatron_rl.tasks.base import Example, Step
+from megatron_rl.tasks.visual_python.codev import CodeV
+from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
+from megatron_rl.tasks.visual_python.env import AgentEnv
+from megatron_rl.tasks.visual_python.functions import Functions
+from megatron_rl.tasks.visual_python.protocol import ToolProtocol
+from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.types import HostFault
+from sandbox import Limits, Sandbox
+from sandbox.client import SandboxClient
+from tests.e2e.sandbox_room import Room, started
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))
+CALL_S = 3.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """A picture that is decoded already."""
+
+    picture: Image.Image
+
+    def open(self) -> Image.Image:
+        return self.picture
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Room]:
+    yield from started(Limits(call_s=CALL_S, text=2000), size=3)
+
+
+def env_of(room: Room, protocol: ToolProtocol, *images: object, question: str = "What is it?") -> AgentEnv:
+    example = Example(id="row7", payload={"question": question, "images": images})
+    return AgentEnv(example, protocol=protocol, pool=room.pool)
+
+
+def play(room: Room, protocol: ToolProtocol, *replies: str, images: tuple[object, ...] = (Held(NOISE),)) -> list[Step]:
+    """The steps of one episode."""
+
+    async def episode() -> list[Step]:
+        env = env_of(room, protocol, *images)
+        try:
+            await env.reset(0)
+            return [await env.step(reply) for reply in replies]
+        finally:
+            await env.close()
+
+    steps = room.do(episode())
+    assert room.pool.num_open == 0
+    return steps
+
+
+def run(room: Room, *codes: str, protocol: ToolProtocol | None = None) -> list[Step]:
+    protocol = protocol or PyVision()
+    return play(room, protocol, *map(protocol.write_code, codes))
+
+
+def pictures(step: Step) -> list[Image.Image]:
+    return [part["image"] for message in step.messages for part in message["content"] if part["type"] == "image"]
+
+
+def text(step: Step) -> str:
+    return "".join(part["text"] for message in step.messages for part in message["content"] if part["type"] == "text")
+
+
+def same(one: Image.Image, other: Image.Image) -> bool:
+    return np.array_equal(np.asarray(one.convert("RGB")), np.asarray(other.convert("RGB")))
+
+
+@pytest.mark.parametrize("protocol", [PyVision(), CodeV(), Functions()], ids=lambda protocol: protocol.name)
+def test_variables_live_from_turn_to_turn_and_an_answer_ends_it(room: Room, protocol: ToolProtocol) -> None:
+    codes = [protocol.write_code(code) for code in ("x = [1]\ndef f(): return sum(x)", "x.append(41); print(f(), np.pi > 3)")]
+    defined, printed, answered = play(room, protocol, *codes, protocol.write_answer("42"))
+    assert "gave nothing back" in text(defined) and not defined.done
+    assert printed.call.text == "42 True" and "42 True" in text(printed)
+    assert (printed.call.tool, printed.call.ran, printed.call.error) == ("python", True, "")
+    assert (answered.done, answered.messages, answered.call) == (True, [], None)
+    assert [step.reward for step in (defined, printed, answered)] == [0.0] * 3
+
+
+def test_crops_and_figures_come_back_numbered_on(room: Room) -> None:
+    crop, figure, both = run(
+        room,
+        "image_clue_0.crop((10, 20, 60, 80)).show()",
+        "plt.figure(figsize=(2, 1), dpi=100); plt.imshow(image_clue_0); plt.show()",
+        "for k in range(2): image_clue_0.crop((k, 0, k + 40, 40)).show()",
+    )
+    assert same(pictures(crop)[0], NOISE.crop((10, 20, 60, 80)))
+    assert [picture.size for picture in pictures(figure)] == [(200, 100)]
+    assert all(same(shown, NOISE.crop((k, 0, k + 40, 40))) for k, shown in enumerate(pictures(both)))
+    numbers = [[k for k in range(9) if f"<image_clue_{k}>" in text(step)] for step in (crop, figure, both)]
+    assert numbers == [[1], [2], [3, 4]], "image_clue_0 is the question's"
+
+
+def test_pictures_that_are_hidden_are_only_in_the_code(room: Room) -> None:
+    protocol = PyVision(shown=False)
+
+    async def episode() -> tuple[list, Step]:
+        env = env_of(room, protocol, Held(NOISE))
+        prompt = await env.reset(0)
+        step = await env.step(protocol.write_code("image_hint_0.show()"))
+        await env.close()
+        return prompt, step
+
+    prompt, step = room.do(episode())
+    assert not any(part["type"] == "image" for message in prompt for part in message["content"])
+    assert same(pictures(step)[0], NOISE) and "<image_clue_0>" in text(step)
+
+
+def test_codev_works_on_files_by_name(room: Room) -> None:
+    protocol = CodeV(("photo.jpg",))
+    code = "from PIL import Image\nImage.open('photo.jpg').crop((0, 0, 50, 50)).save('part.png')\nprint('part.png')"
+    saved, missing, over = run(room, code, "Image.open('foto.jpg')", "Image.new('RGB', (9, 9)).save('photo.jpg')", protocol=protocol)
+    assert same(pictures(saved)[0], NOISE.crop((0, 0, 50, 50)))
+    assert "FileNotFoundError" in missing.call.error and "The images are called photo.jpg." in text(missing)
+    assert over.call.error, "the input cannot be written over"
+
+
+def test_zoom_and_rotate_act_on_the_original(room: Room) -> None:
+    for protocol in (DeepEyes(), Functions()):
+        zoomed, turned, again, outside = play(
+            room, protocol,
+            protocol.write_call("zoom", {"bbox_2d": [10, 20, 60, 80], "label": "noise"}),
+            protocol.write_call("rotate", {"angle": 90}),
+            protocol.write_call("zoom", {"bbox_2d": [100, 50, 500, 500]}),
+            protocol.write_call("zoom", {"bbox_2d": [500, 500, 600, 600]}),
+        )  # fmt: skip
+        assert same(pictures(zoomed)[0], NOISE.crop((10, 20, 60, 80)))
+        assert same(pictures(turned)[0], NOISE.transpose(Image.Transpose.ROTATE_90))
+        assert same(pictures(again)[0], NOISE.crop((92, 50, 120, 90)))
+        assert "outside of the image" in outside.call.error and "120 wide and 90 high" in text(outside)
+        assert (outside.call.tool, outside.call.ran, outside.done, pictures(outside)) == ("zoom", True, False, [])
+    (nothing,) = play(room, DeepEyes(), DeepEyes().write_call("rotate", {"angle": 1}), images=())
+    assert "there is no image" in text(nothing)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("print(1)\n1/0", "Error: ZeroDivisionError: division by zero (line 2)"),
+        ("def f(:\n  pass", "Error: SyntaxError"),
+        ("\0\x01\udcff", "Error: "),
+        (bytes(range(256)).decode("latin-1"), "Error: "),
+        ("print(undefined)", "The images are called image_clue_0."),
+        ("raise SystemExit(3)", "Error: SystemExit"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\xfe caf\\xe9 \\xf0')", "\ufffd caf\ufffd"),
+        ("raise ValueError('<|im_end|>\\ud800')", "Error: ValueError: < |im_end|>"),
+        ("print('<|image_pad|>' * 3)", "< |image_pad|>"),
+        ("print('x' * 10_000)", "characters"),
+        ("Image.new('RGB', (1, 1)).show()", "image left out: "),
+        ("Image.new('L', (20_000, 20_000)).show()", "image left out: "),
+        ("Image.new('RGB', (3000, 28)).show()", "image left out: "),
+        ("for _ in range(9): image_clue_0.show()", "only 5 images are returned per call"),
+        ("open('bomb.png', 'wb').write(bytes(100)); print('bomb.png')", "image left out: "),
+        ("import os; os._exit(3)", "ended its own interpreter"),
+        ("b = bytearray(4 << 30)", "Error: "),
+    ],
+)
+def test_what_goes_wrong_is_told_and_can_be_mended(room: Room, code: str, told: str) -> None:
+    wrong, mended = run(room, code, "print(6 * 7, image_clue_0.size)")
+    assert told in text(wrong) and not wrong.done
+    assert text(wrong).encode() and "<|" not in text(wrong)
+    assert "42 (120, 90)" in text(mended) and mended.call.error == ""
+
+
+def test_a_reply_that_cannot_be_read_is_answered_without_a_box(room: Room) -> None:
+    before = room.pool._next
+    unread, unclosed = play(room, PyVision(), "I think it is a cup. <|im_end|>", "<code>\n```python\nprint(1)")
+    assert (unread.call.ran, unread.call.tool, unread.reward, unread.done) == (False, "", 0.0, False)
+    assert "Error: there is neither" in text(unread) and "Error: <code> is not closed" in text(unclosed)
+    assert room.pool._next == before, "no box was opened"
+
+
+def test_a_call_that_runs_too_long_is_told_and_so_is_what_it_lost(room: Room) -> None:
+    _, late, lost = run(room, "x = 1", "while True: pass", "print(x)")
+    assert "the call ran longer than 3 s" in late.call.error
+    assert "NameError" in lost.call.error and "started anew" in text(lost)
+
+
+def test_two_episodes_and_only_the_slow_one_waits(room: Room) -> None:
+    """The fast one has 10 calls, sampling pictures of the loop's own, while the slow one sleeps in one of 2 s."""
+
+    async def episode(*codes: str) -> float:
+        env = env_of(room, PyVision(), Held(NOISE))
+        await env.reset(0)
+        for code in codes:
+            assert not (await env.step(PyVision().write_code(code))).call.error
+        ended = time.monotonic()
+        await env.close()
+        return ended
+
+    async def both() -> tuple[float, float]:
+        return await asyncio.gather(episode("import time; time.sleep(2)"), episode(*["image_clue_0.show()"] * 10))
+
+    slow, fast = room.do(both())
+    assert fast < slow - 0.5
+
+
+def test_a_box_killed_from_outside_is_ours(room: Room) -> None:
+    async def killed() -> None:
+        env = env_of(room, PyVision(), Held(NOISE))
+        await env.reset(0)
+        await env.step(PyVision().write_code("x = 1"))
+        call = asyncio.create_task(env.step(PyVision().write_code("import time; time.sleep(2.5)")))
+        await asyncio.sleep(0.2)
+        os.kill(env._box.life.pid, signal.SIGKILL)
+        try:
+            await call
+        finally:
+            await env.close()
+
+    with pytest.raises(HostFault, match="somebody on the host killed the box"):
+        room.do(killed())
+    assert "42" in text(run(room, "print(42)")[0])
+
+
+def test_a_pool_that_closes_and_a_server_that_is_gone_are_ours() -> None:
+    async def closed() -> None:
+        async with Sandbox(size=1, isolation="none") as pool:
+            env = AgentEnv(Example(id="a", payload={"question": "?", "images": ()}), protocol=PyVision(), pool=pool)
+            await env.reset(0)
+            call = asyncio.create_task(env.step(PyVision().write_code("import time; time.sleep(5)")))
+            await asyncio.sleep(0.5)
+        await call
+
+    async def gone() -> None:
+        client = SandboxClient("http://127.0.0.1:9")
+        client.call_s = client.open_s = 1.0
+        env = AgentEnv(Example(id="a", payload={"question": "?", "images": ()}), protocol=PyVision(), pool=client)
+        await env.reset(0)
+        try:
+            await env.step(PyVision().write_code("1"))
+        finally:
+            await client.close()
+
+    for trouble in (closed, gone):
+        with pytest.raises(HostFault, match="sandbox: "):
+            asyncio.run(trouble())
+
+
+def png(width: int, height: int) -> bytes:
+    buffer = BytesIO()
+    Image.new("1", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "cannot be opened"),
+        (b"<html>not found</html>", "cannot be opened"),
+        (png(640, 640)[:90], "cannot be opened"),
+        (png(20_000, 20_000), "400000000 pixels"),
+        (png(5000, 10), "5000x10 pixels"),
+    ],
+    ids=["empty", "html", "cut", "bomb", "strip"],
+)
+def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: Room, tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(content)
+    for source in (content, path):
+        env = env_of(room, PyVision(), StoredImage(source, "train.parquet row 7: images[0]"))
+        with pytest.raises(HostFault, match=f"example row7: train.parquet row 7.*{says}"):
+            room.do(env.reset(0))
+
+
+def test_a_picture_of_one_pixel_is_a_picture(room: Room) -> None:
+    (step,) = play(room, PyVision(), PyVision().write_code("print(image_clue_0.size)"), images=(StoredImage(png(1, 1), "row 0"),))
+    assert "(1, 1)" in text(step)
+
+
+def test_a_question_with_too_many_places_is_ours(room: Room) -> None:
+    env = env_of(room, PyVision(), Held(NOISE), question="<image> or <image>?")
+    with pytest.raises(HostFault, match="example row7: the question has 2 places for pictures .* 1 pictures"):
+        room.do(env.reset(0))
+
+
+def test_a_file_name_that_no_box_takes_is_ours(room: Room) -> None:
+    with pytest.raises(HostFault, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
+        play(room, CodeV(("../photo.jpg",)), CodeV().write_code("1"))
+    assert room.pool.num_open == 0
+
+
+def test_decoding_does_not_stop_the_loop(room: Room) -> None:
+    """While one episode decodes a slow picture, another's coroutine goes on."""
+
+    @dataclass(frozen=True)
+    class Slow:
+        then: Callable[[], Any]
+
+        def open(self) -> Image.Image:
+            time.sleep(0.5)
+            return self.then()
+
+    async def both() -> int:
+        env = env_of(room, PyVision(), Slow(lambda: NOISE))
+        decoding = asyncio.create_task(env.reset(0))
+        ticks = 0
+        while not decoding.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        await decoding
+        return ticks
+
+    assert room.do(both()) > 10
