@@ -13,7 +13,6 @@ from PIL.Image import Image as Picture
 import sandbox
 from megatron_rl.tasks.base import Example, Message, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
-from megatron_rl.tasks.visual_python.messages import plain
 from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
 from megatron_rl.types import HostFault, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
@@ -62,7 +61,7 @@ class AgentEnv:
             case Answer():
                 return Step(messages=[], reward=0.0, done=True, reason="answer")
             case Malformed(reason):
-                call, pictures = ToolCall(tool="", source="", text=plain(f"Error: {reason}."), error=plain(reason), ran=False), []
+                call, pictures = ToolCall(tool="", source="", text=f"Error: {reason}.", error=reason, ran=False), []
             case Code(source):
                 call, pictures = await self._run(source)
             case Call(name, arguments):
@@ -121,7 +120,12 @@ def describe(result: sandbox.Result, *, names: Ordered[str]) -> tuple[str, str]:
     lines += [f"({dropped})" for dropped in result.dropped]
     if not lines and not result.images:
         lines.append(NO_OUTPUT)
-    return plain("\n".join(lines)), plain(error)
+    return _unicode("\n".join(lines)), _unicode(error)
+
+
+def _unicode(text: str) -> str:
+    """Half characters, which an exception's message may hold and no tokenizer or file takes, become `?`."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _num_pictures(messages: Ordered[Message]) -> int:

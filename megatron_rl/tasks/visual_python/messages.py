@@ -1,4 +1,4 @@
-"""Messages from texts and pictures. Every text that reaches the policy passes `plain`."""
+"""Messages from texts and pictures. What a text holds is data: the renderer keeps the names of special tokens in it from being tokens."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
@@ -12,26 +12,18 @@ PLACE = "<image>"
 """Where a question shows a picture."""
 
 
-def plain(text: str) -> str:
-    """The text without anything that a tokenizer could take for more than text: `<|` becomes `< |`, a lone surrogate `?`.
-
-    What a question or a program's output holds is data. `<|im_end|>` in it would end the user's turn, `<|image_pad|>` would be a picture.
-    """
-    return text.encode("utf-8", "replace").decode("utf-8").replace("<|", "< |")
-
-
 def say(role: str, *parts: Part) -> Message:
-    """Texts in a row become one, so that how they are cut changes no token."""
+    """Texts in a row become one part: what the renderer looks at, it sees whole."""
     content: list[dict[str, object]] = []
     text = ""
     for part in parts:
         if isinstance(part, str):
             text += part
             continue
-        content += [{"type": "text", "text": plain(text)}] if text else []
+        content += [{"type": "text", "text": text}] if text else []
         content.append({"type": "image", "image": part})
         text = ""
-    content += [{"type": "text", "text": plain(text)}] if text else []
+    content += [{"type": "text", "text": text}] if text else []
     return {"role": role, "content": content}
 
 
