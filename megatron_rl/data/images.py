@@ -48,7 +48,8 @@ class StoredImage:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
         try:
             with self._checked(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as picture:
-                sideways = picture.getexif().get(_ORIENTATION) in _SIDEWAYS
+                has_exif = picture.format != "PNG" or "exif" in picture.info  # PngImageFile.getexif decodes the picture to look behind it
+                sideways = has_exif and picture.getexif().get(_ORIENTATION) in _SIDEWAYS
                 return picture.size[::-1] if sideways else picture.size
         except _UNREADABLE as error:
             raise ValueError(f"{self.where}: {error}") from error

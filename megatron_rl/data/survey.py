@@ -23,6 +23,7 @@ CountTokens = Callable[[Example, list[Size]], int]
 class Survey:
     num_rows: int = 0
     num_images: int = 0
+    """Of the rows that can be used; so are the sources."""
     sources: Counter[str] = field(default_factory=Counter)
     longest: int = 0
     """Tokens of the longest prompt, where they were counted."""
@@ -55,25 +56,27 @@ def survey(
     found = Survey(num_rows=len(examples))
     with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
         for start in range(0, len(examples), _AT_ONCE):
-            read = [example for place in range(start, min(start + _AT_ONCE, len(examples))) if (example := _read(examples, place, found))]
-            sizes = iter(list(pool.map(_size, [image for example in read for image in _images(example)])))
-            for example in read:
-                _look(example, [next(sizes) for _ in _images(example)], found, count_tokens=count_tokens, max_tokens=max_tokens)
+            read = [_read(examples, place) for place in range(start, min(start + _AT_ONCE, len(examples)))]
+            for row, sizes in zip(read, pool.map(_sizes, read), strict=True):
+                broken = [broken for broken in (row, *sizes) if isinstance(broken, ValueError)]
+                if broken:
+                    found.error(str(broken[0]))
+                else:
+                    _look(row, sizes, found, count_tokens=count_tokens, max_tokens=max_tokens)
     for source in found.sources.keys() - known_sources if known_sources else ():
         found.warn(f"data_source {source!r} ({found.sources[source]} rows) is not known to the reward")
     return found
 
 
-def _read(examples: Ordered[Example], place: int, found: Survey) -> Example | None:
+def _read(examples: Ordered[Example], place: int) -> Example | ValueError:
     try:
         return examples[place]
     except ValueError as error:
-        found.error(str(error))
-        return None
+        return error
 
 
-def _images(example: Example) -> tuple[StoredImage, ...]:
-    return example.payload["images"]
+def _sizes(row: Example | ValueError) -> list[Size | ValueError]:
+    return [] if isinstance(row, ValueError) else [_size(image) for image in row.payload["images"]]
 
 
 def _size(image: StoredImage) -> Size | ValueError:
@@ -83,13 +86,9 @@ def _size(image: StoredImage) -> Size | ValueError:
         return error
 
 
-def _look(example: Example, sizes: list[Size | ValueError], found: Survey, *, count_tokens: CountTokens | None, max_tokens: int) -> None:
+def _look(example: Example, sizes: list[Size], found: Survey, *, count_tokens: CountTokens | None, max_tokens: int) -> None:
     found.num_images += len(sizes)
     found.sources[example.payload["data_source"]] += 1
-    broken = [size for size in sizes if isinstance(size, ValueError)]
-    if broken:
-        found.error(str(broken[0]))
-        return
     for wrong in bad_boxes(example.payload["extra"], sizes):
         found.warn(f"{example.id}: {wrong}")
     if count_tokens is not None:
@@ -104,7 +103,7 @@ def bad_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
     wrong = []
     for key in BOXES:
         given = extra.get(key, [])
-        boxes = given if isinstance(given, list) and all(isinstance(item, list) for item in given) else [given]
+        boxes = given if isinstance(given, list) and (not given or any(isinstance(item, list) for item in given)) else [given]
         for box in boxes:
             if not (isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)):
                 wrong.append(f"{key} {box} is not four numbers")

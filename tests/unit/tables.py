@@ -30,7 +30,7 @@ def in_base64(value: object) -> object:
 def write(path: Path, rows: list[dict]) -> Path:
     """In the format that the suffix names."""
     if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        pq.write_table(pa.Table.from_struct_array(pa.array(rows)), path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(in_base64(rows), indent=1, ensure_ascii=False))
     else:
