@@ -34,7 +34,7 @@ TurnReward = Callable[[Outcome], Awaitable[list[float | None]]]
 """One value a turn; None for a turn that is no step in the sense of this reward."""
 Veto = Callable[[Outcome], bool]
 CORRECT = 0.5
-"""A part that others need counts as met above this."""
+"""A part that others need counts as met from here on."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,7 +42,7 @@ class Part:
     reward: Reward
     weight: float = 1.0
     needs: str = ""
-    """The part that must be above CORRECT for this one to count: a bonus. Otherwise it is 0 and its function is not called."""
+    """The part that must be at least CORRECT for this one to count: a bonus. Otherwise it is 0 and its function is not called."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +89,7 @@ class Rubric:
             asyncio.gather(*(part.reward(outcome) for part in self.turn_parts.values())),
         )
         rewards = dict(zip(free, values, strict=True))
-        earned = [name for name, part in self.parts.items() if part.needs and rewards[part.needs] > CORRECT]
+        earned = [name for name, part in self.parts.items() if part.needs and rewards[part.needs] >= CORRECT]
         rewards |= dict.fromkeys((name for name, part in self.parts.items() if part.needs), 0.0)
         rewards |= dict(zip(earned, await asyncio.gather(*(self.parts[name].reward(outcome) for name in earned)), strict=True))
         held = [name for name, veto in self.vetoes.items() if veto(outcome)]

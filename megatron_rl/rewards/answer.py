@@ -1,0 +1,145 @@
+r"""Answers: how they are read from a reply, what makes one void, and the rules that compare one with the truth.
+
+Formats and constants follow PyVision-RL (strict boxed answer, mean relative accuracy, 1000 characters), CodeV and DeepEyes (tagged answer).
+Every rule works on the extracted answer: what a reply says on the way to it is never scored. Replies are untrusted; every pattern here is
+linear in their length.
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from megatron_rl.rewards.rubric import Outcome, Veto
+
+Read = Callable[[str], str | None]
+"""The answer in an episode's last reply, or None where it has none in the format asked for."""
+LONGEST = 1000
+"""An answer of so many characters or more is void."""
+NUMERIC_SOURCES = ("vsi_numerical", "rule_verifiable")
+"""Data sources with one of these names, or a name that ends in one, are scored by mean relative accuracy."""
+THRESHOLDS = tuple(Fraction(percent, 100) for percent in range(50, 100, 5))
+"""Those of mean relative accuracy: 0.50, 0.55, ..., 0.95 (Yang et al. 2024, "Thinking in Space", section 3)."""
+_OPEN, _CLOSE, _BOX = "<answer>", "</answer>", "\\boxed{"
+_TAG = re.compile(r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\boxed|<\|", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<![\w.,^])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.\d*|\.\d+|(?<=\d))(?![\w^]|[.,]\d)")
+_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])\Z)(?:\s|\Z)")
+
+
+def strict_boxed(reply: str) -> str | None:
+    r"""The inside of `<answer>\n\boxed{...}\n</answer>`, its braces balanced and nothing else between the tags. The last one counts."""
+    _, found, body = _spoken(reply).rpartition(f"{_OPEN}\n{_BOX}")
+    inside = _balanced(body) if found else None
+    return inside if inside is not None and body[len(inside) :].startswith(f"}}\n{_CLOSE}") else None
+
+
+def tagged(reply: str) -> str | None:
+    r"""What the last <answer> block behind the last </think> holds, out of \boxed{}; without a block, what the last \boxed{} holds."""
+    spoken = _spoken(reply)
+    blocks = _blocks(spoken)
+    if blocks:
+        return unboxed(blocks[-1].strip())
+    _, found, body = spoken.rpartition(_BOX)
+    return _balanced(body) if found else None
+
+
+def unboxed(text: str) -> str:
+    r"""\boxed{x} -> x; anything else stays."""
+    inside = _balanced(text.removeprefix(_BOX)) if text.startswith(_BOX) else None
+    return inside if inside is not None and len(inside) + len(_BOX) + 1 == len(text) else text
+
+
+def last_reply(outcome: Outcome) -> str:
+    return outcome.turns[-1].text if outcome.turns else ""
+
+
+def vetoes(read: Read) -> dict[str, Veto]:
+    """What makes an answer void, whatever it says: it takes every bonus with it."""
+
+    def long_answer(outcome: Outcome) -> bool:
+        spoken = _spoken(last_reply(outcome))
+        return any(len(body) >= LONGEST for body in (*_blocks(spoken), read(spoken) or ""))
+
+    def two_answers(outcome: Outcome) -> bool:
+        spoken = _spoken(last_reply(outcome))
+        marks = (_OPEN, _CLOSE) if _OPEN in spoken or _CLOSE in spoken else (_BOX,)
+        return any(spoken.count(mark) > 1 for mark in marks)
+
+    def tags_in_answer(outcome: Outcome) -> bool:
+        return _TAG.search(read(last_reply(outcome)) or "") is not None
+
+    return {"long_answer": long_answer, "two_answers": two_answers, "tags_in_answer": tags_in_answer}
+
+
+def same_text(truth: str, answer: str) -> bool:
+    """Equal but for case, white space, enclosing quotation marks or dollars, and a full stop at the end."""
+    return _plain(truth) == _plain(answer) != ""
+
+
+def choice(text: str) -> str | None:
+    """The letter of `B`, `(B)`, `B.`, `B) a dog`; None for anything else, and where the rest names a letter of its own."""
+    found = _CHOICE.match(text.strip())
+    if not found or re.search(r"\b[A-Z]\b", text.strip()[found.end() :]):
+        return None
+    return next(letter for letter in found.groups() if letter)
+
+
+def number(text: str) -> Fraction | None:
+    """The one number of a text, as written (`1,250.5 cm`, `about .5`); None without one, with several, or beyond 30 characters."""
+    found = _NUMBER.findall(text)
+    return Fraction(found[0].replace(",", "")) if len(found) == 1 and len(found[0]) <= 30 else None
+
+
+def relative_accuracy(truth: str, answer: str) -> float:
+    """Mean over THRESHOLDS t of 1[ |answer - truth| / |truth| < 1 - t ]. A truth of 0 asks for equality; so does one that is no number.
+
+    Example: truth 100, answer 88: off by 0.12, which is below 1 - t up to t = 0.85: 8 of 10 thresholds, 0.8.
+    """
+    if same_text(truth, answer):
+        return 1.0
+    wanted, given = number(truth), number(answer)
+    if wanted is None or given is None:
+        return float(choice(truth) is not None and choice(truth) == choice(answer))
+    if wanted == 0:
+        return float(given == 0)
+    error = abs(given - wanted) / abs(wanted)
+    return sum(error < 1 - threshold for threshold in THRESHOLDS) / len(THRESHOLDS)
+
+
+def decide(truth: str, answer: str) -> bool | None:
+    """What the words alone decide: equal texts are right; two choices or two whole numbers that differ are wrong; else None."""
+    if same_text(truth, answer):
+        return True
+    choices = choice(truth), choice(answer)
+    if None not in choices:
+        return choices[0] == choices[1]
+    if _is_whole(truth) and _is_whole(answer):
+        return number(truth) == number(answer)
+    return None
+
+
+def _spoken(reply: str) -> str:
+    return reply.rpartition("</think>")[2]
+
+
+def _blocks(spoken: str) -> list[str]:
+    """Bodies between the tags, by their closings: every body reaches back to the opening before it, whatever tags it holds."""
+    pieces = spoken.split(_CLOSE)[:-1]
+    return [piece.partition(_OPEN)[2] for piece in pieces if _OPEN in piece]
+
+
+def _balanced(body: str) -> str | None:
+    r"""Text up to the brace that closes one opened before it; an escaped brace (`\{`) is no brace."""
+    depth = 1
+    for token in re.finditer(r"\\.|[{}]", body, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return body[: token.start()]
+    return None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).strip("\"'`$").rstrip(".").strip()
+
+
+def _is_whole(text: str) -> bool:
+    return number(text) is not None and re.fullmatch(r"[-+]?[\d,]{1,30}", text.strip()) is not None

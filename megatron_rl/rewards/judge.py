@@ -1,0 +1,210 @@
+"""A model behind OpenAI-compatible servers that gives verdicts; every trouble of its own is a HostFault and never a score.
+
+One verdict is: looked up in the cache; else asked for, together with whoever asks the same at the same time; of a healthy server, with at
+most `concurrency` requests under way; tried again, elsewhere where there is another server, up to `tries` times; kept. A server that
+failed rests, longer each time or as long as its Retry-After says. Its reply is a JSON object of one key (judge_prompt.py), which servers
+that can are made to produce by JSON schema. openai 3.52.0; its own retries are off.
+
+Without urls a Judge is a recorded one: it reads the verdicts of `cache` and asks nobody.
+"""
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Sequence as Ordered
+from typing import TypeVar
+
+import openai
+from PIL import Image
+from PIL.Image import Image as Picture
+from pydantic import BaseModel, Field, ValidationError
+
+from megatron_rl.config import JudgeSettings
+from megatron_rl.config.checks import require
+from megatron_rl.rewards.endpoints import Endpoint
+from megatron_rl.rewards.judge_prompt import JudgePrompt, Malformed
+from megatron_rl.rewards.verdicts import Verdicts
+from megatron_rl.types import HostFault
+
+LONGEST_SIDE, SHORTEST_SIDE = 1024, 28
+"""Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
+_SERVERS_FAULTS = (openai.APIError, TimeoutError, ValidationError)
+T = TypeVar("T")
+
+
+class _Message(BaseModel):
+    content: str
+
+
+class _Choice(BaseModel):
+    message: _Message
+
+
+class _Completion(BaseModel):
+    """What is needed of a chat completion; a page of HTML, an empty body or an error in JSON is none."""
+
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model] = Field(min_length=1)
+
+
+class Judge:
+    """Counts of its work stand in requests, cache_hits (a shared request included), failures and seconds (in requests)."""
+
+    def __init__(self, settings: JudgeSettings, *, rest_s: float = 0.5) -> None:
+        require(bool(settings.urls or settings.model), "task.judge.model", settings.model, "recorded verdicts are kept by model; name it")
+        self.settings = settings
+        self.model = settings.model
+        self.requests = self.cache_hits = self.failures = 0
+        self.seconds = 0.0
+        self._rest_s = rest_s
+        self._endpoints: list[Endpoint] = []
+        self._asked: dict[str, asyncio.Task[float]] = {}
+
+    async def start(self) -> None:
+        """In the event loop that will ask. Raises HostFault where no server answers (and the model's name is theirs to say)."""
+        self._verdicts = Verdicts(self.settings.cache, read_only=not self.settings.urls)
+        self._slots = asyncio.Semaphore(self.settings.concurrency)
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        for url in self.settings.urls:
+            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=self.settings.timeout_s, max_retries=0)
+            self._endpoints.append(Endpoint(url, client, self._rest_s))
+        self.model = self.model or await self._tried(self._served_model)
+
+    async def close(self) -> None:
+        for task in self._asked.values():
+            task.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        await asyncio.gather(*(endpoint.client.close() for endpoint in self._endpoints))
+        self._endpoints.clear()
+        self._verdicts.close()
+
+    async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Ordered[Picture] = ()) -> float:
+        """Raises HostFault, naming server and reason, after the last try."""
+        urls = await asyncio.to_thread(lambda: [data_url(picture) for picture in images])
+        key = key_of(self.model, prompt, fields, urls)
+        found = self._verdicts.find(key)
+        self.cache_hits += found is not None or key in self._asked
+        if found is not None:
+            return found
+        if not self._endpoints:
+            raise HostFault(f"judge: {self.settings.cache} holds no verdict of {prompt.name} {prompt.version} by {self.model} on {fields}")
+        if key not in self._asked:
+            self._asked[key] = asyncio.create_task(self._ask(key, prompt, fields, urls))
+            self._asked[key].add_done_callback(lambda _: self._asked.pop(key))
+        return await asyncio.shield(self._asked[key])  # one who is no longer interested takes nothing from the others
+
+    async def _ask(self, key: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: list[str]) -> float:
+        text = prompt.text(fields)
+        parts = [{"type": "text", "text": text}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+        messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": parts if urls else text}]
+        verdict = await self._tried(lambda endpoint: self._answer(endpoint, prompt, messages))
+        self._verdicts.keep(
+            key, model=self.model, prompt=f"{prompt.name} {prompt.version}", fields=json.dumps(dict(fields)), verdict=verdict
+        )
+        return verdict
+
+    async def _tried(self, request: Callable[[Endpoint], Awaitable[T]]) -> T:
+        reasons = []
+        while len(reasons) < self.settings.tries:
+            endpoint = await self._slot(reasons)
+            began = time.monotonic()
+            self.requests += 1
+            endpoint.in_flight += 1
+            try:
+                async with asyncio.timeout(self.settings.timeout_s):
+                    reply = await request(endpoint)
+                endpoint.answered()
+                return reply
+            except Malformed as error:  # the server is well, its model is not
+                self.failures += 1
+                reasons.append(f"{endpoint.url}: {error}")
+            except _SERVERS_FAULTS as error:
+                self.failures += 1
+                reasons.append(f"{endpoint.url}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                if isinstance(error, openai.BadRequestError):
+                    break  # it would be refused again
+                endpoint.failed(error, began=began)
+            finally:
+                self.seconds += time.monotonic() - began
+                endpoint.in_flight -= 1
+                self._slots.release()
+        raise HostFault(f"judge: nothing after {len(reasons)} of {self.settings.tries} tries; the last: {reasons[-1]}")
+
+    async def _slot(self, reasons: list[str]) -> Endpoint:
+        """The least busy server that does not rest, with leave to send it a request; waits for one up to a request's time-out."""
+        deadline = time.monotonic() + self.settings.timeout_s
+        while True:
+            await self._slots.acquire()
+            now = time.monotonic()
+            rested = [endpoint for endpoint in self._endpoints if endpoint.rest_until <= now]
+            if rested:
+                return min(rested, key=lambda endpoint: (endpoint.in_flight, random.random()))
+            self._slots.release()
+            earliest = min(self._endpoints, key=lambda endpoint: endpoint.rest_until)
+            if earliest.rest_until > deadline:
+                last = f"; the last failure: {reasons[-1]}" if reasons else ""
+                raise HostFault(f"judge: {earliest.url} rests for {earliest.rest_until - now:.0f} s more, and so do all others{last}")
+            await asyncio.sleep(earliest.rest_until - now)
+
+    async def _answer(self, endpoint: Endpoint, prompt: JudgePrompt, messages: list[dict[str, object]]) -> float:
+        wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": prompt.schema}}
+        if endpoint.structured:
+            try:
+                return prompt.read(await self._complete(endpoint, messages, response_format=wanted))
+            except openai.BadRequestError:
+                reply = await self._complete(endpoint, messages)
+                endpoint.structured = False  # what it refused was the schema
+                return prompt.read(reply)
+        return prompt.read(await self._complete(endpoint, messages))
+
+    async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> str:
+        raw = await endpoint.client.chat.completions.with_raw_response.create(
+            model=self.model,
+            messages=messages,
+            temperature=self.settings.temperature,
+            max_completion_tokens=self.settings.max_tokens,
+            **options,
+        )
+        return _Completion.model_validate_json(raw.content).choices[0].message.content
+
+    async def _served_model(self, endpoint: Endpoint) -> str:
+        raw = await endpoint.client.models.with_raw_response.list()
+        return _Models.model_validate_json(raw.content).data[0].id
+
+
+def judge_of(settings: JudgeSettings) -> Judge | None:
+    """A judge where there are servers to ask or verdicts to read."""
+    return Judge(settings) if settings.urls or settings.cache else None
+
+
+def key_of(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: Ordered[str]) -> str:
+    """Of everything that a verdict depends on: the prompt's words too, so that a changed text under an old version is no trap."""
+    words = [model, prompt.name, prompt.version, prompt.system, prompt.user, dict(sorted(fields.items())), list(urls)]
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=20).hexdigest()
+
+
+def data_url(picture: Picture) -> str:
+    """JPEG of quality 85, transparency over white, the longest side at most LONGEST_SIDE."""
+    shrink = min(1.0, LONGEST_SIDE / max(picture.size))
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    picture = picture.convert("RGB")
+    if shrink < 1:
+        picture = picture.resize(tuple(max(min(side, SHORTEST_SIDE), round(side * shrink)) for side in picture.size))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

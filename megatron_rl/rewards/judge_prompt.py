@@ -1,0 +1,75 @@
+"""A judge's instructions, one file a prompt in rewards/prompts/, with a version; and the only form that a verdict may have.
+
+    version: 1
+    key: correct                 the verdict is {"correct": true} or {"correct": false}, the whole reply and nothing else
+    values: [true, false]
+    system: ...
+    user: ... $question ...      fields are filled in as JSON texts: what a policy wrote cannot leave its quotation marks
+    examples:                    families of worked examples, of which $examples becomes one
+      chart: [{question: ..., reference: ..., answer: ..., correct: true}, ...]
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+import yaml
+
+LONGEST_VERDICT = 200
+"""A verdict is one key and one value; a longer reply is none, and is not parsed."""
+
+
+class Malformed(ValueError):
+    """A reply that is no verdict."""
+
+
+@dataclass(slots=True, frozen=True)
+class JudgePrompt:
+    name: str
+    version: int
+    key: str
+    values: tuple[bool | float, ...]
+    system: str
+    user: str
+
+    @property
+    def schema(self) -> dict[str, object]:
+        """Of the verdict, for servers that hold their model to one."""
+        boolean = isinstance(self.values[0], bool)
+        value = {"type": "boolean"} if boolean else {"type": "number", "enum": list(self.values)}
+        return {"type": "object", "properties": {self.key: value}, "required": [self.key], "additionalProperties": False}
+
+    def text(self, fields: Mapping[str, str]) -> str:
+        """The user's message. Raises KeyError for a field that the prompt has and `fields` lacks."""
+        quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in fields.items()}
+        return Template(self.user).substitute(quoted).encode(errors="replace").decode()  # half a surrogate pair is no UTF-8
+
+    def read(self, reply: str) -> float:
+        """The verdict as a number. Raises Malformed unless the whole reply is one JSON object with this key and one of these values."""
+        try:
+            pairs = json.loads(reply, object_pairs_hook=tuple) if len(reply) <= LONGEST_VERDICT else ()
+        except (ValueError, RecursionError):
+            pairs = ()
+        for value in self.values:
+            if pairs == ((self.key, value),) and isinstance(pairs[0][1], bool) == isinstance(value, bool):
+                return float(value)
+        raise Malformed(f"no verdict of the form {json.dumps({self.key: self.values[0]})}: {reply[:LONGEST_VERDICT]!r}")
+
+
+@functools.cache
+def load(name: str, *, examples: str = "") -> JudgePrompt:
+    """prompts/<name>.yaml, with that family of its examples."""
+    written = yaml.safe_load((Path(__file__).with_name("prompts") / f"{name}.yaml").read_text())
+    key, user = written["key"], written["user"]
+    if examples:
+        shown = [_example(example, key) for example in written["examples"][examples]]
+        user = user.replace("$examples", "\n\n".join(shown).replace("$", "$$"))
+    return JudgePrompt(name, written["version"], key, tuple(written["values"]), written["system"], user)
+
+
+def _example(example: Mapping[str, object], key: str) -> str:
+    shown = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in example.items() if name != key]
+    return "\n".join([*shown, json.dumps({key: example[key]})])
