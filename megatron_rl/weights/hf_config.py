@@ -26,19 +26,31 @@ def read_config(folder: str | Path, *, key: str = "model.path") -> Qwen2_5_VLCon
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{key}={folder}: no config.json in it; give a Hugging Face model folder")
+        raise ValueError(f"{key}={folder}: no config.json in it; give a Hugging Face model folder (hf download ... --local-dir makes one)")
     try:
         stored = json.loads(path.read_text())
+    except ValueError as error:
+        raise _damaged(error, folder=folder, key=key) from error
+    return parse_config(stored, folder=folder, key=key)
+
+
+def parse_config(stored: dict[str, object], *, folder: str | Path, key: str) -> Qwen2_5_VLConfig:
+    """What read_config gives for a config.json with this content; `folder` is only named in errors."""
+    try:
         config = Qwen2_5_VLConfig.from_dict(stored)
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"{key}={folder}: config.json is damaged ({' '.join(str(error).split())}); copy it again") from error
+        raise _damaged(error, folder=folder, key=key) from error
     if stored.get("model_type") != "qwen2_5_vl":
         raise ValueError(f"{key}={folder}: config.json describes model_type {stored.get('model_type')}; only qwen2_5_vl is known")
     wrong = _wrong_in(config)
     if wrong:
-        raise ValueError(f"{key}={folder}: config.json is damaged ({wrong}); copy it again")
+        raise _damaged(wrong, folder=folder, key=key)
     config.text_config.tie_word_embeddings = config.tie_word_embeddings
     return config
+
+
+def _damaged(reason: object, *, folder: str | Path, key: str) -> ValueError:
+    return ValueError(f"{key}={folder}: config.json is damaged ({' '.join(str(reason).split())}); copy it again")
 
 
 def _wrong_in(config: Qwen2_5_VLConfig) -> str:
