@@ -18,8 +18,8 @@ from megatron_rl.weights.torch_dist import METADATA
 class HfSource:
     """The tensors of a Hugging Face folder as they are."""
 
-    def __init__(self, folder: Path, *, key: str) -> None:
-        tensors = HfTensors(folder, key=key)
+    def __init__(self, folder: Path, *, key: str, once: bool = False) -> None:
+        tensors = HfTensors(folder, key=key, once=once)
         self.folder = folder
         self.specs = {name: Spec(tensors.dtype(name), tensors.shape(name)) for name in sorted(tensors.names())}
         self.read = tensors.read
@@ -51,17 +51,18 @@ def hf_part(folder: Path) -> Path | None:
     return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
 
 
-def open_source(folder: Path, config: Qwen2_5_VLConfig, *, key: str) -> Source:
+def open_source(folder: Path, config: Qwen2_5_VLConfig, *, key: str, once: bool = False) -> Source:
     """The checkpoint's tensors, proven to be exactly those of the model that `config` (of read_config) describes.
 
-    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights.
+    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights. `once`: each tensor
+    is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging Face).
     """
     kind, shapes = kind_of(folder, key=key), hf_shapes(config)
     if kind in ("hf", "fsdp"):
-        return NamedSource(HfSource(folder, key=key) if kind == "hf" else FsdpTensors(folder), shapes)
+        return NamedSource(HfSource(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder), shapes)
     rows = rows_of(config)
     if kind == "torch_dist":
-        stored = WholeShards(folder)
+        stored = WholeShards(folder, once=once)
         base = MegatronSource(stored, rows, shapes)
         if not stored.has_adapters():
             return base

@@ -64,6 +64,21 @@ class Row:
         whole = self.fuse(tensors) if self.fuse else tensors[0]
         return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size)
 
+    def runs(self, tensors: Tensors) -> Tensors:
+        """The runs of rows of full HF tensors that make up `to_mcore(tensors, 0, 1)` one after another; nothing is copied.
+
+        They are found by fusing the rows' numbers instead of the rows: a fused parameter is its tensors' rows in another order.
+        """
+        if self.fuse is None:
+            return tensors
+        step = 1 + max(map(len, tensors))  # a gap after each tensor's numbers
+        numbers = tuple(torch.arange(first * step, first * step + len(tensor)) for first, tensor in enumerate(tensors))
+        order = self.to_mcore(numbers, 0, 1)
+        assert torch.equal(order.sort().values, torch.cat(numbers)), f"{self.mcore} does not hold every row once"
+        starts = (order.diff() != 1).nonzero().flatten() + 1
+        places = [(*divmod(int(run[0]), step), len(run)) for run in order.tensor_split(starts)]
+        return tuple(tensors[tensor].narrow(0, row, num_rows) for tensor, row, num_rows in places)
+
     def to_hf(self, shards: Sequence[torch.Tensor]) -> Tensors:
         """All ranks' Megatron shards, in rank order -> full HF tensors, in the order of `hf`."""
         if self.shard_dim is None:
@@ -122,17 +137,17 @@ def _layer_rows(layer: int, heads: Heads) -> list[Row]:
         Row(
             f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage,
             fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight",
-        ),  # fmt: skip
+        ),
         qkv("weight"),
         qkv("bias"),
         Row(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
         Row(
             f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage,
             fused_norm=f"{mcore}mlp.linear_fc1.layer_norm_weight",
-        ),  # fmt: skip
+        ),
         Row(f"{mcore}mlp.linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
         Row(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), stage, shard_dim=1),
-    ]
+    ]  # fmt: skip
 
 
 PEFT_PREFIX = "base_model.model."

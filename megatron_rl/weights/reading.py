@@ -1,6 +1,9 @@
-"""Tensors out of large files without waiting for them: mapped, asked for early, and made while others are written."""
+"""Tensors out of large files without waiting for them: mapped, read before they are asked for, and made while others are written."""
 
+import errno
 import mmap
+import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,15 +14,33 @@ import torch
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14 (include/uapi/asm-generic/mman-common.h), which Python 3.11 does not name."""
 
-def mapped(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """The contiguous tensor whose bytes begin there. Its part of the file is mapped for as long as the tensor lives, and the kernel begins
-    to read it now; writing to it changes memory, never the file."""
+
+def mapped(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, once: bool = False) -> torch.Tensor:
+    """The contiguous tensor whose bytes begin there. Its part of the file is read and mapped for as long as the tensor lives; writing to
+    it changes memory, never the file. `once`: nobody else needs that part, and it leaves the page cache with the tensor, which spares
+    the kernel finding other memory for what is read next. Raises OSError where the disk cannot be read."""
     before = offset % mmap.ALLOCATIONGRANULARITY
+    num_bytes = shape.numel() * dtype.itemsize
     with path.open("rb") as file:
-        part = mmap.mmap(file.fileno(), before + shape.numel() * dtype.itemsize, access=mmap.ACCESS_COPY, offset=offset - before)
+        part = mmap.mmap(file.fileno(), before + num_bytes, access=mmap.ACCESS_COPY, offset=offset - before)
+        if once:
+            weakref.finalize(part, _forget, os.dup(file.fileno()), offset, num_bytes).atexit = False
     part.madvise(mmap.MADV_WILLNEED)
+    try:
+        part.madvise(POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older Linux, where pages are mapped as they are touched
+            raise OSError(error.errno, error.strerror, str(path)) from error
     return torch.frombuffer(part, dtype=dtype, offset=before).view(shape)
+
+
+def _forget(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Take a part of a file, which is not mapped any more, out of the page cache; what other processes map stays."""
+    os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
 def made_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:

@@ -70,8 +70,8 @@ class Shards(Protocol):
 class WholeShards:
     """A torch_dist checkpoint, where every tensor is stored whole, whatever layout wrote it; without the adapters of a LoRA run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._tensors = folder, McoreTensors(folder)
+    def __init__(self, folder: Path, *, once: bool = False) -> None:
+        self.folder, self._tensors = folder, McoreTensors(folder, once=once)
 
     def names(self) -> set[str]:
         return {name for name in self._tensors.names() if not is_adapter(name)}

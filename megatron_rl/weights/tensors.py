@@ -18,8 +18,9 @@ class HfTensors:
     Headers are checked at once. Raises ValueError under the setting's or option's name `key`.
     """
 
-    def __init__(self, folder: str | Path, *, key: str = "model.path") -> None:
-        self.folder, self.key = Path(folder), key
+    def __init__(self, folder: str | Path, *, key: str = "model.path", once: bool = False) -> None:
+        """`once`: each tensor is read once, by this process alone (reading.mapped)."""
+        self.folder, self.key, self._once = Path(folder), key, once
         self._tensors: dict[str, _Stored] = {}
         index = self._index()
         for path in self._weight_files(index):
@@ -97,7 +98,7 @@ class HfTensors:
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that canonical name, on CPU in the stored dtype; its part of the file is mapped for as long as it lives."""
         stored = self._tensors[name]
-        return mapped(stored.path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape)
+        return mapped(stored.path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape, once=self._once)
 
 
 @dataclass(slots=True, frozen=True)

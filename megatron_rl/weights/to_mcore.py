@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.weights.mapping import Row
+from megatron_rl.weights.mapping import Row, Tensors
 from megatron_rl.weights.reading import made_ahead
 from megatron_rl.weights.source import Source, Spec, check_names
 from megatron_rl.weights.torch_dist import McoreTensors
@@ -42,12 +42,12 @@ class Import:
         its own bytes only; the result loads at every layout. Raises OSError (disk full) and ValueError (damage)."""
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
-            for row, tensor in zip(self.rows, made_ahead(self._make, self.rows), strict=True):
-                writer.add(row.key, tensor, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
+            for row, runs in zip(self.rows, made_ahead(self._runs, self.rows), strict=True):
+                writer.add(row.key, *runs, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
                 if has_extra_state(row):
                     writer.add_empty_object(f"{row.key.removesuffix('weight')}_extra_state/shard_0_1")
                 consumed.update(row.hf)
-                progress(tensor.nbytes)
+                progress(self.written[row.key].nbytes)
             writer.finish()
         wrong = sorted(name for name in self.source.specs.keys() | consumed.keys() if consumed[name] != 1)
         if wrong:
@@ -55,8 +55,8 @@ class Import:
             raise ValueError(f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no tensor of Megatron'}, not once")
         self._check_result(into)
 
-    def _make(self, row: Row) -> torch.Tensor:
-        return row.to_mcore(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf)), 0, 1)
+    def _runs(self, row: Row) -> Tensors:
+        return row.runs(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf)))
 
     def _check_result(self, into: Path) -> None:
         """Read the folder's own account of itself again and compare it with the plan."""

@@ -61,8 +61,9 @@ class McoreTensors:
     Raises ValueError where chunks do not make up their tensor or lie beyond the end of their file.
     """
 
-    def __init__(self, folder: str | Path, *, key: str = "--checkpoint") -> None:
-        self.folder, self.option = Path(folder), key
+    def __init__(self, folder: str | Path, *, key: str = "--checkpoint", once: bool = False) -> None:
+        """`once`: each tensor is read once, by this process alone (reading.mapped)."""
+        self.folder, self.option, self._once = Path(folder), key, once
         stored = read_metadata(self.folder, key=key)
         self._tensors = {
             name: entry for name, entry in stored.state_dict_metadata.items()
@@ -125,7 +126,7 @@ class McoreTensors:
         if tensor.shape != chunk.sizes or tensor.dtype != self.dtype(name) or not tensor.is_contiguous():
             raise self._damaged(name, f"{place.relative_path} holds {tensor.dtype} {tuple(tensor.shape)}, not {tuple(chunk.sizes)}")
         offset = place.offset + tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
-        return mapped(path, offset=offset, dtype=tensor.dtype, shape=tensor.shape)
+        return mapped(path, offset=offset, dtype=tensor.dtype, shape=tensor.shape, once=self._once)
 
 
 def _overlap(chunks: list[metadata.ChunkStorageMetadata]) -> bool:

@@ -6,23 +6,21 @@ so that nothing has to be known of a tensor before it comes.
 """
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.weights.folders import copy_companions, whole_or_absent
+from megatron_rl.weights.writing import SteadyFile
 
 INDEX = "model.safetensors.index.json"
 HEADER_BYTES = 1 << 16
 """Room for the header of one file: some 400 tensors. A file whose header is full is closed, as one whose bytes are."""
 MAX_ENTRY_BYTES = 1 << 10
-WRITE_BYTES = 64 << 20
-"""After so many bytes the kernel is told to begin writing them out, so that fsync finds little left to do."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Safetensors' names of the number types that a model is trained from."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -59,7 +57,7 @@ class _Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = path.open("wb", buffering=0)
+        self.file = SteadyFile(path)
         self.file.seek(8 + HEADER_BYTES)
         self.header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         self.header_bytes = 64
@@ -77,34 +75,12 @@ class _Shard:
         self.size = end
         self.header_bytes += len(json.dumps(entry))
 
-    def write(self, tensor: torch.Tensor) -> None:
-        """Append the bytes. Raises OSError naming the file."""
-        data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
-        for start in range(0, len(data), WRITE_BYTES):
-            self._write_all(data[start : start + WRITE_BYTES])
-            # Linux begins to write dirty pages out when it is told that they are not needed (mm/fadvise.c), and does not wait for them.
-            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
     def close(self) -> None:
         header = json.dumps(self.header).encode()
         assert len(header) <= HEADER_BYTES, f"{self.path.name}: its header has {len(header)} bytes"
         self.file.seek(0)
-        self._write_all(memoryview(HEADER_BYTES.to_bytes(8, "little") + header.ljust(HEADER_BYTES)))
-        with self._named():
-            os.fsync(self.file.fileno())
-        self.file.close()
-
-    def _write_all(self, data: memoryview) -> None:
-        with self._named():
-            while data:
-                data = data[self.file.write(data) :]
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(f"{self.path.name}: {error.strerror}") from error
+        self.file.write(HEADER_BYTES.to_bytes(8, "little") + header.ljust(HEADER_BYTES))
+        self.file.finish()
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
@@ -124,7 +100,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
                 shards.append(_Shard(folder / f"model-{len(shards) + 1:05d}.safetensors"))
                 files.callback(shards[-1].file.close)
             shards[-1].reserve(name, tensor)
-            pending = writer.submit(shards[-1].write, tensor.detach().to("cpu"))
+            pending = writer.submit(shards[-1].file.write_tensor, tensor.detach().to("cpu"))
         if pending is not None:
             pending.result()
             shards[-1].close()

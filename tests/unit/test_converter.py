@@ -264,11 +264,11 @@ def test_a_result_that_is_not_the_plan(fault: str, models: dict[str, Path], tmp_
     """What is on the disk is compared with what was to be written, whatever the writer believes."""
     key, add = "language.decoder.layers.1.mlp.linear_fc2.weight", TorchDistWriter.add
 
-    def add_wrongly(self: TorchDistWriter, name: str, tensor: torch.Tensor, *, dim: int, parts: int) -> None:
+    def add_wrongly(self: TorchDistWriter, name: str, *runs: torch.Tensor, dim: int, parts: int) -> None:
         if name == key and fault == "lost":
             return
         renamed = name.replace("fc2", "fc3") if name == key and fault == "renamed" else name
-        add(self, renamed, tensor[:-2] if name == key and fault == "short" else tensor, dim=dim, parts=parts)
+        add(self, renamed, *(runs[0][:-2],) if name == key and fault == "short" else runs, dim=dim, parts=parts)
 
     monkeypatch.setattr(TorchDistWriter, "add", add_wrongly)
     assert_refused(models["untied"], tmp_path / "out", capsys, key)

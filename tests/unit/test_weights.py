@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.weights.mapping import Heads, canonical, fuse_qkv, split_qkv, table
+from megatron_rl.weights.mapping import Heads, Row, canonical, fuse_qkv, split_qkv, table
 from megatron_rl.weights.tensors import HfTensors
 from megatron_rl.weights.write_hf import write_hf_folder
 
@@ -45,6 +45,24 @@ def test_every_row_comes_back_from_its_shards(name: str, tp: int) -> None:
     assert len({tuple(shard.shape) for shard in shards}) == 1
     assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
     assert all(torch.equal(back, tensor) for back, tensor in zip(row.to_hf(shards), tensors, strict=True))
+
+
+@pytest.mark.parametrize("heads", [HEADS, Heads(num_query=6, num_kv=1, dim=2), Heads(num_query=3, num_kv=3, dim=2)])
+@pytest.mark.parametrize("name", ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_fc1.weight"])
+def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: Heads) -> None:
+    (row,) = (row for row in table(num_layers=1, heads=heads, tied=False, vision_names=[]) if row.mcore.endswith(name))
+    sizes = {"q": heads.num_query * heads.dim, "k": heads.num_kv * heads.dim, "v": heads.num_kv * heads.dim, "o": 5, "gate": 7, "up": 7}
+    tensors = tuple(torch.rand(sizes[hf.split(".")[-2].removesuffix("_proj")], *[4][: hf.endswith("weight")]) for hf in row.hf)
+    runs = row.runs(tensors)
+    assert torch.equal(torch.cat(runs), row.to_mcore(tensors, 0, 1))
+    assert {run.untyped_storage().data_ptr() for run in runs} == {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert len(runs) == {"linear_qkv": 3 * heads.num_kv, "linear_proj": 1, "linear_fc1": 2}[name.split(".")[0]]
+
+
+def test_a_fusion_that_loses_rows_has_no_runs() -> None:
+    row = Row("name", ("a", "b"), "first", fuse=lambda tensors: torch.cat((tensors[0], tensors[0])))
+    with pytest.raises(AssertionError, match="name does not hold every row once"):
+        row.runs((torch.zeros(2), torch.zeros(2)))
 
 
 def test_gate_and_up_of_a_rank_stand_together() -> None:
@@ -92,7 +110,11 @@ def test_a_written_folder_is_complete_and_replaces_the_old_one(source: Path, tmp
     assert index["metadata"]["total_size"] == 6 * 4000
     stored = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
     assert all(torch.equal(stored[name], tensor) for name, tensor in some_tensors())
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", *sorted(set(index["weight_map"].values())), "model.safetensors.index.json"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        *sorted(set(index["weight_map"].values())),
+        "model.safetensors.index.json",
+    ]
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 

@@ -52,14 +52,14 @@ def open_any(folder: Path) -> Source:
     """
     kind, like = kind_of(folder, key="folder"), hf_part(folder)
     if kind == "hf":
-        stored = HfSource(folder, key="folder")
+        stored = HfSource(folder, key="folder", once=True)
         try:
             return NamedSource(stored, hf_shapes(read_config(folder, key="folder")))
         except ValueError:
             return stored
     if like is None:
         raise ValueError(f"folder={folder}: no config.json in it or in its hf/; merge it with --reference first")
-    return open_source(folder, read_config(like, key="folder"), key="folder")
+    return open_source(folder, read_config(like, key="folder"), key="folder", once=True)
 
 
 def differences(first: Source, second: Source) -> Iterator[Difference]:

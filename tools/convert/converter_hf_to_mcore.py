@@ -32,7 +32,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     check_out(out, force=force)
     config = read_config(hf, key="--hf")
     check_cut(config, tp=tp, pp=pp)
-    stored = HfSource(hf, key="--hf")
+    stored = HfSource(hf, key="--hf", once=True)
     source = NamedSource(stored, hf_shapes(config))
     plan = Import(source, rows_of(config), dtype=dtype)
     with whole_or_absent(out) as partial:

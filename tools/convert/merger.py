@@ -49,7 +49,7 @@ def merge(asked: Merge) -> str:
     if like is None:
         raise ValueError(f"--checkpoint={asked.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR")
     config = read_config(like, key="--reference" if asked.reference else "--checkpoint")
-    source = open_source(asked.checkpoint, config, key="--checkpoint")
+    source = open_source(asked.checkpoint, config, key="--checkpoint", once=True)
     if asked.reference is not None:
         NamedSource(HfSource(asked.reference, key="--reference"), hf_shapes(config))  # raises unless it is a model of the same tensors
     if asked.lora is not None:
