@@ -1,0 +1,118 @@
+"""Episodes that wait for tools, each on its own schedule against all in lock step, on one real engine.
+
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/scheduling.py --seeds 0 1 2
+
+64 episodes of 8 turns; a turn samples a few tokens and then waits for a tool, whose latency is log-normal (median 0.5 s, sigma 1.0). Both
+sides are the trainer's own run_episode: in lock step every tool waits until all have spoken, and nobody speaks until every tool is done.
+The critical path is the episode with the most tool time, alone on the idle engine: no schedule is faster than that.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Example, Message, Step
+from megatron_rl.types import Rollout
+from tools.data.make_tiny_qwen2_5_vl import make
+
+
+@dataclass
+class Waits:
+    """An environment whose tool takes the given seconds, turn by turn; with a barrier, in step with all others."""
+
+    latencies: list[float]
+    barrier: asyncio.Barrier | None
+    turn: int = 0
+
+    async def reset(self, seed: int) -> list[Message]:
+        return [{"role": "user", "content": "Go."}]
+
+    async def step(self, text: str) -> Step:
+        if self.barrier:
+            await self.barrier.wait()
+        await asyncio.sleep(self.latencies[self.turn])
+        if self.barrier:
+            await self.barrier.wait()
+        self.turn += 1
+        done = self.turn == len(self.latencies)
+        return Step(messages=[] if done else [{"role": "user", "content": "Go on."}], reward=0.0, done=done)
+
+    async def close(self) -> None:
+        """Nothing to give back."""
+
+
+@dataclass
+class WaitsTask:
+    barrier: asyncio.Barrier | None = None
+    name: str = "waits"
+    stop: tuple[str, ...] = ()
+    rubric: Rubric = field(default_factory=lambda: Rubric(turn_parts={"nothing": TurnPart(environment_rewards)}))
+
+    def env(self, example: Example) -> Waits:
+        return Waits(example.payload["latencies"], self.barrier)
+
+
+def play(engine: Engine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool) -> tuple[float, list[Rollout]]:
+    """Seconds that the episodes with these latencies take together, and the episodes."""
+    turns = len(latencies_ET[0])
+    settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_tokens_per_turn=tokens, max_context=1024, max_images=1, seed=0)
+
+    async def together() -> list[Rollout]:
+        task = WaitsTask(asyncio.Barrier(len(latencies_ET)) if lock_step else None)
+        examples = [Example(str(number), {"latencies": latencies}) for number, latencies in enumerate(latencies_ET)]
+        return await asyncio.gather(
+            *(
+                run_episode(task, example, engine=engine, renderer=renderer, settings=settings, group=number, sample=0)
+                for number, example in enumerate(examples)
+            )
+        )
+
+    engine.sleep()
+    engine.wake()
+    started = time.perf_counter()
+    rollouts = engine.run(together())
+    seconds = time.perf_counter() - started
+    assert all(len(rollout.turns) == turns for rollout in rollouts), "an episode ended early"
+    return seconds, rollouts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=12, help="sampled a turn at most")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "nano"
+        make(model, preset="nano", seed=0)
+        renderer = Renderer(ModelSettings(path=str(model)))
+        engine = Engine(
+            str(model), EngineSettings(kv_cache_mib=128, max_num_seqs=chosen.episodes),
+            image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+        )  # fmt: skip
+        play(engine, renderer, [[0.0]], tokens=chosen.tokens, lock_step=False)
+        print("| seed | lock step s | per episode s | critical path s | faster by | of the critical path |\n|---|---|---|---|---|---|")
+        for seed in chosen.seeds:
+            draws_ET = np.random.default_rng(seed).lognormal(np.log(0.5), 1.0, (chosen.episodes, chosen.turns)).tolist()
+            slowest = max(draws_ET, key=sum)
+            locked, _ = play(engine, renderer, draws_ET, tokens=chosen.tokens, lock_step=True)
+            free, rollouts = play(engine, renderer, draws_ET, tokens=chosen.tokens, lock_step=False)
+            alone, _ = play(engine, renderer, [slowest], tokens=chosen.tokens, lock_step=False)
+            print(f"| {seed} | {locked:.1f} | {free:.1f} | {alone:.1f} | {locked / free:.2f} | {free / alone:.3f} |", flush=True)
+            assert sum(rollout.num_sampled for rollout in rollouts) > chosen.episodes * chosen.turns
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
