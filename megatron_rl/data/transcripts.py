@@ -10,11 +10,16 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from typing import overload
 
+import numpy as np
+
+from megatron_rl.config import DataSettings, require, require_choice
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Record, Records
-from megatron_rl.tasks.base import Message
+from megatron_rl.tasks.base import Demonstration, Message
 from megatron_rl.types import HostFault
 
+TRANSCRIPTS = "transcripts"
+"""The one split of demonstrations (sft.splits) that the user's data has."""
 ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
 """As in the file, LLaMA-Factory's last -> as in a chat template."""
 
@@ -58,6 +63,30 @@ def transcripts(paths: Ordered[str], *, images_root: str) -> Transcripts:
                 if part["type"] == "image":
                     part["image"].size()
     return opened
+
+
+class Dealt(Ordered[Demonstration]):
+    """Demonstrations in shuffled rounds of all conversations, read when they are asked for. Fewer are a prefix of more."""
+
+    def __init__(self, shown: Transcripts, *, num: int, seed: int) -> None:
+        self._shown = shown
+        draw = np.random.default_rng(seed)
+        rounds = -(-num // len(shown))
+        self._places = np.concatenate([draw.permutation(len(shown)) for _ in range(rounds)])[:num].tolist()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Demonstration:
+        return Demonstration(messages=self._shown[self._places[index]])
+
+
+def demonstrations_of(data: DataSettings, split: str, *, num: int, seed: int) -> Dealt:
+    """What a task of the user's data learns from before it is rewarded. ValueError: no files are given, or a row is no good."""
+    require_choice("sft.splits", split, (TRANSCRIPTS,))
+    remedy = "give the files of conversations: JSON lines, JSON lists or Parquet"
+    require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, remedy)
+    return Dealt(transcripts(data.demonstrations, images_root=data.images), num=num, seed=seed)
 
 
 def messages_of(record: Record) -> list[Message]:

@@ -1,0 +1,74 @@
+"""Plain questions about pictures, or about nothing but words: one reply each, no tools. The user's data and the accuracy rubric.
+
+The policy sees the question with its pictures and how to answer; the reply ends the episode. What is between <answer> and </answer> counts,
+or in the last \\boxed{} of a reply that has no such block.
+"""
+
+import asyncio
+from collections.abc import Sequence as Ordered
+
+from megatron_rl.config import TaskSettings, require
+from megatron_rl.data.questions import split_of
+from megatron_rl.data.transcripts import demonstrations_of
+from megatron_rl.rewards import recipes
+from megatron_rl.rewards.judge import judge_of
+from megatron_rl.rewards.rubric import CORRECT
+from megatron_rl.tasks.base import Demonstration, Example, Message, Step
+from megatron_rl.tasks.visual_python.messages import place, say
+from megatron_rl.types import Rollout
+
+ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
+
+
+class VqaEnv:
+    def __init__(self, example: Example) -> None:
+        self.example = example
+
+    async def reset(self, seed: int) -> list[Message]:
+        """Nothing is drawn here. HostFault: a picture cannot be opened."""
+        pictures = [await asyncio.to_thread(image.open) for image in self.example.payload["images"]]
+        return [say("user", *place(self.example.payload["question"], pictures, lambda _, picture: [picture]), ANSWER)]
+
+    async def step(self, text: str) -> Step:
+        return Step(messages=[], reward=0.0, done=True, reason="answer")
+
+    async def close(self) -> None:
+        pass
+
+
+class VqaTask:
+    def __init__(self, settings: TaskSettings) -> None:
+        require(settings.reward == "accuracy", "task.reward", settings.reward, "counts tools, and task vqa has none; use accuracy")
+        require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "give the files of questions that are held out")
+        self.name = "vqa"
+        self.stop = ("</answer>",)
+        self.data = settings.data
+        self.judge = judge_of(settings.judge)
+        self.rubric = recipes.build("accuracy", judge=self.judge, protocol="")
+        self._splits: dict[str, Ordered[Example]] = {}
+
+    async def start(self) -> None:
+        if self.judge is not None:
+            await self.judge.start()
+
+    async def close(self) -> None:
+        if self.judge is not None:
+            await self.judge.close()
+
+    def examples(self, split: str) -> Ordered[Example]:
+        """Every row is looked at the first time. ValueError names the first that is no good."""
+        if split not in self._splits:
+            self._splits[split] = split_of(self.data, split)
+        return self._splits[split]
+
+    def env(self, example: Example) -> VqaEnv:
+        return VqaEnv(example)
+
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Ordered[Demonstration]:
+        return demonstrations_of(self.data, split, num=num, seed=seed)
+
+    def gold(self, example: Example) -> list[str]:
+        return [f"<answer>{example.payload['answer']}</answer>"]
+
+    def success(self, rollout: Rollout) -> bool:
+        return rollout.rewards["accuracy"] >= CORRECT
