@@ -42,13 +42,15 @@ HIDDEN = "Image i, counted from 0, is the global variable image_hint_i already (
 class PyVision:
     shown: bool = True
     """The policy sees the pictures of the question; otherwise only its code does."""
+    rules: str = RULES
+    """The system message; IMAGES in it becomes how pictures are named."""
     name = "pyvision"
     stop = ("</code>",)
 
     def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
         names = list(self.inputs(pictures))
         parts = place(question, pictures, self._frame)
-        rules = RULES.replace("IMAGES", SHOWN if self.shown else HIDDEN)
+        rules = self.rules.replace("IMAGES", SHOWN if self.shown else HIDDEN)
         return [say("system", rules), say("user", *parts, *(["\n", sizes(names, pictures)] if names else []))]
 
     def read(self, reply: str) -> Reply:
