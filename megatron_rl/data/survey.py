@@ -1,7 +1,7 @@
 """Looks at every row before a run starts: what is there, what a run cannot use, and what is only strange."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +16,8 @@ SHOWN = 20
 _AT_ONCE = 32
 
 Size = tuple[int, int]
-CountTokens = Callable[[Example, list[Size]], int]
+Look = Callable[[Example, list[Size]], list[str]]
+"""What is strange about a question, given the width and height of its pictures."""
 
 
 @dataclass(slots=True)
@@ -25,8 +26,6 @@ class Survey:
     num_images: int = 0
     """Of the rows that can be used; so are the sources."""
     sources: Counter[str] = field(default_factory=Counter)
-    longest: int = 0
-    """Tokens of the longest prompt, where they were counted."""
     errors: list[str] = field(default_factory=list)
     """The first SHOWN rows that cannot be used, one line each."""
     num_errors: int = 0
@@ -48,11 +47,8 @@ class Survey:
             raise ValueError(self.errors[0] + others)
 
 
-def survey(
-    examples: Ordered[Example], *, count_tokens: CountTokens | None = None, max_tokens: int = 0, known_sources: Collection[str] = ()
-) -> Survey:
-    """Read every question and the header of every picture. Given a counter, prompts of more than max_tokens are told; given sources,
-    those that are not among them."""
+def survey(examples: Ordered[Example], *, look: Look | None = None) -> Survey:
+    """Read every question and the header of every picture; `look` may find more that is strange."""
     found = Survey(num_rows=len(examples))
     with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
         for start in range(0, len(examples), _AT_ONCE):
@@ -61,10 +57,11 @@ def survey(
                 broken = [broken for broken in (row, *sizes) if isinstance(broken, ValueError)]
                 if broken:
                     found.error(str(broken[0]))
-                else:
-                    _look(row, sizes, found, count_tokens=count_tokens, max_tokens=max_tokens)
-    for source in found.sources.keys() - known_sources if known_sources else ():
-        found.warn(f"data_source {source!r} ({found.sources[source]} rows) is not known to the reward")
+                    continue
+                found.num_images += len(sizes)
+                found.sources[row.payload["data_source"]] += 1
+                for wrong in [*bad_boxes(row.payload["extra"], sizes), *(look(row, sizes) if look else ())]:
+                    found.warn(f"{row.id}: {wrong}")
     return found
 
 
@@ -84,18 +81,6 @@ def _size(image: StoredImage) -> Size | ValueError:
         return image.size()
     except ValueError as error:
         return error
-
-
-def _look(example: Example, sizes: list[Size], found: Survey, *, count_tokens: CountTokens | None, max_tokens: int) -> None:
-    found.num_images += len(sizes)
-    found.sources[example.payload["data_source"]] += 1
-    for wrong in bad_boxes(example.payload["extra"], sizes):
-        found.warn(f"{example.id}: {wrong}")
-    if count_tokens is not None:
-        length = count_tokens(example, sizes)
-        found.longest = max(found.longest, length)
-        if length > max_tokens:
-            found.warn(f"{example.id}: the prompt has {length} tokens, more than {max_tokens}")
 
 
 def bad_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:

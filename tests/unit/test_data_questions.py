@@ -266,21 +266,20 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
     rows[2]["extra_info"] = {"question": "?", "bboxes": boxes}
     found = survey(
         open_questions([str(write(tmp_path / "train.json", rows))], images_root="", name="train"),
-        count_tokens=lambda example, sizes: 100 * len(sizes) + sizes[0][0], max_tokens=129, known_sources={"known"},
-    )  # fmt: skip
-    assert (found.num_rows, found.num_images, found.num_errors, len(found.errors), found.longest) == (34, 3, 31, 20, 130)
+        look=lambda example, sizes: [f"{example.payload['data_source']}, {sizes}"],
+    )
+    assert (found.num_rows, found.num_images, found.num_errors, len(found.errors), found.num_warnings) == (34, 3, 31, 20, 8)
     assert found.sources == {"known": 2, "new": 1}
     assert found.errors[0].startswith("train.json row 1: images[0]: ") and found.errors[1] == "train.json row 4: answer: is empty"
     assert found.warnings == [
-        "train/0: the prompt has 130 tokens, more than 129",
+        "train/0: known, [(30, 20)]",
         "train/2: bboxes [5, 5, 5, 9] is empty",
         "train/2: bboxes [0, 0, 31, 20] reaches out of the picture of 30x20 pixels",
         "train/2: bboxes [-1, 0, 2, 2] reaches out of the picture of 30x20 pixels",
         "train/2: bboxes x is not four numbers",
         "train/2: bboxes [1, 2, 3] is not four numbers",
-        "train/2: the prompt has 130 tokens, more than 129",
-        "train/3: the prompt has 130 tokens, more than 129",
-        "data_source 'new' (1 rows) is not known to the reward",
+        "train/2: known, [(30, 20)]",
+        "train/3: new, [(30, 20)]",
     ]
     with pytest.raises(ValueError, match=r"\(and 30 more rows; launch/doctor.py lists them\)$"):
         found.require_sound()
