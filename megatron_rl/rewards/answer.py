@@ -21,7 +21,7 @@ THRESHOLDS = tuple(Fraction(percent, 100) for percent in range(50, 100, 5))
 """Those of mean relative accuracy: 0.50, 0.55, ..., 0.95 (Yang et al. 2024, "Thinking in Space", section 3)."""
 _OPEN, _CLOSE, _BOX = "<answer>", "</answer>", "\\boxed{"
 _TAG = re.compile(r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\boxed|<\|", re.IGNORECASE)
-_NUMBER = re.compile(r"(?<![\w.,^])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.\d*|\.\d+|(?<=\d))(?![\w^]|[.,]\d)")
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)", re.ASCII)
 _CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])\Z)(?:\s|\Z)")
 
 
@@ -56,8 +56,7 @@ def vetoes(read: Read) -> dict[str, Veto]:
     """What makes an answer void, whatever it says: it takes every bonus with it."""
 
     def long_answer(outcome: Outcome) -> bool:
-        spoken = _spoken(last_reply(outcome))
-        return any(len(body) >= LONGEST for body in (*_blocks(spoken), read(spoken) or ""))
+        return len(read(last_reply(outcome)) or "") >= LONGEST
 
     def two_answers(outcome: Outcome) -> bool:
         spoken = _spoken(last_reply(outcome))
@@ -84,9 +83,10 @@ def choice(text: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    """The one number of a text, as written (`1,250.5 cm`, `about .5`); None without one, with several, or beyond 30 characters."""
-    found = _NUMBER.findall(text)
-    return Fraction(found[0].replace(",", "")) if len(found) == 1 and len(found[0]) <= 30 else None
+    """The one number of a text (`1,250.5 cm`, `about .5`); None with more digits beside it (`3 or 4`, `1e9`) or over 30 characters."""
+    found = _NUMBER.search(text)
+    alone = found and len(found[0]) <= 30 and not re.search(r"\d", text[: found.start()] + text[found.end() :])
+    return Fraction(found[0].replace(",", "")) if found and alone else None
 
 
 def relative_accuracy(truth: str, answer: str) -> float:
@@ -142,4 +142,4 @@ def _plain(text: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    return number(text) is not None and re.fullmatch(r"[-+]?[\d,]{1,30}", text.strip()) is not None
+    return number(text) is not None and re.fullmatch(r"[-+]?[0-9,]+", text.strip()) is not None

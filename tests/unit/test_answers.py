@@ -1,0 +1,298 @@
+"""Answers out of replies, what voids one, and the rules that compare: against numbers and cases worked out by hand."""
+
+import asyncio
+import os
+import random
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.rewards import answer as answers
+from megatron_rl.rewards.algebra import Algebra, is_mathematics
+from megatron_rl.rewards.answer import choice, decide, number, relative_accuracy, same_text, strict_boxed, tagged, unboxed, vetoes
+from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.types import End, Turn
+
+
+def said(*replies: str) -> Outcome:
+    return Outcome(payload={}, turns=[Turn(sequence=0, span=(0, 1), text=reply) for reply in replies], end=End.DONE)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("So.\n<answer>\n\\boxed{12}\n</answer>", "12"),
+        ("<answer>\n\\boxed{\\frac{1}{2}}\n</answer>  \n", "\\frac{1}{2}"),
+        ("<answer>\n\\boxed{\\{1, 2\\}}\n</answer>", "\\{1, 2\\}"),
+        ("<answer>\n\\boxed{\\left\\{ 3 }\n</answer>", "\\left\\{ 3 "),
+        ("<answer>\n\\boxed{1}\n</answer> no, <answer>\n\\boxed{2}\n</answer>", "2"),
+        ("<think><answer>\n\\boxed{1}\n</answer></think> I do not know", None),
+        ("<answer>\\boxed{12}</answer>", None),
+        ("<answer>\n\\boxed{12}</answer>", None),
+        ("<answer>\n\\boxed{12} or so\n</answer>", None),
+        ("<answer>\n\\boxed{12}\n", None),
+        ("<answer>\n\\boxed{{12}\n</answer>", None),
+        ("<answer>\n12\n</answer>", None),
+        ("\\boxed{12}", None),
+        ("", None),
+    ],
+)
+def test_strict_boxed(reply: str, expected: str | None) -> None:
+    assert strict_boxed(reply) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("<think>hm</think><answer> a dog </answer>", "a dog"),
+        ("<answer>a</answer><answer>b</answer>", "b"),
+        ("<think><answer>a</answer></think><answer>b</answer>", "b"),
+        ("<think><answer>a</answer></think> nothing", None),
+        ("<answer>\\boxed{7}</answer>", "7"),
+        ("<answer>\\boxed{7} or \\boxed{8}</answer>", "\\boxed{7} or \\boxed{8}"),
+        ("so \\boxed{\\text{x}}.", "\\text{x}"),
+        ("<answer>never closed", None),
+        ("\\boxed{never closed", None),
+        ("", None),
+    ],
+)
+def test_tagged(reply: str, expected: str | None) -> None:
+    assert tagged(reply) == expected
+
+
+VOID = {
+    "long_answer": ["<answer>\n\\boxed{" + "x" * 1000 + "}\n</answer>", "<answer>" + "x" * 1000 + "</answer>"],
+    "two_answers": [
+        "<answer>\n\\boxed{3}\n</answer><answer>\n\\boxed{4}\n</answer>",
+        "<answer><answer>\n\\boxed{3}\n</answer>",
+        "<answer>3</answer></answer>",
+    ],
+    "tags_in_answer": [
+        "<answer>\n\\boxed{\\boxed{3}}\n</answer>",
+        "<answer>\n\\boxed{<interpreter>3</interpreter>}\n</answer>",
+        "<answer>\n\\boxed{<answer>3}\n</answer>",
+        "<answer>\n\\boxed{3<|im_end|>}\n</answer>",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", VOID)
+@pytest.mark.parametrize("read", [strict_boxed, tagged])
+def test_void_answers(name: str, read: answers.Read) -> None:
+    """Each is found by name, or has no answer to begin with; the last reply is what counts."""
+    for reply in VOID[name]:
+        assert vetoes(read)[name](said("<answer>\n\\boxed{3}\n</answer>", reply)) or read(reply) is None, reply
+        assert read(reply) is None or any(veto(said(reply)) for veto in vetoes(read).values()), reply
+
+
+@pytest.mark.parametrize("read", [strict_boxed, tagged])
+@pytest.mark.parametrize(
+    "reply", ["", "<answer>\n\\boxed{" + "x" * 999 + "}\n</answer>", "<think><answer>a</answer></think><answer>\n\\boxed{3}\n</answer>"]
+)
+def test_sound_answers_stay(reply: str, read: answers.Read) -> None:
+    assert not any(veto(said(reply)) for veto in vetoes(read).values())
+    assert not any(veto(said()) for veto in vetoes(read).values())
+
+
+def test_two_boxes_without_tags_are_two_answers() -> None:
+    assert vetoes(tagged)["two_answers"](said("\\boxed{3} or \\boxed{4}"))
+    assert not vetoes(tagged)["two_answers"](said("\\boxed{3} is what I get. <answer>3</answer>"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *[("B", "B"), ("(B)", "B"), ("B.", "B"), ("B) a dog", "B"), ("(C) two dogs", "C"), (" D: ", "D"), ("B. not C", None)],
+        *[("A dog", None), ("b", None), ("AB", None), ("B or C", None), ("(B", None), ("", None), ("B. Vitamin C", None)],
+    ],
+)
+def test_choice(text: str, expected: str | None) -> None:
+    assert choice(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("12", 12),
+        ("-3.5", Fraction(-7, 2)),
+        ("about .5 m", Fraction(1, 2)),
+        ("1,250.25 cm", Fraction(5001, 4)),
+        ("7.", 7),
+        ("12cm", 12),
+        ("12 cm\u00b2", 12),
+        ("1,23", None),
+        ("\u0663", None),
+        ("3 or 4", None),
+        ("1e9", None),
+        ("2^3", None),
+        ("1.2.3", None),
+        ("none", None),
+        ("9" * 31, None),
+        ("", None),
+    ],
+)
+def test_number(text: str, expected: Fraction | None) -> None:
+    assert number(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "expected"),
+    [
+        ("100", "100", 1.0),
+        ("100", "96", 1.0),
+        ("100", "95", 0.9),  # off by exactly 0.05, which is not below 1 - 0.95
+        ("100", "88", 0.8),
+        ("100", "150.0", 0.0),
+        ("100", "51", 0.1),
+        ("100", "50", 0.0),
+        ("4", "about 5 chairs", 0.5),  # 0.25: below 0.50, 0.45, 0.40, 0.35, 0.30
+        ("-10", "-9", 0.8),  # 0.1: not below 0.10 and 0.05
+        ("-10", "10", 0.0),
+        ("0", "0.0", 1.0),
+        ("0", "0.001", 0.0),
+        ("B", "(B) left", 1.0),
+        ("B", "C", 0.0),
+        ("three", "Three", 1.0),
+        ("100", "I saw 7, so 100", 0.0),
+        ("100", "", 0.0),
+    ],
+)
+def test_relative_accuracy(truth: str, answer: str, expected: float) -> None:
+    assert relative_accuracy(truth, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "expected"),
+    [
+        ("Red", " red. ", True),
+        ("red  car", "Red car", True),
+        ("B", "(B) red", True),
+        ("B", "C", False),
+        ("1,000", "1000", True),
+        ("12", "13", False),
+        ("12", "12.0", None),
+        ("12", "twelve", None),
+        ("red", "not red", None),
+        ("red", "", None),
+        ("", "", None),
+        ("A", "true", None),
+    ],
+)
+def test_what_words_decide(truth: str, answer: str, expected: bool | None) -> None:
+    assert decide(truth, answer) is expected
+
+
+TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([*TAGS, "\\boxed{", "{", "}", "\\", "\n", "3", "A", ".", ",", "-", "'"])))
+def test_readers_are_total(pieces: list[str]) -> None:
+    """Whatever is written is read without an exception, and what is read was written."""
+    text = "".join(pieces)
+    for read in (strict_boxed, tagged):
+        found = read(text)
+        assert found is None or found in text
+        [veto(said(text)) for veto in vetoes(read).values()]
+    assert number(text) is None or "3" in text
+    assert unboxed(text) in text
+    assert relative_accuracy("3", text) in {step / 10 for step in range(11)}
+    assert same_text(text, text) or not text.strip("\n\"'`$. ")
+
+
+@given(st.decimals(min_value=-(10**12), max_value=10**12, places=5), st.booleans())
+def test_a_number_is_read_as_python_reads_it(value: Decimal, commas: bool) -> None:
+    assert number(f"about {value:,f} cm" if commas else f"{value:f}") == Fraction(value)
+
+
+def test_readers_are_linear() -> None:
+    began = time.perf_counter()
+    for piece in ("<answer>", "</answer>", "\\boxed{", "{", "1,", "1.", "-", "</think>", "<answer></answer>"):
+        text = piece * 20_000
+        for read in (strict_boxed, tagged):
+            read(text)
+            [veto(said(text)) for veto in vetoes(read).values()]
+        number(text), choice(text), same_text(text, text)
+    assert time.perf_counter() - began < 20
+
+
+CASES = [
+    ("1/2", "0.5", True),
+    ("\\frac{1}{2}", "$1/2$", True),
+    ("\\sqrt{8}", "2\\sqrt{2}", True),
+    ("2x+1", "1+2x", True),
+    ("50\\%", "0.5", True),
+    ("[1, 2)", "[1,2)", True),
+    ("\\{1, 2\\}", "\\{2, 1\\}", True),
+    ("12", "x = 12", True),
+    ("90^\\circ", "90", True),
+    ("1/2", "0.51", False),
+    ("3", "3, 4", False),
+    ("3", "3 or 4", False),
+    ("3", "\\{3, 4\\}", False),
+    ("3", "\\pm 3", False),
+    ("2", "1=2=12", False),
+    ("5", "9^{9^{9^{9}}}", None),  # more digits than there are atoms
+    ("5", "100000000!", None),
+    ("5", "\\frac" * 30, None),
+    ("5", "((((((5", None),
+    ("5", "\x00 5", None),
+    ("5", "\ud800 5", None),
+]
+
+
+def test_algebra() -> None:
+    """All at once, with questions among them that would never end; and from more than one event loop."""
+
+    async def ask(cases: list[tuple[str, str, bool | None]]) -> list[bool | None]:
+        return list(await asyncio.gather(*(algebra.equal(truth, answer) for truth, answer, _ in cases)))
+
+    algebra = Algebra()
+    for cases in (CASES, CASES[:3]):
+        assert asyncio.run(ask(cases)) == [expected for *_, expected in cases]
+
+
+def test_algebra_survives_its_helper() -> None:
+    algebra = Algebra()
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    helper = algebra._helper
+    assert helper is not None
+    os.kill(helper.pid, 9)
+    helper.wait(10)
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    second = algebra._helper
+    assert second is not None and second.pid != helper.pid
+    del algebra
+    assert second.wait(10) == -9, "the helper outlived the object that started it"
+
+
+def test_the_helper_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    algebra = Algebra()
+    assert asyncio.run(algebra.equal("1", "2")) is False
+    assert algebra._helper is not None
+    with open(f"/proc/{algebra._helper.pid}/environ", "rb") as file:
+        assert b"secret" not in file.read()
+
+
+@pytest.mark.parametrize("text", ["listen", "12 apples", "A or B", "$3$ $4$", "5\n6", "3?", "1" * 201, "", "__import__('os')"])
+def test_words_are_no_mathematics(text: str) -> None:
+    assert not is_mathematics(text)
+
+
+def test_algebra_takes_any_text() -> None:
+    """Pieces of LaTeX at random: wrong or undecided, never an exception, and never "equal" to a number that is not there."""
+    dice = random.Random(0)
+    pieces = ["\\frac", "\\sqrt", "\\int", "\\sum", "\\begin{pmatrix}", "\\\\", "\\{", *"&{}()^_!=<12x"]
+    texts = ["".join(dice.choices(pieces, k=dice.randint(1, 12))) for _ in range(150)]
+
+    async def ask() -> list[bool | None]:
+        algebra = Algebra()
+        return [await algebra.equal("738.25", text) for text in texts]
+
+    verdicts = asyncio.run(ask())
+    assert set(verdicts) <= {False, None} and len(verdicts) == 150
