@@ -38,6 +38,7 @@ class Renderer:
         self.stop_ids = [self.end_id]
         beyond = range(len(self.tokenizer), config.text_config.vocab_size)
         self.banned_ids = sorted({*(known[token] for token in _NEVER_SAMPLED), *beyond})
+        self.vision_pixels = self.processor.image_processor.patch_size * self.processor.image_processor.merge_size
         self._images: OrderedDict[str, Image] = OrderedDict()
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
@@ -48,19 +49,20 @@ class Renderer:
         if key in self._images:
             self._images.move_to_end(key)
             return self._images[key]
-        image_processor = self.processor.image_processor
-        height, width = smart_resize(
-            picture.height, picture.width, factor=image_processor.patch_size * image_processor.merge_size,
-            min_pixels=self.min_pixels, max_pixels=self.max_pixels,
-        )  # fmt: skip
-        resized = picture.convert("RGB").resize((width, height), Resampling.BICUBIC)
-        features = image_processor(images=[resized], do_resize=False, return_tensors="pt")
+        resized = picture.convert("RGB").resize(self.final_size(picture.width, picture.height), Resampling.BICUBIC)
+        features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
         grid = tuple(features["image_grid_thw"][0].tolist())
         image = Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=_digest(resized))
         self._images[key] = self._images[image.key] = image
         while len(self._images) > _CACHED_IMAGES:
             self._images.popitem(last=False)
         return image
+
+    def final_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of a picture of this size after the resize: multiples of `vision_pixels`, the side of a vision token."""
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        rows, columns = smart_resize(height, width, factor=self.vision_pixels, **limits)
+        return columns, rows
 
     def restore(self, sequence: Sequence) -> None:
         """Give images that came from another rank their patches back."""
