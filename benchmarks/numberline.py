@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/numberline.py --seeds 0 1 2 --out runs/seeds
 
-A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Success is an episode with return above 0, over all
-30 starts weighted as dealt: greedy exactly, at temperature 1 by 8 episodes a start.
+A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Success is an episode with return above 0, over
+all 30 starts weighted as dealt: greedy exactly, at temperature 1 by 8 episodes a start.
 """
 
 import argparse
@@ -64,7 +64,8 @@ def main() -> None:
     for seed in arguments.seeds:
         rows.append(run_seed(seed, arguments.out))
         print(json.dumps(rows[-1]), flush=True)
-    print("| seed | after SFT greedy | temperature 1 | after GRPO greedy | temperature 1 | SFT s | GRPO s | s a step | sync ms | gap max | outside spans |")
+    stages = "after SFT greedy | temperature 1 | after GRPO greedy | temperature 1"
+    print(f"| seed | {stages} | SFT s | GRPO s | s a step | sync ms | gap max | outside spans |")
     print("|" + "---|" * 11)
     for row in rows:
         shares = " | ".join(f"{row[f'{stage} {kind}']:.1%}" for stage in ("sft", "grpo") for kind in ("greedy", "sampled"))

@@ -62,7 +62,9 @@ class WaitsTask:
         return Waits(example.payload["latencies"], self.barrier)
 
 
-def play(engine: Engine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool) -> tuple[float, list[Rollout]]:
+def play(
+    engine: Engine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool
+) -> tuple[float, list[Rollout]]:
     """Seconds that the episodes with these latencies take together, and the episodes."""
     turns = len(latencies_ET[0])
     settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_tokens_per_turn=tokens, max_context=1024, max_images=1, seed=0)

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     if place().is_main:
         main()
     else:
-        silence = sys.stderr = open(os.devnull, "w")  # hydra's own messages, about a misspelt key say, come from the main rank
+        silence = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process) hydra's own messages, about a misspelt key say, come from the main rank
         try:
             main()
         except SystemExit:

@@ -29,7 +29,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def torchrun():  # noqa: ANN201
+def torchrun():
     """torchrun(num_processes, script, *arguments): real processes; fails with their output unless all exit 0."""
 
     def run(num_processes: int, script: str | Path, *arguments: object, timeout_s: float = 240) -> str:

@@ -98,7 +98,7 @@ def noise() -> list[float]:
         own = torch.rand(2).tolist()
     draws: list = [None] * dist.get_world_size()
     dist.all_gather_object(draws, torch.rand(2).tolist() + own)
-    return sum(draws, [])
+    return [value for drawn in draws for value in drawn]
 
 
 def folder(path: Path) -> Path:

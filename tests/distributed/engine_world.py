@@ -6,9 +6,11 @@ Arguments: model folder, engine.tp, file that each engine's leader writes its gr
 import asyncio
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -46,12 +48,8 @@ async def fail_after_a_turn(engine: Engine, renderer: Renderer) -> None:
 
 
 def expect(kind: type[BaseException], text: str, call: object, *arguments: object, **keywords: object) -> None:
-    try:
+    with pytest.raises(kind, match=re.escape(text)):
         call(*arguments, **keywords)
-    except kind as error:
-        assert text in str(error), f"{text!r} is not in {error}"
-        return
-    raise AssertionError(f"{kind.__name__} was not raised")
 
 
 def main(model: str, tp: int, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a user can get wrong, and what can break: one clear line, a non-zero exit in stated time, nobody left behind, nothing half-written."""
+"""What a user can get wrong, and what can break: one clear line, a non-zero exit in stated time, nobody and nothing half-done left."""
 
 import os
 import re
@@ -72,7 +72,8 @@ def corrupt(random_model: Path, tmp_path: Path) -> Path:
 
 
 def test_a_batch_that_does_not_divide(random_model: Path, tmp_path: Path) -> None:
-    output = alone(f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "algo.prompts_per_step=5", "algo.minibatches=2", within_s=120)
+    misfit = ("algo.prompts_per_step=5", "algo.minibatches=2")
+    output = alone(f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *misfit, within_s=120)
     assert the_one_error(output) == ("algo.prompts_per_step", "5", "must divide by algo.minibatches=2: minibatches are cut by groups")
     assert not (tmp_path / "run").exists()
 
@@ -84,7 +85,8 @@ def test_a_gpu_setting_on_a_machine_without(random_model: Path, tmp_path: Path) 
 
 
 def test_a_value_that_was_not_given_is_asked_for(tmp_path: Path) -> None:
-    assert the_one_error(alone(f"run.dir={tmp_path / 'run'}", within_s=120)) == ("model.path", "???", "has no default; give it on the command line")
+    output = alone(f"run.dir={tmp_path / 'run'}", within_s=120)
+    assert the_one_error(output) == ("model.path", "???", "has no default; give it on the command line")
 
 
 def test_a_misspelt_key_is_named_once(random_model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A task from a user's own file, outside the repository: a continued context with a second image, through a real engine and real updates."""
+"""A task from a user's own file, outside the repository: a continued context with a second image, in a real engine and real updates."""
 
 import json
 import os

@@ -49,7 +49,8 @@ def warm(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noq
     """40 supervised steps from the random nano: it then writes JSON, and is right about as often as not."""
     home = tmp_path_factory.mktemp("warm")
     make(home / "nano", preset="nano", init="learn", seed=0)
-    own = ("stage=sft", f"model.path={home / 'nano'}", "sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60")
+    sizes = ("sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60")
+    own = ("stage=sft", f"model.path={home / 'nano'}", *sizes)
     overrides = (*own, "sft.lr=1e-3", "sft.warmup_steps=5", "sft.beta2=0.95", *SIZES, f"run.dir={home / 'sft'}")
     return Finished(home / "sft", torchrun(2, WITNESSED, *overrides, timeout_s=280), overrides)
 

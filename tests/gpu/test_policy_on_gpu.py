@@ -31,7 +31,8 @@ def make_policy(random_model: Path) -> Callable[..., Policy]:
     def make(dtype: str, *, lora: LoraSettings | None = None, **parallel: object) -> Policy:
         return Policy(
             ModelSettings(path=str(random_model), dtype=dtype), layout,
-            parallel=ParallelSettings(**parallel), optimizer=AlgoSettings(lr=1e-3), num_updates=1, lora=lora, banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+            parallel=ParallelSettings(**parallel), optimizer=AlgoSettings(lr=1e-3), num_updates=1, lora=lora,
+            banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
         )  # fmt: skip
 
     return make

@@ -83,7 +83,11 @@ def test_one_flipped_bit_of_any_tensor_is_noticed(engine: Engine, hf: HF, monkey
         spoiled = tensors[name].clone()
         words = spoiled.view(-1).view(torch.int32)
         words[index * (len(words) - 1) // (len(names) - 1)] ^= -(2**31) if index % 32 == 31 else 1 << index % 32
-        monkeypatch.setattr(engine._core.weights, "deliver", lambda bucket: deliver([(n, spoiled if n == name else t) for n, t in bucket]))
+
+        def deliver_spoiled(bucket: list[tuple[str, torch.Tensor]], name: str = name, spoiled: torch.Tensor = spoiled) -> None:
+            deliver([(sent, spoiled if sent == name else tensor) for sent, tensor in bucket])
+
+        monkeypatch.setattr(engine._core.weights, "deliver", deliver_spoiled)
         with pytest.raises(RuntimeError, match=f"does not hold what was sent: {name}$"):
             engine.load_weights(iter(tensors.items()), version=1)
 

@@ -1,5 +1,6 @@
 """Packed attention against a textbook loop over segments, in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,7 @@ def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[in
     """One query at a time: softmax over the keys it may see, in its own segment and the one its segment continues."""
     out = torch.zeros_like(q)
     repeat = q.shape[1] // k.shape[1]
-    for segment, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for segment, (start, stop) in enumerate(itertools.pairwise(offsets)):
         prefix = prefix_S[segment]
         before = list(range(offsets[prefix], offsets[prefix + 1])) if prefix >= 0 else []
         for t in range(start, stop):

@@ -21,7 +21,7 @@ from megatron_rl.tasks.gym_cards.task import write_reply
 from tools.data import make_tiny_qwen2_5_vl as maker
 
 # Qwen2.5's 22 added tokens, 151643 to 151664 in the released tokenizers, in that order.
-ADDED = (
+ADDED = (  # noqa: SIM905
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> "
     "<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> "
     "<|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>"

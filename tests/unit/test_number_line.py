@@ -131,7 +131,7 @@ def test_the_30_pictures_differ_and_hold_their_text_inside() -> None:
         rows, columns = np.nonzero((array < 128).all(axis=2))
         upper, lower = rows[rows < 150], rows[rows >= 150]
         assert 60 <= upper.min() < upper.max() < 120 and 180 <= lower.min() < lower.max() < 240
-        assert 30 <= columns.min() and columns.max() < 290
+        assert columns.min() >= 30 and columns.max() < 290
         assert (array[..., 0] == array[..., 1]).all() and (array[..., 1] == array[..., 2]).all()
 
 
@@ -159,7 +159,7 @@ def exhaustive_success(probability_right: dict[tuple[int, int], Fraction]) -> Fr
         target = drawn if drawn != current else (drawn + 1) % 5
         for actions in itertools.product((-1, 1), repeat=10):
             place, gained, chance = current, 0, Fraction(1, 36)
-            for number, action in enumerate(actions):
+            for number, action in enumerate(actions):  # noqa: B007 (read after the loop)
                 right = (action > 0) == (target > place)
                 chance *= probability_right[place, target] if right else 1 - probability_right[place, target]
                 before, place = abs(target - place), max(0, min(5, place + action))

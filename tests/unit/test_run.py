@@ -14,7 +14,8 @@ def rollout(group: int, reward: float | None, sampled: int = 2) -> Rollout:
     failed = reward is None
     return Rollout(
         task="t", example_id="e", group=group, sample=0, weight_version=0, sequences=[sequence], reward=reward,
-        rewards={} if failed else {"return": reward}, status=Status.FAILED if failed else Status.COMPLETED, reason="sandbox down" if failed else "goal",
+        rewards={} if failed else {"return": reward}, status=Status.FAILED if failed else Status.COMPLETED,
+        reason="sandbox down" if failed else "goal",
     )  # fmt: skip
 
 

@@ -93,10 +93,10 @@ def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: py
             raise OSError("no more renames")
         return rename(self, target)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no more renames"):
-        patch.setattr(Path, "rename", fails)
-        with whole_or_absent(out):
-            pass
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="no more renames"), whole_or_absent(out):
+        (tmp_path / ".out.partial").touch()
+    monkeypatch.undo()
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
     out.rename(tmp_path / ".out.replaced")
     with pytest.raises(ValueError, match="refused"), whole_or_absent(out):
@@ -113,9 +113,14 @@ def test_parents_that_were_made_for_nothing_go(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refused"), whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
         raise ValueError("refused")
     assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
-    with pytest.raises(ValueError, match="refused"), whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
-        (tmp_path / "there" / "a" / "mine").touch()
-        raise ValueError("refused")
+
+    def refused_beside_a_file() -> None:
+        with whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
+            (tmp_path / "there" / "a" / "mine").touch()
+            raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        refused_beside_a_file()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "mine", "there"]
 
 

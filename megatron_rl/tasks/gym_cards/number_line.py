@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -93,7 +94,7 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
     Observations are uint8 [300, 300, 3]. reset(options={"current": c, "target": t}) fixes the start instead of dealing it.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 1}
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
 
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = gymnasium.spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
