@@ -1,0 +1,127 @@
+"""Questions about pictures, answered with tools: the user's data, a protocol, a sandbox, and a rubric by name."""
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ordered
+
+import numpy as np
+from PIL.Image import Image as Picture
+
+import sandbox
+from megatron_rl.config import SandboxSettings, TaskSettings, require, require_choice
+from megatron_rl.data.questions import split_of
+from megatron_rl.data.transcripts import transcripts
+from megatron_rl.rewards import recipes
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.rubric import CORRECT
+from megatron_rl.tasks.base import Demonstration, Example
+from megatron_rl.tasks.visual_python.codev import CodeV
+from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
+from megatron_rl.tasks.visual_python.env import AgentEnv
+from megatron_rl.tasks.visual_python.functions import Functions
+from megatron_rl.tasks.visual_python.protocol import ToolProtocol
+from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.types import HostFault, Rollout
+from sandbox.client import SandboxClient
+
+Payload = Mapping[str, object]
+HIDDEN = "pyvision_gym_wo_image_hint"
+"""The `env_name` of examples whose pictures only the code sees."""
+OBSERVED_CHARACTERS = 8192
+"""Of what a call prints, on each of its two streams: the first half and the last. Some 3,000 tokens."""
+TRANSCRIPTS = "transcripts"
+
+
+def pyvision(payload: Payload) -> PyVision:
+    return PyVision(shown=payload["env_name"] != HIDDEN)
+
+
+def codev(payload: Payload) -> CodeV:
+    """Pictures go by extra_info.image_file_name: one name, or a list of them."""
+    extra = payload["extra"]
+    assert isinstance(extra, Mapping), f"{payload}"
+    names = extra.get("image_file_name", [])
+    return CodeV(tuple(map(str, names if isinstance(names, list) else [names])))
+
+
+PROTOCOLS: Mapping[str, Callable[[Payload], ToolProtocol]] = {
+    "pyvision": pyvision,
+    "codev": codev,
+    "deepeyes": lambda _: DeepEyes(),
+    "functions": lambda _: Functions(),
+}
+"""task.protocol -> the protocol as an example wants it."""
+
+
+class VisualPythonTask:
+    """PyVision-RL, CodeV and DeepEyes are settings of it: task.protocol, task.reward and the data."""
+
+    def __init__(self, settings: TaskSettings) -> None:
+        self.settings = settings
+        self.name = "visual_python"
+        self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}})
+        self.stop = self.protocol.stop
+        self.judge = Judge(settings.judge) if settings.judge.urls or settings.judge.cache else None
+        self.rubric = recipes.build(settings.reward, judge=self.judge, protocol=settings.protocol)
+        self._pool = pool_of(settings.sandbox)
+        self._splits: dict[str, Ordered[Example]] = {}
+
+    async def start(self) -> None:
+        try:
+            await self._pool.start()
+        except sandbox.HostFault as fault:
+            raise HostFault(f"sandbox: {fault}") from fault
+        if self.judge is not None:
+            await self.judge.start()
+
+    async def close(self) -> None:
+        if self.judge is not None:
+            await self.judge.close()
+        await self._pool.close()
+
+    def examples(self, split: str) -> Ordered[Example]:
+        """The user's questions; every row is looked at the first time. ValueError names the first that is no good."""
+        if split not in self._splits:
+            self._splits[split] = split_of(self.settings.data, split)
+        return self._splits[split]
+
+    def env(self, example: Example) -> AgentEnv:
+        return AgentEnv(example, protocol=PROTOCOLS[self.settings.protocol](example.payload), pool=self._pool)
+
+    def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
+        """The user's transcripts, dealt in shuffled rounds of all. Tool output is the user's turn in them, so there is no loss on it."""
+        require_choice("sft.splits", split, (TRANSCRIPTS,))
+        data = self.settings.data
+        require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, "give the files of transcripts to learn from")
+        shown = transcripts(data.demonstrations, images_root=data.images)
+        draw = np.random.default_rng(seed)
+        rounds = [draw.permutation(len(shown)).tolist() for _ in range(-(-num // len(shown)))]
+        places = [place for dealt in rounds for place in dealt][:num]
+        opened = {place: Demonstration(messages=shown[place]) for place in sorted(set(places))}
+        return [opened[place] for place in places]
+
+    def gold(self, example: Example) -> list[str]:
+        """The answer; before it, where the reward counts tools and there is a picture, a look at the first one."""
+        protocol = PROTOCOLS[self.settings.protocol](example.payload)
+        images, answer = example.payload["images"], example.payload["answer"]
+        assert isinstance(images, tuple) and isinstance(answer, str), f"{example}"
+        look = [look_at_first(protocol, images[0].open())] if images and self.settings.reward != "accuracy" else []
+        return [*look, protocol.write_answer(answer)]
+
+    def success(self, rollout: Rollout) -> bool:
+        return rollout.rewards["accuracy"] >= CORRECT
+
+
+def look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
+    """A reply that shows the first picture of a question, whole."""
+    if isinstance(protocol, DeepEyes):
+        return protocol.write_call("zoom", {"bbox_2d": [0, 0, picture.width, picture.height]})
+    (name,) = protocol.inputs([picture])
+    return protocol.write_code(f"Image.open({name!r}).show()" if isinstance(protocol, CodeV) else f"{name}.show()")
+
+
+def pool_of(settings: SandboxSettings) -> sandbox.Sandbox | SandboxClient:
+    """The server at settings.url, which has its own limits, or a pool of this process."""
+    if settings.url:
+        return SandboxClient(settings.url)
+    limits = sandbox.Limits(call_s=settings.call_s, memory=settings.memory_mib << 20, text=OBSERVED_CHARACTERS)
+    return sandbox.Sandbox(size=settings.size, limits=limits, isolation=settings.isolation)

@@ -1,0 +1,222 @@
+"""The task from the user's files to the score, with the real sandbox and a policy that is a function of what it is shown."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, TaskSettings
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Example
+from megatron_rl.tasks.visual_python.task import VisualPythonTask
+from megatron_rl.types import End, HostFault, Image, Rollout, Status
+from sandbox import HostFault as NoRoom
+from sandbox.layers import choose, offered
+
+COLORS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220), "yellow": (230, 220, 20)}
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=4000, max_context=9000, max_images=6, seed=0)
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the image processor (Qwen2.5-VL's preprocessor_config.json)."""
+
+Said = Callable[[str, list[Image]], str]
+
+
+@dataclass
+class Policy:
+    """An engine that says what `said` makes of the context: its text, and its images as the model gets them."""
+
+    renderer: Renderer
+    said: Said
+    weight_version: int = 0
+
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+        text = self.said(self.renderer.tokenizer.decode(token_ids), images)
+        ids = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ended = any(text.endswith(stop) for stop in sampling.stop)
+        ids += [] if ended else [self.renderer.end_id]
+        return Completion(ids, [-0.5] * len(ids), finished=True, weight_version=0)
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One picture and question for each color; the first three rows' pictures are hidden from the policy."""
+    folder = tmp_path_factory.mktemp("questions")
+    with (folder / "q.jsonl").open("w") as file:
+        for name, color in COLORS.items():
+            Pillow.new("RGB", (100, 80), color).save(folder / f"{name}.png")
+            row = {
+                "data_source": "visual_search",
+                "env_name": "pyvision_gym_wo_image_hint",
+                "images": [{"path": f"{name}.png"}],
+                "reward_model": {"ground_truth": name, "style": "model"},
+                "extra_info": {
+                    "question": "Which color?",
+                    "answer": name,
+                    "index": name,
+                    "split": "train",
+                    "image_file_name": f"{name}.png",
+                },
+            }
+            file.write(json.dumps(row) + "\n")
+    return folder / "q.jsonl"
+
+
+def task_of(questions: Path, **given: object) -> VisualPythonTask:
+    data = DataSettings(train=[str(questions)], eval=[str(questions)], max_eval=2)
+    return VisualPythonTask(TaskSettings(name="visual_python", data=data, sandbox=SandboxSettings(size=2), **given))
+
+
+def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Example], Said]) -> list[list[Rollout]]:
+    """For each policy an episode of each training example; all at once on two boxes."""
+    try:
+        choose(offered())
+    except NoRoom as fault:
+        pytest.skip(str(fault))
+
+    async def one(said: Said, example: Example, group: int) -> Rollout:
+        return await run_episode(task, example, engine=Policy(renderer, said), renderer=renderer, settings=SETTINGS, group=group, sample=0)
+
+    async def all_of_them() -> list[list[Rollout]]:
+        await task.start()
+        try:
+            examples = list(enumerate(task.examples("train")))
+            played = (asyncio.gather(*(one(policy(example), example, group) for group, example in examples)) for policy in policies)
+            return await asyncio.gather(*played)
+        finally:
+            await task.close()
+
+    return asyncio.run(all_of_them())
+
+
+def color_of(image: Image) -> str:
+    """The nearest color, read from the patches that go into the model."""
+    patch_PC = image.patch_PC.numpy().reshape(-1, 3, 2 * 14 * 14)
+    mean = (patch_PC.mean(axis=(0, 2)) * STD + MEAN) * 255
+    return min(COLORS, key=lambda name: np.abs(mean - COLORS[name]).sum())
+
+
+def test_an_answer_that_stands_only_in_a_picture_of_turn_two_is_found(renderer: Renderer, questions: Path) -> None:
+    """The prompt shows no picture. Who looks reads the color from the patches of the observation; who does not look cannot know it."""
+
+    def looks(context: str, images: list[Image]) -> str:
+        if not images:
+            return "I look.\n<code>\n```python\nimage_hint_0.show()\n```\n</code>"
+        return f"<answer>\n\\boxed{{{color_of(images[-1])}}}\n</answer>"
+
+    task = task_of(questions, reward="pyvision")
+    guess = "<answer>\n\\boxed{red}\n</answer>"
+    seen, blind = play(task, renderer, lambda example: looks, lambda example: lambda context, images: guess)
+    assert [rollout.reward for rollout in seen] == pytest.approx([1.1] * 4)
+    assert [rollout.reward for rollout in blind] == [1.0, 0.0, 0.0, 0.0]
+    assert [task.success(rollout) for rollout in blind] == [True, False, False, False]
+    for name, rollout in zip(COLORS, seen, strict=True):
+        (sequence,) = rollout.sequences
+        (image,) = sequence.images
+        assert rollout.turns[0].images == [image] and color_of(image) == name
+        assert sequence.token_ids.count(renderer.image_token_id) == image.num_tokens == 2
+        assert (rollout.status, rollout.end, len(rollout.turns)) == (Status.COMPLETED, End.DONE, 2)
+        assert rollout.turns[0].text.endswith("</code>") and rollout.turns[0].call.ran
+
+
+@pytest.mark.parametrize(
+    ("protocol", "reward", "full"),
+    [
+        ("pyvision", "accuracy", 1.0),
+        ("pyvision", "pyvision", 1.1),
+        ("codev", "pyvision", 1.1),
+        ("deepeyes", "accuracy", 1.0),
+        ("deepeyes", "deepeyes", 2.0),
+        ("functions", "deepeyes", 2.0),
+    ],
+)
+def test_gold_earns_full_marks_and_no_gold_none(renderer: Renderer, questions: Path, protocol: str, reward: str, full: float) -> None:
+    task = task_of(questions, protocol=protocol, reward=reward)
+
+    def gold(example: Example) -> Said:
+        replies = task.gold(example)
+        return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
+
+    rollouts, idle = play(task, renderer, gold, lambda example: lambda context, images: "I do not know.")
+    assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.rewards for rollout in rollouts]
+    assert all(task.success(rollout) for rollout in rollouts)
+    assert all(rollout.end is End.MAX_TURNS and rollout.reward <= 0 for rollout in idle)
+    assert all(turn.call.error and not turn.call.ran for rollout in idle for turn in rollout.turns)
+
+
+def test_the_users_data_arrive(questions: Path) -> None:
+    task = task_of(questions)
+    assert [example.payload["answer"] for example in task.examples("train")] == list(COLORS)
+    assert len(task.examples("eval")) == 2, "task.data.max_eval"
+    assert task.env(task.examples("train")[0]).protocol.shown is False
+    assert task.stop == ("</code>",)
+    codev = task_of(questions, protocol="codev")
+    assert codev.env(codev.examples("train")[1]).protocol.file_names == ("green.png",)
+
+
+def test_demonstrations_are_the_users_transcripts_in_shuffled_rounds(renderer: Renderer, questions: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cold_start.jsonl"
+    with path.open("w") as file:
+        for number, name in enumerate(COLORS):
+            parts = [{"type": "image", "image": f"{name}.png"}, {"type": "text", "text": "Which color?"}]
+            shown = [{"type": "text", "text": "<tool_response>"}, {"type": "image", "image": f"{name}.png"}]
+            messages = [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": f"<code>look {number}</code>"},
+                {"role": "user", "content": shown},
+                {"role": "assistant", "content": f"<answer>{name}</answer>"},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    data = DataSettings(demonstrations=[str(path)], images=str(questions.parent))
+    task = VisualPythonTask(TaskSettings(name="visual_python", data=data))
+    sequences = [renderer.transcript(shown.messages) for shown in task.demonstrations("transcripts", num=10, seed=3)]
+    said = [renderer.tokenizer.decode([token for token, mask in zip(s.token_ids, s.loss_mask, strict=True) if mask]) for s in sequences]
+    spoken = {f"<code>look {number}</code><|im_end|><answer>{name}</answer><|im_end|>" for number, name in enumerate(COLORS)}
+    assert set(said[:4]) == set(said[4:8]) == spoken and set(said[8:]) < spoken
+    for sequence, words in zip(sequences, said, strict=True):
+        assert [color_of(image) for image in sequence.images] == re.findall("<answer>(.*)</answer>", words) * 2
+    (first,) = task.demonstrations("transcripts", num=1, seed=3)
+    assert renderer.transcript(first.messages).token_ids == sequences[0].token_ids, "fewer are a prefix of more"
+    with pytest.raises(ValueError, match="sft.splits"):
+        task.demonstrations("correct", num=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"protocol": "codev", "reward": "codev"}, r"task\.judge\.urls"),
+        ({"reward": "tapo"}, r"task\.judge\.urls"),
+    ],
+)
+def test_a_reward_that_needs_a_judge_says_so(questions: Path, given: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        task_of(questions, **given)
+
+
+def test_no_data_says_so() -> None:
+    task = VisualPythonTask(TaskSettings(name="visual_python"))
+    for ask, key in (
+        (lambda: task.examples("train"), "train"),
+        (lambda: task.demonstrations("transcripts", num=1, seed=0), "demonstrations"),
+    ):
+        with pytest.raises(ValueError, match=rf"task\.data\.{key}"):
+            ask()
+
+
+def test_a_server_that_is_not_there_is_ours(questions: Path) -> None:
+    data = DataSettings(train=[str(questions)])
+    settings = TaskSettings(name="visual_python", data=data, sandbox=SandboxSettings(url="http://127.0.0.1:9"))
+    with pytest.raises(HostFault, match=r"sandbox: http://127\.0\.0\.1:9"):
+        asyncio.run(VisualPythonTask(settings).start())
