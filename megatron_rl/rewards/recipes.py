@@ -110,7 +110,7 @@ class Evidence:
         sizes = ", ".join(f"{width} x {height}" for width, height in (image.picture.size for image in turn.images))
         fields = {
             "question": str(outcome.payload["question"]),
-            "metadata": f"{turn.call.tool}; {len(turn.images)} pictures came back, of {sizes} pixels",
+            "metadata": f"{turn.call.tool}; pictures that came back: {len(turn.images)}, of {sizes} pixels",
         }
         pictures = [image.picture for image in (*outcome.images[:1], *turn.images)]
         return await self.judge.verdict(load("step_evidence"), fields=fields, images=pictures)

@@ -1,0 +1,100 @@
+"""A strict OpenAI-compatible server on loopback, for tests: requests must be what the openai package itself calls valid."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+from pydantic import ConfigDict, TypeAdapter, with_config
+
+_BODY = TypeAdapter(with_config(ConfigDict(extra="forbid"))(CompletionCreateParamsNonStreaming))
+
+
+@dataclass(slots=True)
+class Reply:
+    body: str | bytes
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
+    hang_s: float = 0.0
+    drop: bool = False
+    """Close the connection without a word."""
+
+
+def completion(text: str) -> Reply:
+    message = {"role": "assistant", "content": text, "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+    return Reply(json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "judge", "choices": [choice]}))
+
+
+@dataclass(slots=True)
+class Server:
+    url: str
+    behave: Callable[[dict], Reply]
+    """What to answer to a request's body."""
+    bodies: list[dict] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    in_flight: int = 0
+    most: int = 0
+    """Requests that were under way at once."""
+
+
+@contextmanager
+def serving(behave: Callable[[dict], Reply]) -> Iterator[Server]:
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            assert self.path == "/v1/models", self.path
+            self.send(Reply(json.dumps({"object": "list", "data": [{"id": "served", "object": "model", "created": 1, "owned_by": "me"}]})))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                server.bodies.append(body)
+                server.times.append(time.monotonic())
+                server.keys.add(self.headers["Authorization"])
+                server.in_flight += 1
+                server.most = max(server.most, server.in_flight)
+            assert self.path == "/v1/chat/completions", self.path
+            _BODY.validate_python(body)
+            reply = server.behave(body)
+            time.sleep(reply.hang_s)
+            with lock:
+                server.in_flight -= 1
+            self.send(reply)
+
+        def send(self, reply: Reply) -> None:
+            if reply.drop:
+                self.close_connection = True
+                return
+            content = reply.body.encode() if isinstance(reply.body, str) else reply.body
+            try:
+                self.send_response(reply.status)
+                for name, value in {**reply.headers, "Content-Length": str(len(content))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+            except (BrokenPipeError, ConnectionResetError):  # the client gave up, which some tests want
+                self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    server = Server(f"http://127.0.0.1:{http.server_port}/v1", behave)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()
+        http.socket.close()

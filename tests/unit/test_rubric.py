@@ -1,0 +1,121 @@
+"""The sums of a rubric against numbers worked out by hand."""
+
+import asyncio
+
+import pytest
+
+from megatron_rl.rewards.rubric import CORRECT, Outcome, Part, Reward, Rubric, TurnPart, environment_rewards
+from megatron_rl.types import End, HostFault, Turn
+
+
+def outcome(*rewards: float) -> Outcome:
+    turns = [Turn(sequence=0, span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
+    return Outcome(payload={}, turns=turns, end=End.DONE)
+
+
+def gives(value: float) -> Reward:
+    async def reward(_: Outcome) -> float:
+        return value
+
+    return reward
+
+
+def steps(*values: float | None):
+    async def reward(_: Outcome) -> list[float | None]:
+        return list(values)
+
+    return reward
+
+
+async def never(_: Outcome) -> float:
+    raise AssertionError("a bonus was asked for that was not earned")
+
+
+def test_parts_are_weighted_and_reported_bare() -> None:
+    rubric = Rubric(parts={"accuracy": Part(gives(1.0), weight=0.8), "format": Part(gives(-1.0), weight=0.25)})
+    score = asyncio.run(rubric.score(outcome(0.0)))
+    assert (score.reward, score.outcome) == (pytest.approx(0.55), pytest.approx(0.55))
+    assert score.rewards == {"accuracy": 1.0, "format": -1.0} and score.turns == [0.0]
+
+
+@pytest.mark.parametrize(("accuracy", "expected"), [(0.0, 0.0), (0.4, 0.4), (CORRECT, 0.8), (1.0, 1.3)])
+def test_a_bonus_is_paid_from_correct_on(accuracy: float, expected: float) -> None:
+    bonus = gives(3.0) if accuracy >= CORRECT else never
+    rubric = Rubric(parts={"accuracy": Part(gives(accuracy)), "code": Part(bonus, weight=0.1, needs="accuracy")})
+    assert asyncio.run(rubric.score(outcome())).reward == pytest.approx(expected)
+
+
+def test_turn_parts_by_mean_and_by_sum() -> None:
+    """Steps 1 and -1 of three turns with weight 0.5: mean 0, each turn gives a half of half. Summed without a mean: 2 + 4 + 1."""
+    parts = {"evidence": TurnPart(steps(1.0, None, -1.0), weight=0.5), "return": TurnPart(environment_rewards, mean=False)}
+    score = asyncio.run(Rubric(parts={"accuracy": Part(gives(1.0))}, turn_parts=parts).score(outcome(2.0, 4.0, 1.0)))
+    assert score.turns == [0.25 + 2.0, 4.0, -0.25 + 1.0]
+    assert (score.outcome, score.reward) == (1.0, 8.0)
+    assert score.rewards == {"accuracy": 1.0, "evidence": 0.0, "return": 7.0}
+
+
+def test_without_steps_a_mean_is_nothing() -> None:
+    score = asyncio.run(Rubric(turn_parts={"evidence": TurnPart(steps(None, None))}).score(outcome(0.0, 0.0)))
+    assert (score.reward, score.turns, score.rewards) == (0.0, [0.0, 0.0], {"evidence": 0.0})
+
+
+def test_a_veto_takes_what_is_good_and_leaves_what_is_bad() -> None:
+    """Positive parts and steps go, penalties stay; the mean is still over all steps."""
+    rubric = Rubric(
+        parts={"accuracy": Part(gives(1.0)), "format": Part(gives(-1.0), weight=0.2), "code": Part(gives(3.0), needs="accuracy")},
+        turn_parts={"evidence": TurnPart(steps(1.0, -1.0), weight=0.5)},
+        vetoes={"long": lambda _: True, "other": lambda _: False},
+    )
+    score = asyncio.run(rubric.score(outcome(0.0, 0.0)))
+    assert score.rewards == {"accuracy": 0.0, "format": -1.0, "code": 0.0, "evidence": -0.5, "veto long": 1.0, "veto other": 0.0}
+    assert score.turns == [0.0, -0.25]
+    assert (score.outcome, score.reward) == (pytest.approx(-0.2), pytest.approx(-0.45))
+
+
+def test_trouble_is_no_score() -> None:
+    async def down(_: Outcome) -> float:
+        raise HostFault("judge: down")
+
+    with pytest.raises(HostFault, match="judge: down"):
+        asyncio.run(Rubric(parts={"accuracy": Part(gives(1.0)), "process": Part(down)}).score(outcome()))
+
+
+def test_a_turn_part_gives_one_value_a_turn() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        asyncio.run(Rubric(turn_parts={"evidence": TurnPart(steps(1.0))}).score(outcome(0.0, 0.0)))
+
+
+@pytest.mark.parametrize(
+    ("rubric", "message"),
+    [
+        (lambda: Rubric(parts={"a": Part(gives(1.0))}, turn_parts={"a": TurnPart(environment_rewards)}), "stands twice"),
+        (lambda: Rubric(parts={"veto a": Part(gives(1.0))}, vetoes={"a": lambda _: True}), "stands twice"),
+        (lambda: Rubric(parts={"a": Part(gives(1.0), needs="b")}), "needs 'b'"),
+        (lambda: Rubric(parts={"a": Part(gives(1.0)), "b": Part(never, needs="a"), "c": Part(never, needs="b")}), "itself needs one"),
+    ],
+)
+def test_rubrics_that_make_no_sense(rubric, message: str) -> None:  # noqa: ANN001
+    with pytest.raises(ValueError, match=message):
+        rubric()
+
+
+def test_parts_are_asked_at_once() -> None:
+    """Two parts that wait for each other: one after the other they would wait for ever."""
+
+    async def main() -> float:
+        one, two = asyncio.Event(), asyncio.Event()
+
+        async def first(_: Outcome) -> float:
+            one.set()
+            await two.wait()
+            return 1.0
+
+        async def second(_: Outcome) -> list[float | None]:
+            two.set()
+            await one.wait()
+            return [1.0]
+
+        rubric = Rubric(parts={"first": Part(first)}, turn_parts={"second": TurnPart(second)})
+        return (await asyncio.wait_for(rubric.score(outcome(0.0)), 10)).reward
+
+    assert asyncio.run(main()) == 2.0
