@@ -18,11 +18,16 @@ from megatron_rl.sft import warm_start
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
+from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.train import train
 from megatron_rl.weights.hf_config import read_config
 from megatron_rl.world import World, connect, place
 
-TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {"number_line": NumberLineTask, "visual_python": VisualPythonTask}
+TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {
+    "number_line": NumberLineTask,
+    "visual_python": VisualPythonTask,
+    "visual_search": VisualSearchTask,
+}
 
 
 def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task]] | None = None) -> None:

