@@ -222,7 +222,7 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
         position_3T=torch.cat([segment.position_3L for segment in segments], 1).to(device),
         cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32, device=device),
         prefix_S=[segment.prefix for segment in segments],
-        patch_PC=(torch.cat([image.patch_PC for image in pictures]) if pictures else torch.empty(0, 0)).to(device),
+        patch_PC=torch.cat([image.patch_PC for image in pictures]) if pictures else torch.empty(0, 0),
         grid_I3=torch.tensor([image.grid for image in pictures], dtype=torch.long, device=device).reshape(-1, 3),
         vision_position_V=torch.tensor(position_V, dtype=torch.long, device=device),
         vision_row_V=torch.tensor(row_V, dtype=torch.long, device=device),

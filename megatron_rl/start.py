@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.checkpoints import Checkpoints, find
 from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
+from megatron_rl.dry import dry_run
 from megatron_rl.evaluate import evaluate
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
@@ -19,20 +21,26 @@ from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
+from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.train import train
 from megatron_rl.weights.hf_config import read_config
+from megatron_rl.weights.released import known_config
 from megatron_rl.world import World, connect, place
 
 TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {
     "number_line": NumberLineTask,
     "visual_python": VisualPythonTask,
     "visual_search": VisualSearchTask,
+    "vqa": VqaTask,
 }
 
 
 def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task]] | None = None) -> None:
     """Build the parts on every rank and run the stage. `tasks` adds a user's own to those that ship: {"mine": MyTask}."""
     world = place()
+    if settings.run.dry:
+        rehearse(settings, world)
+        return
     task = build_task(settings.task, {**TASKS, **(tasks or {})})
     check(settings, world.size)
     connect(world, timeout_s=settings.parallel.timeout_s)
@@ -56,11 +64,16 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     if is_sft:
         warm_start(settings, task=task, policy=policy, renderer=renderer, run=record, checkpoints=checkpoints)
     with record.spans("start"):
+        policy.sleep()  # vLLM takes its share of a GPU at once, and must find it free
         crew = build_crew(settings, renderer, world)
+        crew.engine.sleep()
+        policy.wake()
         crew.engine.run(task.start())
     if is_sft:
         with record.spans("sync"):
             crew.engine.load_weights(policy.hf_weights(), version=0)
+            policy.sleep()
+            crew.engine.wake()
     else:
         train(settings, task=task, policy=policy, crew=crew, run=record, checkpoints=checkpoints)
     with record.spans("evaluate"):
@@ -80,9 +93,23 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     crew.engine.close()
 
 
+def rehearse(settings: Settings, world: World) -> None:
+    """Print the plan of memory on the main rank; a released model's name on the hub is enough of a model.path."""
+    model, size = known_config(settings.model.path), settings.run.world or world.size
+    check_sizes(settings, model, size)
+    if world.is_main:
+        dry_run(model, settings, world_size=size)
+
+
 def check(settings: Settings, world_size: int) -> None:
     """What can be known before any process talks to another; every rank raises the same ValueError."""
-    model = read_config(settings.model.path)
+    check_sizes(settings, read_config(settings.model.path), world_size)
+    device, has_cuda = settings.engine.device, torch.cuda.is_available()
+    require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
+
+
+def check_sizes(settings: Settings, model: Qwen2_5_VLConfig, world_size: int) -> None:
+    """The layout, the frozen parts and the engine against the model and the number of processes."""
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
@@ -90,8 +117,6 @@ def check(settings: Settings, world_size: int) -> None:
     require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
     heads = model.text_config.num_key_value_heads
     require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
-    has_cuda = torch.cuda.is_available()
-    require(engine.device != "cuda" or has_cuda, "engine.device", engine.device, "this machine has no usable GPU; use engine.device=auto")
 
 
 def build_task(settings: TaskSettings, tasks: Mapping[str, Callable[[TaskSettings], Task]]) -> Task:

@@ -28,6 +28,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
         checkpoints.restore()
         engine.load_weights(policy.hf_weights(), version=run.first_step)
         policy.sleep()
+        engine.wake()
 
     for step in range(run.first_step, settings.run.steps):
         with run.rolling_out(engine):

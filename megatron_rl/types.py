@@ -191,6 +191,7 @@ class Batch:
     prefix_S: list[int]
     """For each segment the one whose tokens come before it (a prompt that several sequences share), or -1."""
     patch_PC: torch.Tensor
+    """On the host: a step's pictures are larger than its weights, and go to the device one micro-batch at a time."""
     grid_I3: torch.Tensor
     """The distinct images of the micro-batch: each is encoded once however many sequences show it."""
     vision_position_V: torch.Tensor

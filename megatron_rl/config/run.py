@@ -21,6 +21,8 @@ class RunSettings:
     """Build every rank's share without memory, print the plan of memory for a GPU, and stop."""
     gpu: str = "h200"
     """The GPU that the plan is for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141 GB)."""
+    world: int = 0
+    """Processes that a dry run plans for, one a GPU; 0: as many as torchrun started."""
     require_improvement: bool = False
     """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
     record_best: int = 1
@@ -29,6 +31,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
+        require(self.world >= 0, "run.world", self.world, "must not be negative; 0 takes what torchrun started")
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
         remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
         require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, remedy)

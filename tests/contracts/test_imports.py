@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "checkpoints": {"policy", "run", "weights", *DATA},
     "sft": {"algo", "batch", "checkpoints", "policy", "rollout", "run", "tasks", *DATA},
     "train": {"algo", "batch", "checkpoints", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
-    "start": {"weights", "checkpoints", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
+    "dry": {"policy", *DATA},
+    "start": {"dry", "weights", "checkpoints", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
 }
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
 DOORS = {"vllm": ("rollout/vllm_core.py", "rollout/sampler.py", "rollout/transfer.py"), "megatron": ("policy/", "weights/", "cpu.py")}
