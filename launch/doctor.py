@@ -9,6 +9,7 @@ import asyncio
 import os
 import shutil
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,12 +27,12 @@ import sandbox.doctor
 from launch.train import resolve
 from megatron_rl.config import Settings
 from megatron_rl.data.questions import open_questions
+from megatron_rl.data.records import PLACE
 from megatron_rl.data.survey import Size, Survey, survey
 from megatron_rl.data.transcripts import transcripts
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.start import TASKS, build_task
 from megatron_rl.tasks.base import Example
 from megatron_rl.weights.checkpoints import HfSource
 from megatron_rl.weights.hf_config import hf_shapes, read_config
@@ -102,6 +103,8 @@ def look_at_model(settings: Settings, report: Report) -> Renderer | None:
 
 def look_at_task(settings: Settings, report: Report) -> None:
     """Whether the task takes its settings."""
+    from megatron_rl.start import TASKS, build_task  # brings Megatron, with warnings that main() silences
+
     try:
         build_task(settings.task, TASKS)
     except ValueError as error:
@@ -116,7 +119,8 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
     given = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
     lacking = [split for split in READS[settings.stage] if settings.task.name in USES_DATA and not given[split]]
     for split in lacking:
-        report.fail(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
+        if not any(line.startswith(f"task.data.{split}=") for line in report.errors):  # the task may have said so
+            report.fail(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
     for split, paths in given.items():
         if split == "demonstrations" or not paths:
             continue
@@ -136,7 +140,7 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
 
 def tell_questions(found: Survey, report: Report, *, split: str, longest: int | None) -> None:
     sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in found.sources.most_common())
-    length = "" if longest is None else f", longest prompt about {longest} tokens"
+    length = "" if longest is None else f", longest question {longest} tokens"
     report.say(f"data.{split}", f"{found.num_rows} rows, {found.num_images} images{length}; {sources}")
     for kept, count, all_told in ((report.errors, found.num_errors, found.errors), (report.warnings, found.num_warnings, found.warnings)):
         kept += [f"task.data.{split}: {line}" for line in all_told]
@@ -161,7 +165,8 @@ class Prompts:
         self._renderer = renderer
 
     def look(self, example: Example, sizes: list[Size]) -> list[str]:
-        length = len(self._renderer.tokenizer(example.payload["question"])["input_ids"]) + sum(map(self._vision_tokens, sizes))
+        text = example.payload["question"].replace(PLACE, "<|vision_start|><|vision_end|>")
+        length = len(self._renderer.tokenizer(text)["input_ids"]) + sum(map(self._vision_tokens, sizes))
         self.longest = max(self.longest, length)
         wrong = []
         if length > self.room:
@@ -198,7 +203,7 @@ def look_at_sandbox(settings: Settings, report: Report) -> None:
     if chosen.url:
         try:
             asyncio.run(_greet(chosen.url))
-        except sandbox.HostFault as fault:
+        except (sandbox.HostFault, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
             report.fail("sandbox", f"task.sandbox.url={chosen.url}: {one_line(fault)}; start it: python -m sandbox serve")
         else:
             report.say("sandbox", chosen.url)
@@ -247,6 +252,7 @@ def show(report: Report, console: Console) -> None:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(chosen: DictConfig) -> None:
+    warnings.filterwarnings("ignore", module="megatron")
     try:
         report = examine(resolve(chosen))
     except (ValueError, OSError, OmegaConfBaseException) as error:
