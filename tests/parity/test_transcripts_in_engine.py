@@ -1,0 +1,73 @@
+"""Random transcripts of agents through the real engine, observation images included: its logprobs are HF's on the whole sequence."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration as HF
+
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Rollout
+from tests.parity.sampled import BOUND, policy_logits
+from tests.random_transcripts import PROTOCOLS, play
+
+NUM = 240
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=16, max_context=1500, max_images=6, seed=0)
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path, renderer: Renderer) -> Iterator[Engine]:
+    engine = Engine(
+        str(random_model), EngineSettings(max_model_len=1536, kv_cache_mib=128),
+        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+    )  # fmt: skip
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def rollouts(engine: Engine, renderer: Renderer) -> list[Rollout]:
+    """All at once; the policy is the model itself, which with random weights says junk of its own."""
+
+    async def all_of_them() -> list[Rollout]:
+        episodes = [
+            play(seed, renderer=renderer, engine=engine, protocol=PROTOCOLS[seed % len(PROTOCOLS)], settings=SETTINGS)[0]
+            for seed in range(NUM)
+        ]
+        return await asyncio.gather(*episodes)
+
+    return engine.run(all_of_them())
+
+
+def test_the_engine_takes_every_transcript(rollouts: list[Rollout]) -> None:
+    """What it refuses fails a rollout. Most have several turns, and most show a picture after the first."""
+    assert [rollout.reason for rollout in rollouts if rollout.reward is None] == []
+    several = [rollout for rollout in rollouts if len(rollout.turns) > 1]
+    seen_later = [rollout for rollout in rollouts if any(turn.images for turn in rollout.turns)]
+    assert len(several) >= 0.6 * NUM and len(seen_later) >= 0.5 * NUM, (len(several), len(seen_later))
+
+
+@torch.no_grad()
+def test_its_logprobs_are_those_of_hf_on_the_whole_sequence(rollouts: list[Rollout], renderer: Renderer, hf: HF) -> None:
+    """One forward of HF a transcript: its own positions, all images, every turn; the engine went turn by turn, behind its caches."""
+    gaps = []
+    for rollout in rollouts:
+        (sequence,) = rollout.sequences
+        logits = policy_logits(hf, sequence.token_ids, sequence.images, renderer=renderer)
+        next_T = torch.tensor(sequence.token_ids[1:])
+        expected = logits.log_softmax(-1)[:-1].gather(1, next_T[:, None])[:, 0]
+        sampled = torch.tensor(sequence.loss_mask[1:], dtype=torch.bool)
+        claimed = torch.tensor(sequence.engine_logprobs[1:], dtype=torch.float64)
+        gaps.append((expected - claimed)[sampled].abs().max().item())
+    print(f"{len(gaps)} transcripts, {sum(rollout.num_sampled for rollout in rollouts)} sampled tokens, largest gap {max(gaps):.1e}")
+    assert len(gaps) >= 200 and max(gaps) <= BOUND
