@@ -55,6 +55,7 @@ setup(
         "console_scripts": [
             "converter_hf_to_mcore = tools.convert.converter_hf_to_mcore:main",
             "merger = tools.convert.merger:main",
+            "extract_images_from_parquet = tools.data.extract_images_from_parquet:main",
         ],
     },
 )

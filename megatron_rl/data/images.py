@@ -38,7 +38,7 @@ class StoredImage:
     def open(self) -> Picture:
         """The picture as RGB, upright, what is transparent on white. HostFault: gone or broken since the start; the rollout fails."""
         try:
-            content = self._content()
+            content = self.content()
             with self._checked(BytesIO(content)) as picture:
                 return flatten(picture)
         except _UNREADABLE as error:
@@ -54,7 +54,8 @@ class StoredImage:
         except _UNREADABLE as error:
             raise ValueError(f"{self.where}: {error}") from error
 
-    def _content(self) -> bytes:
+    def content(self) -> bytes:
+        """The bytes as they are stored. ValueError: not those that the hash names."""
         content = self.source if isinstance(self.source, bytes) else self.source.read_bytes()
         if self.sha256 and hashlib.sha256(content).hexdigest() != self.sha256:
             raise ValueError(f"{self.source} does not have the SHA-256 that names it")

@@ -1,0 +1,184 @@
+"""Takes the pictures out of a Parquet file: JPEG files under the names that the rows give them, and a table that names the files instead.
+
+Reads the columns images ({bytes} or {path}, a list) and extra_info.image_file_name (a name, or a list of as many names). Writes, in --out:
+    images/NAME.jpg                     quality 95, upright, transparency on white
+    STEM_with_image_paths.parquet       the rows; images holds {path}, and new are image_file_path (from the table's folder),
+                                        image_file_name and image_file_size (bytes): lists where image_file_name is one
+Every file appears whole or not at all. Started again it goes on: a picture is not made twice (its JPEG carries the SHA-256 of its source).
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_rl.config import require
+from megatron_rl.data.images import SUFFIXES, StoredImage, stored_image
+from megatron_rl.types import HostFault
+from tools.commands import in_words
+
+QUALITY = 95
+ROWS_AT_ONCE = 64
+
+
+@dataclass(slots=True, frozen=True)
+class Written:
+    path: str
+    """From the table's folder."""
+    name: str
+    size: int
+
+
+def extract(source: Path, out: Path, *, threads: int, console: Console) -> str:
+    """Write pictures and table, and return a line about them. ValueError: the file is no such table, or a row cannot be done."""
+    require(source.is_file(), "--parquet", source, "no such file")
+    require(threads >= 1, "--threads", threads, "must be at least 1")
+    try:
+        table = pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"--parquet={source}: could not be read as Parquet ({error}); check the file") from error
+    many = _names_are_lists(table.schema_arrow, source)
+    target = out / f"{source.stem}_with_image_paths.parquet"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    schema = _new_schema(table.schema_arrow, many=many)
+    seen: dict[str, str] = {}
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with pq.ParquetWriter(partial, schema) as writer, ThreadPoolExecutor(threads) as pool, _progress(console) as bar:
+            task, start = bar.add_task("rows", total=table.metadata.num_rows), 0
+            for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, use_threads=False):
+                jobs = list(_jobs(batch, source, start=start, many=many, seen=seen))
+                written = list(pool.map(lambda row: [_write(image, name, digest, out) for image, name, digest in row], jobs))
+                writer.write_batch(_renewed(batch, written, schema, many=many))
+                start += batch.num_rows
+                bar.advance(task, batch.num_rows)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return f"{start} rows, {len(seen)} pictures in {out / 'images'}; table {target}"
+
+
+def _names_are_lists(schema: pa.Schema, source: Path) -> bool:
+    remedy = "needs the columns images and extra_info.image_file_name"
+    require({"images", "extra_info"} <= set(schema.names), "--parquet", source, remedy)
+    extra = schema.field("extra_info").type
+    require(pa.types.is_struct(extra) and extra.get_field_index("image_file_name") >= 0, "--parquet", source, remedy)
+    return pa.types.is_list(extra.field("image_file_name").type)
+
+
+def _new_schema(schema: pa.Schema, *, many: bool) -> pa.Schema:
+    images = pa.field("images", pa.list_(pa.struct({"path": pa.string()})))
+    added = {"image_file_path": pa.string(), "image_file_name": pa.string(), "image_file_size": pa.int64()}
+    kept = [images if field.name == "images" else field for field in schema if field.name not in added]
+    return pa.schema([*kept, *(pa.field(name, pa.list_(kind) if many else kind) for name, kind in added.items())])
+
+
+def _jobs(
+    batch: pa.RecordBatch, source: Path, *, start: int, many: bool, seen: dict[str, str]
+) -> Iterator[list[tuple[StoredImage, str, str]]]:
+    """Of each row the pictures, their file names, and the SHA-256 of their bytes."""
+    extras = batch.column("extra_info").to_pylist()
+    for offset, (images, extra) in enumerate(zip(batch.column("images").to_pylist(), extras, strict=True)):
+        where = f"{source.name} row {start + offset}"
+        given = (extra or {}).get("image_file_name")
+        names = (given or []) if many else [given]
+        if len(images or []) != len(names):
+            raise ValueError(f"{where}: has {len(images or [])} images and {len(names)} in extra_info.image_file_name")
+        row = []
+        for number, (value, name) in enumerate(zip(images or [], names, strict=True)):
+            present = {key: item for key, item in (value or {}).items() if item is not None}
+            image = stored_image(present, folder=source.parent, where=f"{where}: images[{number}]")
+            file, digest = file_name(name, where=where), hashlib.sha256(image.content()).hexdigest()
+            if seen.setdefault(file, digest) != digest:
+                raise ValueError(f"{where}: another row's picture is called {file} too; rename one in extra_info.image_file_name")
+            row.append((image, file, digest))
+        yield row
+
+
+def file_name(name: object, *, where: str) -> str:
+    """A relative path with the suffix .jpg. ValueError: it leaves the folder, or names nothing."""
+    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
+    if not path.name or path.is_absolute() or ".." in path.parts or any(character in str(name) for character in "\\\0:"):
+        raise ValueError(f"{where}: extra_info.image_file_name {name!r} is no relative path of a file; correct it")
+    return str(path.with_suffix(".jpg") if path.suffix.lower() in SUFFIXES[1:] else f"{path}.jpg")
+
+
+def _write(image: StoredImage, name: str, digest: str, out: Path) -> Written:
+    target = out / "images" / name
+    if not _is_done(target, digest):
+        try:
+            picture = image.open()
+        except HostFault as fault:
+            raise ValueError(str(fault)) from fault
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.{hash(image)}.partial")
+        picture.save(partial, format="JPEG", quality=QUALITY, comment=digest)
+        partial.replace(target)
+    return Written(path=f"images/{name}", name=name, size=target.stat().st_size)
+
+
+def _is_done(target: Path, digest: str) -> bool:
+    if not target.is_file():
+        return False
+    try:
+        with Image.open(target, formats=["JPEG"]) as picture:
+            return picture.info.get("comment") == digest.encode()
+    except OSError:
+        return False
+
+
+def _renewed(batch: pa.RecordBatch, written: list[list[Written]], schema: pa.Schema, *, many: bool) -> pa.RecordBatch:
+    columns = {
+        "images": [[{"path": file.path} for file in row] for row in written],
+        "image_file_path": [[file.path for file in row] if many else row[0].path for row in written],
+        "image_file_name": [[file.name for file in row] if many else row[0].name for row in written],
+        "image_file_size": [[file.size for file in row] if many else row[0].size for row in written],
+    }
+    arrays = [pa.array(columns[field.name], field.type) if field.name in columns else batch.column(field.name) for field in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    """On standard error where that is a terminal, and gone when it is done."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --parquet data/train.parquet --out data/train
+  %(prog)s --parquet data/train.parquet --out data/train --threads 4
+
+exit code: 0 all is there; 1 an error, said in one line; the table is not written then, pictures that are done stay""",
+    )  # fmt: skip
+    parser.add_argument("--parquet", type=Path, required=True, metavar="FILE", help="the table with the pictures")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for images/ and the new table")
+    parser.add_argument("--threads", type=int, default=16, metavar="N", help="pictures that are made at once (default 16)")
+    given = parser.parse_args(arguments)
+    try:
+        said = extract(given.parquet, given.out, threads=given.threads, console=Console(stderr=True))
+    except (ValueError, OSError) as error:
+        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
+        return 1
+    print(said)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
