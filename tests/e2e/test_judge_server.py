@@ -1,0 +1,109 @@
+"""The judge against a model server of the world: vLLM's own OpenAI-compatible server on CPU, held to a JSON schema.
+
+The model is a nano Qwen2.5-VL with random weights. It knows nothing: that its replies are verdicts at all is the schema's work, and what
+is tested here is that both sides mean the same by a request, an image and a verdict.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from megatron_rl.config import JudgeSettings
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.judge_prompt import load
+from megatron_rl.rewards.recipes import build
+from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.types import End, HostFault, ToolCall, Turn
+from megatron_rl.types import Image as Shown
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+_XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+"""A random model left free to write white space writes nothing else."""
+
+
+@pytest.fixture(scope="module")
+def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model), "--served-model-name", "judge"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--structured-outputs-config", _XGRAMMAR]
+    log = tmp_path_factory.mktemp("judge") / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        began = time.monotonic()
+        while not _is_up(f"http://127.0.0.1:{port}/health"):
+            assert server.poll() is None and time.monotonic() - began < 400, log.read_text()[-6000:]
+            time.sleep(0.5)
+        print(f"up after {time.monotonic() - began:.0f} s")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_real_server_gives_verdicts(url: str, tmp_path: Path) -> None:
+    """Words and pictures; every verdict is one of its prompt's values, and greedy verdicts are the same when asked again."""
+    cache = str(tmp_path / "verdicts.sqlite")
+    settings = JudgeSettings(urls=[url], max_tokens=64, timeout_s=120, tries=2, concurrency=4)
+    equivalence, evidence = load("answer_equivalence", examples="general"), load("step_evidence")
+    pictures = [Image.new("RGB", (84, 56), color) for color in ("red", "blue")]
+
+    async def ask(settings: JudgeSettings) -> tuple[Judge, list[float], list[float]]:
+        judge = Judge(settings)
+        await judge.start()
+        fields = [{"question": "What color?", "reference": "red", "answer": f"crimson {index}"} for index in range(8)]
+        words = await asyncio.gather(*(judge.verdict(equivalence, fields=given) for given in fields))
+        steps = {"question": "What color?", "metadata": "zoom"}
+        seen = await asyncio.gather(*(judge.verdict(evidence, fields=steps, images=[picture]) for picture in pictures))
+        await judge.close()
+        return judge, words, seen
+
+    first, words, seen = asyncio.run(ask(settings))
+    assert first.model == "judge" and (first.requests, first.failures) == (11, 0), "10 verdicts and the question for the model's name"
+    assert set(words) <= {0.0, 1.0} and set(seen) <= {0.0, 0.25, 1.0}
+    second, *again = asyncio.run(ask(JudgeSettings(urls=[url], max_tokens=64, timeout_s=120, cache=cache)))
+    assert again == [words, seen] and second.requests == 11
+    recorded, *replayed = asyncio.run(ask(JudgeSettings(model="judge", cache=cache)))
+    assert replayed == [words, seen] and (recorded.requests, recorded.cache_hits) == (0, 10)
+
+
+def test_a_rubric_is_scored_by_it(url: str) -> None:
+    """TAPO end to end: accuracy by rule, one step by the server; and a model that the server does not have is trouble, no score."""
+    crop = Shown(Image.new("RGB", (56, 56), "red"), None, (1, 4, 4), "crop")
+    zoom = ToolCall(tool="zoom", source=json.dumps({"bbox_2d": [0, 0, 40, 40]}))
+    turns = [Turn(0, (0, 1), "zoom", call=zoom, images=[crop]), Turn(0, (2, 3), "<answer>red</answer>")]
+    payload = {"question": "What color?", "answer": "red", "data_source": "vstar"}
+    outcome = Outcome(payload=payload, turns=turns, end=End.DONE, images=[crop])
+
+    async def score(model: str) -> float:
+        judge = Judge(JudgeSettings(urls=[url], model=model, max_tokens=64, timeout_s=120, tries=2))
+        await judge.start()
+        try:
+            return (await build("tapo", judge=judge, protocol="deepeyes").score(outcome)).reward
+        finally:
+            await judge.close()
+
+    assert asyncio.run(score("judge")) in (1.0, 1.125, 1.5)
+    with pytest.raises(HostFault, match="nobody"):
+        asyncio.run(score("nobody"))
