@@ -23,8 +23,9 @@ TRAIN = ROOT / "launch" / "train.py"
 SMALL_DISK = Path(__file__).with_name("small_disk.py")
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = (
-    "algo.lr=3e-4", "algo.prompts_per_step=4", "algo.group_size=4", "algo.minibatches=2", "algo.epochs=2", "algo.kl_coef=0.05",
+    "algo.lr=3e-4", "algo.prompts_per_step=4", "algo.group_size=3", "algo.minibatches=2", "algo.epochs=2", "algo.kl_coef=0.05",
     "algo.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1",
+    "algo.drop=[zero_std]", "algo.max_generations=2", "algo.rank_by_std=true", "algo.credit=return_to_go", "algo.turn_discount=0.9",
 )  # fmt: skip
 SFT = (
     "stage=sft", "sft.splits=[correct,biased]", "sft.steps=[35,5]", "sft.batch_size=30", "sft.num_demonstrations=60", "sft.lr=1e-3",
@@ -71,7 +72,8 @@ def check_equal(resumed: Path, unbroken: Path) -> None:
         files = {path.relative_to(unbroken) for path in (unbroken / folder).rglob("*") if path.is_file()}
         assert files == {path.relative_to(resumed) for path in (resumed / folder).rglob("*") if path.is_file()}
         assert not [file for file in files if (resumed / file).read_bytes() != (unbroken / file).read_bytes()]
-    assert (resumed / "eval.json").read_bytes() == (unbroken / "eval.json").read_bytes()
+    for name in ("eval.json", "prompts.jsonl"):
+        assert (resumed / name).read_bytes() == (unbroken / name).read_bytes()
     assert scalars(resumed) == scalars(unbroken)
 
 
@@ -98,7 +100,23 @@ def unbroken(warm: Path) -> Path:
     end(begin(*GRPO, f"model.path={warm / 'final'}", f"run.dir={folder}"))
     steps = read_metrics(folder / "metrics.jsonl")[:-1]
     assert len({step["reward/mean"] for step in steps}) > 2 and steps[-1]["policy/kl_reference"] > 1e-6, "nothing to tell apart"
+    check_selection(folder, steps)
     return folder
+
+
+def check_selection(folder: Path, steps: list[dict[str, float]]) -> None:
+    """Every rollout is kept or counted; rounds stop at the first that fills the step; each prompt's statistics are those of the steps."""
+    assert {step["rollout/rounds"] for step in steps} == {1, 2}, "nothing to tell apart"
+    for step in steps:
+        dropped = step["rollout/dropped_zero_std"] + step["rollout/dropped_surplus"]
+        assert 12 * step["rollout/rounds"] == dropped + 3 * step["rollout/kept_groups"]
+        assert step["rollout/kept_groups"] <= 4
+        assert step["rollout/rounds"] == 2 or step["rollout/kept_groups"] == 4
+    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    assert sum(prompt["episodes"] for prompt in prompts) == sum(12 * step["rollout/rounds"] for step in steps)
+    assert {prompt["last_step"] for prompt in prompts} <= set(range(6)) and len(prompts) > 8
+    total = sum(prompt["episodes"] * prompt["mean"] for prompt in prompts)
+    assert total == pytest.approx(sum(12 * step["rollout/rounds"] * step["reward/mean"] for step in steps))
 
 
 def test_killed_during_the_save_of_step_3(warm: Path, unbroken: Path, tmp_path: Path) -> None:
