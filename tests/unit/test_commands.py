@@ -10,7 +10,10 @@ import pytest
 from tests.conftest import ROOT
 from tools.commands import in_words
 
-FILES = ("convert/converter_hf_to_mcore.py", "convert/merger.py", "convert/merge_run.py", "convert/compare.py", "data/make_shapes.py")
+FILES = (
+    "convert/converter_hf_to_mcore.py", "convert/merger.py", "convert/merge_run.py", "convert/compare.py", "data/make_shapes.py",
+    "data/make_easy_vqa.py", "data/extract_images_from_parquet.py",
+)  # fmt: skip
 
 
 def test_every_file_runs_by_itself(tmp_path: Path) -> None:

