@@ -45,7 +45,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
                 scheme=algo.credit, discount=algo.turn_discount, normalize_std=algo.normalize_std, std_eps=algo.std_eps,
             )  # fmt: skip
             minibatches = [pieces for pieces in cut_minibatches(rollouts, credited, algo) if pieces]
-            minibatches = [policy.pack(pieces, max_tokens=algo.micro_batch_tokens) for pieces in minibatches]
+            minibatches = [policy.pack(pieces, max_tokens=algo.micro_batch_tokens, restore=crew.renderer.restore) for pieces in minibatches]
             if algo.minibatches * algo.epochs > 1:  # otherwise old = current, and the loss reads it from its own forward pass
                 attach_logprobs(policy, minibatches, "current")
             if algo.kl_coef > 0:

@@ -69,7 +69,7 @@ class HostPlan:
     copies: int
     """Of parameters: those that leave the GPU while the engine rolls out, and those of the reference policy."""
     pictures: int
-    """With their patches, if every episode of a step had as many and as large ones as it may; all ranks see all of them."""
+    """Of a step, if every episode had as many and as large ones as it may: every rank has them all, and patches of what it trains on."""
 
     @property
     def total(self) -> int:
@@ -104,7 +104,7 @@ def plan(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> Pla
         world_size=world_size,
         num_tokens=num_tokens,
         engine=engine,
-        host=max((_plan_host(share, settings) for share in found), key=lambda host: host.total),
+        host=max((_plan_host(share, settings, replicas=world_size // len(found)) for share in found), key=lambda host: host.total),
         ranks=[_plan_share(share, model, settings, engine=engine, num_tokens=num_tokens) for share in found],
     )
 
@@ -160,15 +160,17 @@ def _plan_share(share: Share, model: Qwen2_5_VLConfig, settings: Settings, *, en
     )
 
 
-def _plan_host(share: Share, settings: Settings) -> HostPlan:
+def _plan_host(share: Share, settings: Settings, *, replicas: int) -> HostPlan:
     held, parallel, algo = share.held, settings.parallel, settings.algo
     state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
     references = 2 if settings.stage == "grpo" and algo.kl_coef > 0 and not settings.lora.rank else 0  # its own, and the current ones aside
     copies = held.parameters * (references + (1 if parallel.offload_parameters else 0))
     pixels = settings.engine.max_images * settings.model.max_pixels
     pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * 28 * 28)
-    episodes = algo.prompts_per_step * algo.group_size * algo.max_generations
-    return HostPlan(optimizer=state, copies=copies, pictures=episodes * pixels * (3 + 24))  # a byte, and two frames of fp32, of each color
+    trained = algo.prompts_per_step * algo.group_size
+    # Of each color a byte, and two frames of fp32 for the image and again for its micro-batch.
+    pictures = pixels * (3 * trained * algo.max_generations + 48 * trained // replicas)
+    return HostPlan(optimizer=state, copies=copies, pictures=pictures)
 
 
 def in_gb(size: float) -> str:

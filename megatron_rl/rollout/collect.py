@@ -69,7 +69,8 @@ def collect(
 ) -> list[Rollout]:
     """Roll out `samples` episodes of each example. Every rank calls it and receives all rollouts, ordered by group and sample.
 
-    Whole groups go to one engine, so that its prefix and image caches serve them. Groups are numbered from first_group.
+    Whole groups go to one engine, so that its prefix and image caches serve them. Groups are numbered from first_group. In a world of more
+    than one, images come without their patches (Image.patch_PC): whoever packs some of them restores those.
     """
 
     async def episode(group: int, sample: int) -> Rollout:
@@ -91,7 +92,4 @@ def collect(
         gathered: list[list[Rollout] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, rollouts)
         rollouts = [rollout for part in gathered if part is not None for rollout in part]
-        for rollout in rollouts:
-            for sequence in rollout.sequences:
-                crew.renderer.restore(sequence)
     return sorted(rollouts, key=lambda rollout: (rollout.group, rollout.sample))

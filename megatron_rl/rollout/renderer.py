@@ -66,7 +66,9 @@ class Renderer:
 
     def restore(self, sequence: Sequence) -> None:
         """Give images that came from another rank their patches back."""
-        sequence.images = [self._images.get(image.key) or self.image(image.picture) for image in sequence.images]
+        for index, image in enumerate(sequence.images):
+            if image.patch_PC is None:
+                sequence.images[index] = self._images.get(image.key) or self.image(image.picture)
 
     def prompt(self, messages: Ordered[Message]) -> Sequence:
         """A new context that ends where the assistant speaks."""

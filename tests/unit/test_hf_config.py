@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.weights.hf_config import hf_shapes, read_config, rows_of
 from megatron_rl.weights.mapping import canonical
-from tools.data.make_shapes import SIZES, released_config
+from megatron_rl.weights.released import SIZES, released_config
 
 PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
 """As published."""

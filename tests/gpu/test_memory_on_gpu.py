@@ -1,0 +1,62 @@
+"""The plan's bytes against what the allocator counts while a real policy takes a step on the device."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.algo.losses import LossMetrics
+from megatron_rl.batch import Piece
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.policy.activations import activations
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.shares import held_by
+from megatron_rl.types import Sequence
+from megatron_rl.weights.hf_config import read_config
+from megatron_rl.world import connect, place
+
+pytestmark = pytest.mark.gpu
+NUM_TOKENS = 32768
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    connect(place(), timeout_s=120)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path, recompute: str) -> None:
+    """A text of 32,768 tokens whose last 2,048 were sampled: what is held is counted exactly, the rest is planned at up to twice."""
+    parallel = ParallelSettings(recompute=recompute)
+    settings = ModelSettings(path=str(random_model), dtype="bfloat16", frozen=["vision", "merger"])
+    before = torch.cuda.memory_allocated()
+    policy = Policy(
+        settings, build_layout(parallel, seed=0), parallel=parallel, optimizer=AlgoSettings(), num_updates=2,
+        banned_ids=[], image_token_id=7,
+    )  # fmt: skip
+    sequence = Sequence()
+    sequence.extend([11] * (NUM_TOKENS - 2048))
+    sequence.extend([12] * 2048, logprobs=[0.0] * 2048)
+    batches = policy.pack([Piece.uniform(sequence)], max_tokens=NUM_TOKENS)
+
+    def step() -> None:
+        policy.update(batches, lambda logprob_R, *_: (-logprob_R.sum(), LossMetrics(sums={}, maxima={})))
+
+    step()  # makes the moments
+    held = held_by(policy.model, policy.optimizer)
+    resident = torch.cuda.memory_allocated()
+    assert resident - before == pytest.approx(held.parameters + held.gradients + held.main + held.moments, rel=0.05)
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    planned = activations(
+        read_config(random_model), parallel, stage=0, num_tokens=NUM_TOKENS, max_patches=4, width=2, lora=LoraSettings(),
+        frozen=settings.frozen,
+    ).total  # fmt: skip
+    assert planned / 2 <= torch.cuda.max_memory_allocated() - resident <= planned
