@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 
-import numpy as np
 from PIL.Image import Image as Picture
 
 import sandbox
-from megatron_rl.config import SandboxSettings, TaskSettings, require, require_choice
+from megatron_rl.config import SandboxSettings, TaskSettings
 from megatron_rl.data.questions import split_of
-from megatron_rl.data.transcripts import transcripts
+from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.rewards import recipes
-from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.judge import judge_of
 from megatron_rl.rewards.rubric import CORRECT
 from megatron_rl.tasks.base import Demonstration, Example
 from megatron_rl.tasks.visual_python.codev import CodeV
@@ -28,7 +27,6 @@ HIDDEN = "pyvision_gym_wo_image_hint"
 """The `env_name` of examples whose pictures only the code sees."""
 OBSERVED_CHARACTERS = 8192
 """Of what a call prints, on each of its two streams: the first half and the last. Some 3,000 tokens."""
-TRANSCRIPTS = "transcripts"
 
 
 def pyvision(payload: Payload) -> PyVision:
@@ -60,7 +58,7 @@ class VisualPythonTask:
         self.name = "visual_python"
         self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}})
         self.stop = self.protocol.stop
-        self.judge = Judge(settings.judge) if settings.judge.urls or settings.judge.cache else None
+        self.judge = judge_of(settings.judge)
         self.rubric = recipes.build(settings.reward, judge=self.judge, protocol=settings.protocol)
         self._pool = pool_of(settings.sandbox)
         self._splits: dict[str, Ordered[Example]] = {}
@@ -87,17 +85,9 @@ class VisualPythonTask:
     def env(self, example: Example) -> AgentEnv:
         return AgentEnv(example, protocol=PROTOCOLS[self.settings.protocol](example.payload), pool=self._pool)
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
-        """The user's transcripts, dealt in shuffled rounds of all. Tool output is the user's turn in them, so there is no loss on it."""
-        require_choice("sft.splits", split, (TRANSCRIPTS,))
-        data = self.settings.data
-        require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, "give the files of transcripts to learn from")
-        shown = transcripts(data.demonstrations, images_root=data.images)
-        draw = np.random.default_rng(seed)
-        rounds = [draw.permutation(len(shown)).tolist() for _ in range(-(-num // len(shown)))]
-        places = [place for dealt in rounds for place in dealt][:num]
-        opened = {place: Demonstration(messages=shown[place]) for place in sorted(set(places))}
-        return [opened[place] for place in places]
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Ordered[Demonstration]:
+        """The user's transcripts. Tool output is the user's turn in them, so there is no loss on it."""
+        return demonstrations_of(self.settings.data, split, num=num, seed=seed)
 
     def gold(self, example: Example) -> list[str]:
         """The answer; before it, where the reward counts tools and there is a picture, a look at the first one."""
