@@ -23,8 +23,9 @@ from megatron_rl.types import HostFault, Rollout, ToolCall
 
 DISCS = shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 RULES = "Look, then answer."
-LEVEL = Level(cells=5, cell=100, things=3, thing=0.8, plate=0.55, label=0.13)
-"""At 140 x 140 pixels a cell is one image token and a label is under 3 pixels high; a crop of its cell shows it five times as large."""
+LEVEL = Level(cells=5, cell=160, things=3, thing=0.8, plate=0.55, label=0.13)
+"""At 140 x 140 pixels a cell is one image token and a label is under 3 pixels high; a crop of the middle of its cell shows it ten times as
+large. With cells of 160 pixels no two crops begin, or end, with the same digit: a coordinate is decided by its first token."""
 NUM_TRAIN, NUM_EVAL = 4096, 128
 GUESSES = 0.8
 """In split "biased" the demonstrator answers at once, with any label, in this share of the transcripts."""
@@ -44,8 +45,15 @@ class Canvas:
         return self.scene.draw(DISCS)
 
 
-def crop_code(box: Box) -> str:
-    return f"image_clue_0.crop({box}).show()"
+def middle(cell: Box) -> Box:
+    """The middle half of a cell, where a label is."""
+    left, top, right, bottom = cell
+    inset = (right - left) // 4
+    return left + inset, top + inset, right - inset, bottom - inset
+
+
+def look(cell: Box) -> str:
+    return f"image_clue_0.crop({middle(cell)}).show()"
 
 
 def example_of(name: str) -> Example:
@@ -60,13 +68,13 @@ def example_of(name: str) -> Example:
 
 
 def transcript(protocol: PyVision, canvas: Canvas, *, guess: str | None) -> list[Message]:
-    """What the demonstrator does: look at the cell and read, or, with a guess, give that at once."""
+    """What the demonstrator does: look into the cell and read, or, with a guess, give that at once."""
     picture, target = canvas.open(), canvas.scene.target
     messages = protocol.prompt(canvas.scene.question, [picture])
     if guess is not None:
         return [*messages, say("assistant", protocol.write_answer(guess))]
-    code = crop_code(target.cell)
-    observed = protocol.observe(ToolCall(tool="python", source=code), [picture.crop(target.cell)], num_before=1)
+    code = look(target.cell)
+    observed = protocol.observe(ToolCall(tool="python", source=code), [picture.crop(middle(target.cell))], num_before=1)
     return [*messages, say("assistant", protocol.write_code(code)), *observed, say("assistant", protocol.write_answer(target.label))]
 
 
@@ -115,7 +123,7 @@ class VisualSearchTask:
 
     def gold(self, example: Example) -> list[str]:
         target = Canvas(example.id).scene.target
-        return [self.protocol.write_code(crop_code(target.cell)), self.protocol.write_answer(target.label)]
+        return [self.protocol.write_code(look(target.cell)), self.protocol.write_answer(target.label)]
 
     def success(self, rollout: Rollout) -> bool:
         return rollout.rewards["accuracy"] >= CORRECT

@@ -1,0 +1,96 @@
+"""Visual search on several seeds: tiny checkpoint, warm start, GRPO with the real sandbox, each from the seed; prints one table.
+
+    .venv/bin/python benchmarks/visual_search.py --seeds 0 1 2 --out runs/visual_search_seeds
+
+A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Accuracy and tool use are over the held-out
+canvases: greedy, and at temperature 1. Processor seconds are those of all processes of a stage, the sandbox's included: half of them is
+about what the stage takes on two cores that do nothing else.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from numberline import ROOT, train
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.plot import reward_curves
+from megatron_rl.tasks.visual_search.task import NUM_EVAL
+
+STAGES = {"sft": "visual_search_sft_cpu", "grpo": "visual_search_python_cpu"}
+
+
+def interval(share: float, num: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share of `num` independent trials (Wilson 1927, J. Am. Stat. Assoc. 22)."""
+    z = 1.96
+    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
+    half = z / (1 + z * z / num) * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return middle - half, middle + half
+
+
+def processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run_seed(seed: int, out: Path) -> dict[str, float]:
+    """One seed from nothing; what exists is used again."""
+    folder = out / f"seed{seed}"
+    start = folder / "nano"
+    if not start.exists():
+        maker = ["tools/data/make_tiny_qwen2_5_vl.py", "--preset", "nano_search", "--out", str(start), "--seed", str(seed)]
+        subprocess.run([sys.executable, *maker], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    row: dict[str, float] = {"seed": seed}
+    for stage, experiment in STAGES.items():
+        run = folder / stage
+        if not (run / "eval.json").exists():
+            before = processor_s()
+            seconds = train(f"experiment={experiment}", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}")
+            took = {"wall": seconds, "processor": processor_s() - before, "load": os.getloadavg()[0]}
+            (run / "took.json").write_text(json.dumps(took) + "\n")
+        result = json.loads((run / "eval.json").read_text())
+        row |= {f"{stage} {name}": value for name, value in {**result, **json.loads((run / "took.json").read_text())}.items()}
+        start = run / "final"
+    steps = [step for step in read_metrics(folder / "grpo" / "metrics.jsonl") if "reward/mean" in step]
+    row["gap max"] = max(step["engine/logprob_gap_max"] for step in steps)
+    row["failed"] = max(step["rollout/failed_fraction"] for step in steps)
+    return row
+
+
+def table(rows: list[dict[str, float]], *, num_eval: int) -> str:
+    """Markdown: before and after, greedy with its interval, temperature 1, tool use, times."""
+    lines = ["| seed | stage | greedy accuracy (95%) | temperature 1 | tool use greedy | temperature 1 | wall s (load) | processor s |"]
+    lines.append("|" + "---|" * 8)
+    for row in rows:
+        for stage in STAGES:
+            value = {name.removeprefix(f"{stage} "): value for name, value in row.items() if name.startswith(f"{stage} ")}
+            low, high = interval(value["greedy_success"], num_eval)
+            accuracy = f"{value['greedy_success']:.1%} ({low:.1%} to {high:.1%}) | {value['sampled_success']:.1%}"
+            use = f"{value['greedy_tool_use']:.1%} | {value['sampled_tool_use']:.1%}"
+            times = f"{value['wall']:.0f} ({value['load']:.0f}) | {value['processor']:.0f}"
+            lines.append(f"| {row['seed']:.0f} | {stage} | {accuracy} | {use} | {times} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/visual_search_seeds"))
+    arguments = parser.parse_args()
+    out = arguments.out.absolute()
+    rows = []
+    for seed in arguments.seeds:
+        rows.append(run_seed(seed, out))
+        print(json.dumps(rows[-1]), flush=True)
+    print(table(rows, num_eval=NUM_EVAL))
+    reward_curves({f"seed {seed}": out / f"seed{seed}" / "grpo" / "metrics.jsonl" for seed in arguments.seeds}, out / "reward_curve.png")
+    print(f"reward curves: {out / 'reward_curve.png'}")
+
+
+if __name__ == "__main__":
+    main()

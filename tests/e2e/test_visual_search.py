@@ -1,0 +1,83 @@
+"""The agents' path from end to end: a warm start on transcripts, then GRPO whose policy crops the canvas by Python in the real sandbox."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.recorder import RecordedRollout, read
+from tests.conftest import ROOT
+from tools.data.make_tiny_qwen2_5_vl import make
+
+TRAIN = ROOT / "launch" / "train.py"
+OWN = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.sandbox.size=4")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    warm: Path
+    grpo: Path
+
+    @property
+    def recorded(self) -> list[RecordedRollout]:
+        return [rollout for file in sorted((self.grpo / "rollouts").glob("*.jsonl")) for rollout in read(file)]
+
+
+@pytest.fixture(scope="module")
+def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
+    """80 supervised steps teach the words, not yet the places: the policy looks somewhere and answers something. Then two steps of GRPO."""
+    home = tmp_path_factory.mktemp("search")
+    make(home / "nano", preset="nano_search", seed=0)
+    stages = ("sft.splits=[correct,biased]", "sft.steps=[70,10]", "sft.batch_size=12", "sft.num_demonstrations=48", "sft.lr=2e-3")
+    begin = f"model.path={home / 'nano'}"
+    torchrun(2, TRAIN, "experiment=visual_search_sft_cpu", begin, f"run.dir={home / 'sft'}", *stages, *OWN, timeout_s=400)
+    sizes = ("algo.prompts_per_step=4", "algo.group_size=4", "run.steps=2", "run.record_best=16")
+    start = f"model.path={home / 'sft' / 'final'}"
+    torchrun(2, TRAIN, "experiment=visual_search_python_cpu", start, f"run.dir={home / 'grpo'}", *sizes, *OWN, timeout_s=400)
+    return Finished(home / "sft", home / "grpo")
+
+
+def test_the_sandbox_ran_the_policys_code_and_the_policy_saw_the_crop(finished: Finished) -> None:
+    """What came back is a second picture in the context, at the size of the first, and the turn after it was sampled."""
+    looked = [rollout for rollout in finished.recorded if rollout.turns[0].call is not None and rollout.turns[0].images]
+    assert len(finished.recorded) == 32
+    assert len(looked) >= 4, [rollout.turns for rollout in finished.recorded]
+    for rollout in looked:
+        first, second = rollout.turns
+        assert first.call["tool"] == "python"
+        assert first.call["ran"] and not first.call["error"]
+        assert first.call["source"].startswith("image_clue_0.crop((")
+        assert first.text.endswith("</code>"), "the stop text stays in the reply"
+        (sequence,) = rollout.sequences
+        assert sequence.images[1:] == first.images
+        assert sequence.num_tokens - sequence.num_sampled >= 2 * 25
+        assert sequence.num_sampled == sum(turn.span[1] - turn.span[0] for turn in rollout.turns)
+        assert second.span[0] > first.span[1] + 25, "the crop's 25 image tokens stand between the turns"
+
+
+def test_engine_and_trainer_agree_on_contexts_with_two_pictures(finished: Finished) -> None:
+    steps = [step for step in read_metrics(finished.grpo / "metrics.jsonl") if "reward/mean" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["engine/logprob_gap_max"] < 1e-4
+        assert step["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+        assert step["rollout/failed_fraction"] == 0
+        assert step["rollout/tool_use"] > 0
+
+
+def test_rewards_are_those_of_the_rule(finished: Finished) -> None:
+    """1.1 for a right answer after a look, 1 for a right guess, else 0: counted from the record alone."""
+    for rollout in finished.recorded:
+        expected = rollout.rewards["accuracy"] * (1 + 0.1 * sum(turn.call is not None and bool(turn.call["ran"]) for turn in rollout.turns))
+        assert rollout.reward == pytest.approx(expected)
+        assert rollout.rewards["accuracy"] in (0.0, 1.0)
+
+
+def test_both_stages_tell_accuracy_and_tool_use(finished: Finished) -> None:
+    for folder in (finished.warm, finished.grpo):
+        told = json.loads((folder / "eval.json").read_text())
+        assert {"greedy_success", "greedy_tool_use", "sampled_success", "sampled_tool_use"} <= told.keys()
+        assert 0 <= told["greedy_success"] <= 1
+        assert told["sampled_tool_use"] > 0
