@@ -21,10 +21,10 @@ def measure(rows: int, block: int, hidden: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.policy.logprobs import Distribution
-    from megatron_rl.policy.parallel import build_layout
     from megatron_rl.config import ParallelSettings
     from megatron_rl.cpu import megatron_on_cpu
+    from megatron_rl.policy.logprobs import Distribution
+    from megatron_rl.policy.parallel import build_layout
     from megatron_rl.world import connect, place
 
     connect(place(), timeout_s=60)

@@ -3,7 +3,8 @@
 Loss on assistant tokens only (the sequence's mask); the mean is over tokens.
 """
 
-from itertools import cycle, islice
+from collections.abc import Sequence as Ordered
+from dataclasses import replace
 
 from megatron_rl.algo.losses import LossMetrics, sft_loss
 from megatron_rl.batch import Piece
@@ -13,8 +14,11 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Run
-from megatron_rl.tasks.base import Task
+from megatron_rl.tasks.base import Demonstration, Task
 from megatron_rl.types import Batch
+
+KEPT_BYTES = 1 << 30
+"""Of pictures at their final sizes, a process."""
 
 
 def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints) -> None:
@@ -27,12 +31,14 @@ def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Rend
         if done >= steps:
             continue
         with run.spans("render"):
-            demonstrations = task.demonstrations(split, num=sft.num_demonstrations, seed=seed_of(seed, stage))
-            pieces = [piece_of(renderer, demonstration.messages) for demonstration in demonstrations]
-        endless = islice(cycle(pieces), done * sft.batch_size, None)
+            shown = Rendered(renderer, task.demonstrations(split, num=sft.num_demonstrations, seed=seed_of(seed, stage)))
         for step in range(begin - steps + done, begin):
+            with run.spans("render"):
+                first = (step - begin + steps) * sft.batch_size
+                pieces = [shown[number] for number in range(first, first + sft.batch_size)]
             with run.spans("update"):
-                metrics = policy.update(policy.pack(list(islice(endless, sft.batch_size)), max_tokens=sft.micro_batch_tokens), objective)
+                batches = policy.pack(pieces, max_tokens=sft.micro_batch_tokens, restore=renderer.restore)
+                metrics = policy.update(batches, objective)
             with run.spans("checkpoint"):
                 checkpoints.begin(step + 1)
             with run.spans("record"):
@@ -42,9 +48,31 @@ def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Rend
                     checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
 
 
-def piece_of(renderer: Renderer, messages: list) -> Piece:
-    sequence = renderer.transcript(messages)
-    return Piece.uniform(sequence, denominator=sum(sequence.loss_mask))
+class Rendered:
+    """A stage's demonstrations as pieces, round and round, rendered when they are needed.
+
+    Pieces are kept, without their patches, until their pictures take KEPT_BYTES; what comes later is rendered in every round.
+    """
+
+    def __init__(self, renderer: Renderer, demonstrations: Ordered[Demonstration]) -> None:
+        self._renderer, self._demonstrations = renderer, demonstrations
+        self._kept: dict[int, Piece] = {}
+        self._num_bytes = 0
+
+    def __getitem__(self, number: int) -> Piece:
+        """A copy of what is kept, so that patches that it is given go with it."""
+        number %= len(self._demonstrations)
+        piece = self._kept.get(number) or self._render(number)
+        return replace(piece, sequence=replace(piece.sequence, images=list(piece.sequence.images)))
+
+    def _render(self, number: int) -> Piece:
+        sequence = self._renderer.transcript(self._demonstrations[number].messages)
+        sequence.images = [replace(image, patch_PC=None) for image in sequence.images]
+        piece = Piece.uniform(sequence, denominator=sum(sequence.loss_mask))
+        self._num_bytes += sum(3 * image.picture.width * image.picture.height for image in sequence.images)
+        if self._num_bytes <= KEPT_BYTES:
+            self._kept[number] = piece
+        return piece
 
 
 def objective(logprob_R, entropy_R, batch: Batch, rows_R):  # noqa: ANN001, ANN201 (policy.Loss)

@@ -17,7 +17,8 @@ from megatron_rl.config import ModelSettings, require
 from megatron_rl.tasks.base import Message
 from megatron_rl.types import Image, Sequence
 
-_CACHED_IMAGES = 512
+_CACHED_BYTES = 1 << 30
+"""Of patches that are remembered; a picture of 2,000,000 pixels has 48 MB of them."""
 _NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -40,6 +41,7 @@ class Renderer:
         self.banned_ids = sorted({*(known[token] for token in _NEVER_SAMPLED), *beyond})
         self.vision_pixels = self.processor.image_processor.patch_size * self.processor.image_processor.merge_size
         self._images: OrderedDict[str, Image] = OrderedDict()
+        self._num_bytes = 0
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
 
@@ -53,9 +55,12 @@ class Renderer:
         features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
         grid = tuple(features["image_grid_thw"][0].tolist())
         image = Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=_digest(resized))
-        self._images[key] = self._images[image.key] = image
-        while len(self._images) > _CACHED_IMAGES:
-            self._images.popitem(last=False)
+        for name in {key, image.key} - self._images.keys():
+            self._images[name] = image
+            self._num_bytes += image.patch_PC.nbytes
+        while self._num_bytes > _CACHED_BYTES and len(self._images) > 1:
+            _, oldest = self._images.popitem(last=False)
+            self._num_bytes -= oldest.patch_PC.nbytes
         return image
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:

@@ -76,7 +76,9 @@ class Task(Protocol):
 
     def env(self, example: Example) -> Env: ...
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]: ...
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Ordered[Demonstration]:
+        """Each is asked for when it is trained on, and may be made only then."""
+        ...
 
     def gold(self, example: Example) -> list[str]:
         """Replies that earn full marks on this example, turn by turn."""
