@@ -79,7 +79,7 @@ class Judge:
         self._slots = asyncio.Semaphore(self.settings.concurrency)
         key = os.environ.get("OPENAI_API_KEY", "none")
         for url in self.settings.urls:
-            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=self.settings.timeout_s, max_retries=0)
+            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0)  # _tried holds it to its time
             self._endpoints.append(Endpoint(url, client, self._rest_s))
         self.model = self.model or await self._tried(self._served_model)
 

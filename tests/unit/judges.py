@@ -1,9 +1,10 @@
-"""A strict OpenAI-compatible server on loopback, for tests: requests must be what the openai package itself calls valid."""
+"""A strict OpenAI-compatible server on loopback (requests must be what the openai package itself calls valid), and a judge that asks it."""
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import ConfigDict, TypeAdapter, with_config
 
+from megatron_rl.config import JudgeSettings
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.judge_prompt import load
+
+PROMPT = load("answer_equivalence", examples="general")
 _BODY = TypeAdapter(with_config(ConfigDict(extra="forbid"))(CompletionCreateParamsNonStreaming))
 
 
@@ -87,8 +93,11 @@ def serving(behave: Callable[[dict], Reply]) -> Iterator[Server]:
         def log_message(self, *_: object) -> None:
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
+    class Http(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128  # with the usual 5 many connections at once wait a second for the kernel's second attempt
+
+    http = Http(("127.0.0.1", 0), Handler)
     server = Server(f"http://127.0.0.1:{http.server_port}/v1", behave)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -98,3 +107,30 @@ def serving(behave: Callable[[dict], Reply]) -> Iterator[Server]:
         http.shutdown()
         thread.join()
         http.socket.close()
+
+
+def fields(answer: str = "crimson") -> dict[str, str]:
+    return {"question": "What color?", "reference": "red", "answer": answer}
+
+
+def right(_: dict) -> Reply:
+    return completion('{"correct": true}')
+
+
+def held(settings: JudgeSettings, use: Callable[[Judge], Awaitable[None]]) -> Judge:
+    """A judge used in an event loop of its own, then closed. Its rests are short."""
+    judge = Judge(settings, rest_s=0.01)
+
+    async def main() -> None:
+        await judge.start()
+        try:
+            await use(judge)
+        finally:
+            await judge.close()
+
+    asyncio.run(main())
+    return judge
+
+
+def settings(*servers: Server, **changes: object) -> JudgeSettings:
+    return JudgeSettings(**{"urls": [server.url for server in servers], "model": "judge", "timeout_s": 5.0, "tries": 3, **changes})

@@ -4,11 +4,7 @@ import asyncio
 import base64
 import io
 import json
-import sqlite3
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -17,45 +13,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_rl.config import JudgeSettings
 from megatron_rl.rewards.endpoints import retry_after
-from megatron_rl.rewards.judge import Judge, data_url, judge_of
-from megatron_rl.rewards.judge_prompt import Malformed, load
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.verdicts import Verdicts
 from megatron_rl.types import HostFault
-from tests.conftest import ROOT
-from tests.unit.judges import Reply, Server, completion, serving
+from tests.unit.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
-PROMPT = load("answer_equivalence", examples="general")
 SCORE = load("process_search")
 HTML = Reply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
-
-
-def fields(answer: str = "crimson") -> dict[str, str]:
-    return {"question": "What color?", "reference": "red", "answer": answer}
-
-
-def right(_: dict) -> Reply:
-    return completion('{"correct": true}')
-
-
-def held(settings: JudgeSettings, use: Callable[[Judge], Awaitable[None]]) -> Judge:
-    """A judge used in an event loop of its own, then closed."""
-    judge = Judge(settings, rest_s=0.01)
-
-    async def main() -> None:
-        await judge.start()
-        try:
-            await use(judge)
-        finally:
-            await judge.close()
-
-    asyncio.run(main())
-    return judge
-
-
-def settings(*servers: Server, **changes: object) -> JudgeSettings:
-    return JudgeSettings(**{"urls": [server.url for server in servers], "model": "judge", "timeout_s": 5.0, "tries": 3, **changes})
 
 
 def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +75,7 @@ TROUBLE = {
     "an error with status 200": (Reply('{"error": {"message": "out of memory"}}'), "ValidationError"),
     "not UTF-8": (Reply(b'\xff\xfe{"choices": 1}'), "ValidationError"),
     "closed": (Reply("", drop=True), "APIConnectionError"),
-    "hang": (Reply("", hang_s=0.6), "Timeout"),
+    "hang": (Reply("", hang_s=3.0), "TimeoutError"),
     "prose": (completion("The answer is right: 1"), "no verdict"),
     "verdict in prose": (completion('I say {"correct": true}'), "no verdict"),
     "a number": (completion("1"), "no verdict"),
@@ -136,10 +102,11 @@ def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path)
             assert server.url in str(caught.value) and reason in str(caught.value), caught.value
             assert len(server.bodies) == judge.requests == judge.failures == 3
             server.behave = right
+            judge.settings.timeout_s = 10.0
             assert await judge.verdict(PROMPT, fields=fields()) == 1.0, "a failure stayed"
             assert len(server.bodies) == 4
 
-        held(settings(server, cache=cache, timeout_s=0.3 if name == "hang" else 5.0), use)
+        held(settings(server, cache=cache, timeout_s=0.5 if name == "hang" else 10.0), use)
     with closing(Verdicts(cache, read_only=True)) as kept:
         assert len(kept) == 1
 
@@ -154,7 +121,7 @@ def test_the_next_server_takes_over(name: str) -> None:
             for index in range(20):
                 assert await judge.verdict(PROMPT, fields=fields(f"{index}")) == 1.0
 
-        held(settings(bad, good, tries=50, timeout_s=0.3 if name == "hang" else 5.0), use)
+        held(settings(bad, good, tries=50, timeout_s=1.0 if name == "hang" else 10.0), use)
     assert len(good.bodies) == 20
     assert len(bad.bodies) <= 1 or name == "prose", "a server that failed was not given its rest"
 
@@ -306,89 +273,8 @@ def test_closing_ends_what_is_under_way() -> None:
         held(settings(server), use)
 
 
-def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
-    """A second run on the same file asks for nothing it knows; another model, prompt, field or pixel is another question."""
-    cache = str(tmp_path / "verdicts.sqlite")
-    red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (40, 40), "blue")
-    old = load("answer_equivalence", examples="chart")
-
-    async def ask(judge: Judge) -> None:
-        await judge.verdict(PROMPT, fields=fields())
-        await judge.verdict(old, fields=fields())
-        await judge.verdict(PROMPT, fields=fields("scarlet"))
-        await judge.verdict(PROMPT, fields=fields(), images=[red])
-        await judge.verdict(PROMPT, fields=fields(), images=[blue])
-        await judge.verdict(PROMPT, fields=fields(), images=[red, blue])
-
-    with serving(right) as server:
-        held(settings(server, cache=cache), ask)
-        assert len(server.bodies) == 6
-        again = held(settings(server, cache=cache), ask)
-        assert len(server.bodies) == 6 and again.cache_hits == 6
-        held(settings(server, cache=cache, model="other"), ask)
-        assert len(server.bodies) == 12
-    assert held(settings(cache=cache), ask).requests == 0, "recorded verdicts need no server"
-
-
-def test_processes_share_a_cache(tmp_path: Path) -> None:
-    """Four processes start on one file that is not there yet and write 50 verdicts each, half of them the same ones."""
-    path = str(tmp_path / "verdicts.sqlite")
-    code = (
-        "import sys; from megatron_rl.rewards.verdicts import Verdicts\n"
-        "kept = Verdicts(sys.argv[1], read_only=False)\n"
-        "for index in range(50):\n"
-        "    key = f'{index}' if index % 2 else f'{sys.argv[2]} {index}'\n"
-        "    kept.keep(key, model='m', prompt='p', fields='{}', verdict=index / 50); assert kept.find(key) == index / 50\n"
-    )
-    writers = [subprocess.Popen([sys.executable, "-c", code, path, str(number)]) for number in range(4)]
-    assert [writer.wait(60) for writer in writers] == [0] * 4
-    with closing(sqlite3.connect(path)) as file:
-        assert file.execute("SELECT count(*) FROM verdicts").fetchone() == (25 + 4 * 25,)
-
-
-def test_a_cache_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("not a database, but long enough to be looked at as one " * 20)
-    for wrong in (str(path), str(tmp_path / "missing" / "file")):
-        with pytest.raises(ValueError, match=r"task.judge.cache=.*; name a file of verdicts"):
-            held(JudgeSettings(urls=["http://127.0.0.1:9/v1"], model="judge", cache=wrong), lambda judge: asyncio.sleep(0))
-    with pytest.raises(ValueError, match="task.judge.model=: recorded verdicts are kept by model"):
-        judge_of(JudgeSettings(cache=str(path)))
-
-
 def test_nobody_listens() -> None:
     with serving(right) as gone:
         pass
     with pytest.raises(HostFault, match=r"nothing after 3 of 3 tries.*APIConnectionError"):
-        held(settings(gone, model=""), lambda judge: asyncio.sleep(0))
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [((100, 50), (100, 50)), ((2048, 1024), (1024, 512)), ((20_000, 100), (1024, 28)), ((1, 1), (1, 1))]
-)
-def test_pictures_are_bounded(size: tuple[int, int], expected: tuple[int, int]) -> None:
-    picture = Image.open(io.BytesIO(base64.b64decode(data_url(Image.new("RGB", size, "red")).split(",")[1])))
-    assert picture.size == expected and picture.format == "JPEG"
-    assert all(abs(seen - meant) < 4 for seen, meant in zip(picture.getpixel((0, 0)), (255, 0, 0), strict=True))
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "CMYK", "I;16", "F"])
-def test_pictures_of_any_mode(mode: str) -> None:
-    """What is transparent is white."""
-    picture = Image.new(mode, (30, 30), 0)
-    seen = Image.open(io.BytesIO(base64.b64decode(data_url(picture).split(",")[1])))
-    corner = seen.getpixel((3, 3))
-    assert corner == ((255, 255, 255) if mode in ("RGBA", "LA", "CMYK") else (0, 0, 0))
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "megatron_rl" / "rewards" / "prompts").iterdir()), ids=lambda path: path.stem)
-def test_prompts_are_complete(path: Path) -> None:
-    """A version, a verdict of each value that its own text promises, and no field that recipes do not fill."""
-    prompt = load(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
-    assert prompt.version >= 1
-    for value in prompt.values:
-        assert prompt.read(json.dumps({prompt.key: value})) == float(value)
-    text = prompt.text({name: f"<{name}>" for name in ("question", "reference", "answer", "response", "metadata")})
-    assert "<question>" in text and f'{{"{prompt.key}":' in text and text.isascii()
-    with pytest.raises(Malformed):
-        prompt.read(json.dumps({prompt.key: 0.3}))
+        held(settings(gone, model=""), lambda _: asyncio.sleep(0))
