@@ -48,7 +48,7 @@ def test_the_sandbox_ran_the_policys_code_and_the_policy_saw_the_crop(finished: 
         first, second = rollout.turns
         assert first.call["tool"] == "python"
         assert first.call["ran"] and not first.call["error"]
-        assert first.call["source"].startswith("image_clue_0.crop((")
+        assert ".crop((x + 25, y + 25, x + 75, y + 75)).show()" in str(first.call["source"])
         assert first.text.endswith("</code>"), "the stop text stays in the reply"
         (sequence,) = rollout.sequences
         assert sequence.images[1:] == first.images

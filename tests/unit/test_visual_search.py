@@ -1,6 +1,5 @@
 """Visual search: what is drawn, who may see it, what the demonstrator and the gold replies are worth, and the builder's files."""
 
-import ast
 import asyncio
 import io
 import tarfile
@@ -26,6 +25,16 @@ SPRITES = shapes(SHAPES)
 
 def task(reward: str = "pyvision") -> VisualSearchTask:
     return VisualSearchTask(TaskSettings(name="visual_search", reward=reward))
+
+
+class Recorded:
+    """A picture that keeps its crops."""
+
+    def __init__(self, picture: Picture, crops: list[Picture]) -> None:
+        self.picture, self.crops = picture, crops
+
+    def crop(self, box: Box) -> None:
+        self.crops.append(self.picture.crop(box))
 
 
 def label_of(crop: Picture, box: Box, places: Scene) -> str:
@@ -121,9 +130,10 @@ def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
         picture = question["content"][1]["image"]
         read = made.protocol.read(code["content"][0]["text"])
         assert isinstance(read, Code)
-        box = ast.literal_eval(read.source.removeprefix("image_clue_0.crop(").removesuffix(").show()"))
+        crops: list[Picture] = []
+        exec(read.source.replace(".show()", ""), {"image_clue_0": Recorded(picture, crops)})
         (crop,) = [part["image"] for part in observed["content"] if part["type"] == "image"]
-        assert crop.tobytes() == picture.crop(box).tobytes()
+        assert [crop.tobytes()] == [taken.tobytes() for taken in crops]
         assert answer["role"] == "assistant"
     biased = made.demonstrations("biased", num=200, seed=3)
     guesses = [shown for shown in biased if len(shown.messages) == 3]

@@ -23,9 +23,11 @@ from megatron_rl.types import HostFault, Rollout, ToolCall
 
 DISCS = shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 RULES = "Look, then answer."
-LEVEL = Level(cells=5, cell=160, things=3, thing=0.8, plate=0.55, label=0.13)
+LEVEL = Level(cells=5, cell=100, things=3, thing=0.8, plate=0.55, label=0.13)
 """At 140 x 140 pixels a cell is one image token and a label is under 3 pixels high; a crop of the middle of its cell shows it ten times as
-large. With cells of 160 pixels no two crops begin, or end, with the same digit: a coordinate is decided by its first token."""
+large."""
+NEAR, FAR = LEVEL.cell // 4, LEVEL.cell * 3 // 4
+"""The middle of a cell, where a label is."""
 NUM_TRAIN, NUM_EVAL = 4096, 128
 GUESSES = 0.8
 """In split "biased" the demonstrator answers at once, with any label, in this share of the transcripts."""
@@ -46,14 +48,17 @@ class Canvas:
 
 
 def middle(cell: Box) -> Box:
-    """The middle half of a cell, where a label is."""
-    left, top, right, bottom = cell
-    inset = (right - left) // 4
-    return left + inset, top + inset, right - inset, bottom - inset
+    left, top, _, _ = cell
+    return left + NEAR, top + NEAR, left + FAR, top + FAR
 
 
 def look(cell: Box) -> str:
-    return f"image_clue_0.crop({middle(cell)}).show()"
+    """Code that shows the middle of a cell. Two of its tokens say which: the column and the row."""
+    column, row = cell[0] // LEVEL.cell, cell[1] // LEVEL.cell
+    return (
+        f"x, y = {LEVEL.cell} * {column}, {LEVEL.cell} * {row}\n"
+        f"image_clue_0.crop((x + {NEAR}, y + {NEAR}, x + {FAR}, y + {FAR})).show()"
+    )
 
 
 def example_of(name: str) -> Example:
