@@ -1,5 +1,6 @@
 """Tensors out of large files without waiting for them: mapped, read before they are asked for, and made while others are written."""
 
+import ctypes
 import errno
 import mmap
 import os
@@ -16,6 +17,8 @@ Made = TypeVar("Made")
 
 POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14 (include/uapi/asm-generic/mman-common.h), which Python 3.11 does not name."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+"""Its madvise, because Python 3.11's waits for the disk without letting other threads run (Modules/mmapmodule.c)."""
 
 
 def mapped(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, once: bool = False) -> torch.Tensor:
@@ -29,11 +32,11 @@ def mapped(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, on
         if once:
             weakref.finalize(part, _forget, os.dup(file.fileno()), offset, num_bytes).atexit = False
     part.madvise(mmap.MADV_WILLNEED)
-    try:
-        part.madvise(POPULATE_READ)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # an older Linux, where pages are mapped as they are touched
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    pages = torch.frombuffer(part, dtype=torch.uint8)
+    if LIBC.madvise(ctypes.c_void_p(pages.data_ptr()), ctypes.c_size_t(len(pages)), POPULATE_READ):
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # an older Linux, where pages are mapped as they are touched
+            raise OSError(number, os.strerror(number), str(path))
     return torch.frombuffer(part, dtype=dtype, offset=before).view(shape)
 
 
