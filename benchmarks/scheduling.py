@@ -21,8 +21,8 @@ from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Example, Message, Step
-from megatron_rl.types import Rollout
+from megatron_rl.tasks.base import Step
+from megatron_rl.types import Example, Message, Rollout
 from tools.data.make_tiny_qwen2_5_vl import make
 
 

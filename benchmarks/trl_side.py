@@ -20,9 +20,9 @@ from trl import GRPOConfig, GRPOTrainer
 from megatron_rl.config import ModelSettings, TaskSettings
 from megatron_rl.rollout.collect import deal
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Example
 from megatron_rl.tasks.gym_cards.number_line import State, picture
 from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTask, observation
+from megatron_rl.types import Example
 
 VLLM_CONTEXT = 512
 """Prompts have about 110 tokens."""

@@ -33,7 +33,7 @@ from megatron_rl.data.transcripts import transcripts
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Example
+from megatron_rl.types import Example
 from megatron_rl.weights.checkpoints import HfSource
 from megatron_rl.weights.hf_config import hf_shapes, read_config
 from sandbox.client import SandboxClient

@@ -2,8 +2,8 @@
 
 from megatron_rl.config import Settings
 from megatron_rl.rollout.collect import Crew, collect, evaluation_settings
-from megatron_rl.tasks.base import Example, Task
-from megatron_rl.types import Rollout, RunFailed, Status
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import Example, Rollout, RunFailed, Status
 
 
 def evaluate(task: Task, settings: Settings, *, crew: Crew) -> dict[str, float]:

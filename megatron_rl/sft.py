@@ -14,8 +14,8 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Run
-from megatron_rl.tasks.base import Demonstration, Task
-from megatron_rl.types import Batch
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import Batch, Demonstration
 
 KEPT_BYTES = 1 << 30
 """Of pictures at their final sizes, a process."""

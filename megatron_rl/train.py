@@ -16,8 +16,8 @@ from megatron_rl.evaluate import evaluate
 from megatron_rl.policy.policy import Loss, Policy
 from megatron_rl.rollout.collect import Crew, collect, deal, episode_settings
 from megatron_rl.run import Run, check_failures, rollout_metrics
-from megatron_rl.tasks.base import Example, Task
-from megatron_rl.types import Batch, Rollout
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import Batch, Example, Rollout
 
 
 def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Run, checkpoints: Checkpoints) -> None:

@@ -8,6 +8,7 @@ Shape suffixes used in this project:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -15,6 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # environments and rewards make these records too, and need no torch for it
     import torch
     from PIL.Image import Image as Picture
+
+
+Message = Mapping[str, object]
+"""One of a conversation, as Hugging Face chat templates have them: {"role": ..., "content": text or parts}, a part being
+{"type": "text", "text": ...} or {"type": "image", "image": a PIL picture}."""
 
 
 class HostFault(RuntimeError):
@@ -51,6 +57,23 @@ class End(StrEnum):
     """A call went wrong where that ends episodes (task.errors_end)."""
     FAULT = "fault"
     """Ours: the rollout is failed."""
+
+
+@dataclass(slots=True, frozen=True)
+class Example:
+    """One start of an episode. Its payload is the task's own business."""
+
+    id: str
+    payload: Mapping[str, object]
+    probability: float | None = None
+    """How often the task deals this example, where that is known: evaluation then weights by it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Demonstration:
+    """A transcript for the supervised warm start: loss on the assistant's messages, on nothing else."""
+
+    messages: list[Message]
 
 
 @dataclass(slots=True, frozen=True)

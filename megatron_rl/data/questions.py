@@ -16,7 +16,7 @@ from megatron_rl.config import DataSettings, require
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Record, Records
 from megatron_rl.data.survey import survey
-from megatron_rl.tasks.base import Example
+from megatron_rl.types import Example
 
 IMAGE_COLUMNS = ("images", "image", "image_path")
 READ = {"prompt", "question", "answer", "id", "data_source", "ability", "env_name", "reward_model", "extra_info", "mm_hint", *IMAGE_COLUMNS}

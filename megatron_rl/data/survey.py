@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from megatron_rl.data.images import StoredImage
-from megatron_rl.tasks.base import Example
+from megatron_rl.types import Example
 
 BOXES = ("bbox", "bboxes")
 """Keys of a question's extra that hold boxes: x1, y1, x2, y2 in pixels of its first picture."""

@@ -15,8 +15,7 @@ import numpy as np
 from megatron_rl.config import DataSettings, require, require_choice
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Record, Records
-from megatron_rl.tasks.base import Demonstration, Message
-from megatron_rl.types import HostFault
+from megatron_rl.types import Demonstration, HostFault, Message
 
 TRANSCRIPTS = "transcripts"
 """The one split of demonstrations (sft.splits) that the user's data has."""

@@ -11,8 +11,8 @@ from megatron_rl.config import Settings
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Example, Task
-from megatron_rl.types import Rollout, Status
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import Example, Rollout, Status
 
 _TRIES = 3
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.engine import Engine, Sampling
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Example, Step, Task
-from megatron_rl.types import End, HostFault, Image, Rollout, Sequence, Status, Turn
+from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.types import End, Example, HostFault, Image, Rollout, Sequence, Status, Turn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from transformers import AutoProcessor, Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import ModelSettings, require
-from megatron_rl.tasks.base import Message
-from megatron_rl.types import Image, Sequence
+from megatron_rl.types import Image, Message, Sequence
 
 _CACHED_BYTES = 1 << 30
 """Of patches that are remembered; a picture of 2,000,000 pixels has 48 MB of them."""

@@ -1,28 +1,11 @@
-"""What a task is to the rest of the program: examples, single-use environments that speak messages, and a rubric.
+"""What a task is to the rest of the program: examples, single-use environments that speak messages, and a rubric."""
 
-Messages are those of Hugging Face chat templates: {"role": ..., "content": text or parts}, a part being
-{"type": "text", "text": ...} or {"type": "image", "image": a PIL picture}.
-"""
-
-from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.rewards.rubric import Rubric
-from megatron_rl.types import Rollout, ToolCall
-
-Message = Mapping[str, object]
-
-
-@dataclass(slots=True, frozen=True)
-class Example:
-    """One start of an episode. Its payload is the task's own business."""
-
-    id: str
-    payload: Mapping[str, object]
-    probability: float | None = None
-    """How often the task deals this example, where that is known: evaluation then weights by it."""
+from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,13 +32,6 @@ class Env(Protocol):
     async def step(self, text: str) -> Step: ...
 
     async def close(self) -> None: ...
-
-
-@dataclass(slots=True, frozen=True)
-class Demonstration:
-    """A transcript for the supervised warm start: loss on the assistant's messages, on nothing else."""
-
-    messages: list[Message]
 
 
 class Task(Protocol):

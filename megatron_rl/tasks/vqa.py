@@ -13,9 +13,9 @@ from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.rewards import recipes
 from megatron_rl.rewards.judge import judge_of
 from megatron_rl.rewards.rubric import CORRECT
-from megatron_rl.tasks.base import Demonstration, Example, Message, Step
+from megatron_rl.tasks.base import Step
 from megatron_rl.tasks.visual_python.messages import place, say
-from megatron_rl.types import Rollout
+from megatron_rl.types import Demonstration, Example, Message, Rollout
 
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
 

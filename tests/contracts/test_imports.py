@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "batch": {"algo", *DATA},
     "rewards": {"types", "config"},
     "tasks": {"data", "rewards", "types", "config"},
-    "data": {"tasks", "types", "config"},
+    "data": {"types", "config"},
     "observe": {"types", "config"},
     "rollout": {"tasks", "rewards", *DATA},
     "weights": {"cpu"},

@@ -12,8 +12,8 @@ from PIL import Image
 from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
 from megatron_rl.start import run
-from megatron_rl.tasks.base import Demonstration, Example, Message, Step
-from megatron_rl.types import Rollout
+from megatron_rl.tasks.base import Step
+from megatron_rl.types import Demonstration, Example, Message, Rollout
 
 COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 

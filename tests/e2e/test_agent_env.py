@@ -15,14 +15,14 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.images import StoredImage
-from megatron_rl.tasks.base import Example, Step
+from megatron_rl.tasks.base import Step
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.functions import Functions
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import PyVision
-from megatron_rl.types import HostFault
+from megatron_rl.types import Example, HostFault
 from sandbox import Limits, Sandbox
 from sandbox.client import SandboxClient
 from tests.e2e.sandbox_room import Room, started

@@ -15,9 +15,8 @@ from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, Tas
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Example
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
-from megatron_rl.types import End, HostFault, Image, Rollout, Status
+from megatron_rl.types import End, Example, HostFault, Image, Rollout, Status
 from sandbox import HostFault as NoRoom
 from sandbox.layers import choose, offered
 

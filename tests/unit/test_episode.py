@@ -13,8 +13,8 @@ from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Example, Message, Step
-from megatron_rl.types import End, HostFault, Image, Rollout, Status, ToolCall
+from megatron_rl.tasks.base import Step
+from megatron_rl.types import End, Example, HostFault, Image, Message, Rollout, Status, ToolCall
 
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_tokens_per_turn=5, max_context=400, max_images=8, seed=0)
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import TaskSettings
 from megatron_rl.rewards.rubric import Outcome, Score
-from megatron_rl.tasks.base import Message, Step, Task
+from megatron_rl.tasks.base import Step, Task
 from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, picture, policy_success
 from megatron_rl.tasks.gym_cards.task import PROMPT, Invalid, NumberLineTask, parse_reply, write_reply
-from megatron_rl.types import End, Rollout, Turn
+from megatron_rl.types import End, Message, Rollout, Turn
 
 TASK: Task = NumberLineTask(TaskSettings(name="number_line"))
 UP = '{"action": "+"}'

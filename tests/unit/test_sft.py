@@ -10,7 +10,7 @@ from megatron_rl import sft
 from megatron_rl.batch import pack
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Demonstration
+from megatron_rl.types import Demonstration
 
 
 class Counted(Ordered[Demonstration]):

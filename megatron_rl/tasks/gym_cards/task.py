@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.tasks.base import Demonstration, Example, Message, Step
+from megatron_rl.tasks.base import Step
 from megatron_rl.tasks.gym_cards.number_line import (
     ACTIONS,
     MAX_STEPS,
@@ -27,7 +27,7 @@ from megatron_rl.tasks.gym_cards.number_line import (
     right_action,
     start_probabilities,
 )
-from megatron_rl.types import Rollout, ToolCall
+from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 PROMPT = (
     'NumberLine: move the current number to the target. "-" subtracts one, "+" adds one. '

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.base import Message
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
 from megatron_rl.tasks.visual_python.messages import place, say, sizes
 from megatron_rl.tasks.visual_python.protocol import Call, Malformed, Reply
 from megatron_rl.tasks.visual_python.reading import nothing_found, read_answer, read_blocks, read_call
-from megatron_rl.types import ToolCall
+from megatron_rl.types import Message, ToolCall
 
 TOOLS: Mapping[str, str] = {"image_zoom_in_tool": "zoom", "image_rotate_tool": "rotate"}
 """What DeepEyes calls them -> what they are called here."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence as Ordered
 from PIL.Image import Image as Picture
 
 import sandbox
-from megatron_rl.tasks.base import Example, Message, Step
+from megatron_rl.tasks.base import Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
-from megatron_rl.types import HostFault, ToolCall
+from megatron_rl.types import Example, HostFault, Message, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
 from sandbox.images import encode
 

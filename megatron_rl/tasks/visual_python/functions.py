@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.base import Message
 from megatron_rl.tasks.visual_python.deepeyes import describe_tools, schema, write_tool_call
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
 from megatron_rl.tasks.visual_python.messages import place, say, sizes
 from megatron_rl.tasks.visual_python.protocol import Malformed, Reply
 from megatron_rl.tasks.visual_python.reading import nothing_found, read_answer, read_blocks, read_call, read_python
-from megatron_rl.types import ToolCall
+from megatron_rl.types import Message, ToolCall
 
 PYTHON: Mapping[str, object] = {
     "name": "python",

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Ordered
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.base import Message
+from megatron_rl.types import Message
 
 Part = str | Picture
 PLACE = "<image>"

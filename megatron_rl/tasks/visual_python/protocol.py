@@ -7,8 +7,7 @@ from typing import Protocol
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.base import Message
-from megatron_rl.types import ToolCall
+from megatron_rl.types import Message, ToolCall
 
 
 @dataclass(slots=True, frozen=True)

@@ -12,14 +12,13 @@ from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.rewards import recipes
 from megatron_rl.rewards.judge import judge_of
 from megatron_rl.rewards.rubric import CORRECT
-from megatron_rl.tasks.base import Demonstration, Example
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.functions import Functions
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import PyVision
-from megatron_rl.types import HostFault, Rollout
+from megatron_rl.types import Demonstration, Example, HostFault, Rollout
 from sandbox.client import SandboxClient
 
 Payload = Mapping[str, object]

@@ -13,13 +13,12 @@ import sandbox
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.rewards import recipes
 from megatron_rl.rewards.rubric import CORRECT
-from megatron_rl.tasks.base import Demonstration, Example, Message
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.messages import say
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.tasks.visual_python.task import pool_of
 from megatron_rl.tasks.visual_search.drawing import LABELS, Box, Level, Scene, scene, shapes
-from megatron_rl.types import HostFault, Rollout, ToolCall
+from megatron_rl.types import Demonstration, Example, HostFault, Message, Rollout, ToolCall
 
 DISCS = shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 RULES = "Look, then answer."
