@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tools.data.make_tiny_qwen2_5_vl import make
 
 TRAIN = ROOT / "launch" / "train.py"
-OWN = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.sandbox.size=4")
+OWN = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.data.max_eval=8", "task.sandbox.size=4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
     """80 supervised steps teach the words, not yet the places: the policy looks somewhere and answers something. Then two steps of GRPO."""
     home = tmp_path_factory.mktemp("search")
     make(home / "nano", preset="nano_search", seed=0)
-    stages = ("sft.splits=[correct,biased]", "sft.steps=[70,10]", "sft.batch_size=12", "sft.num_demonstrations=48", "sft.lr=2e-3")
+    stages = ("sft.splits=[correct]", "sft.steps=[80]", "sft.batch_size=12", "sft.num_demonstrations=48", "sft.lr=2e-3")
     begin = f"model.path={home / 'nano'}"
     torchrun(2, TRAIN, "experiment=visual_search_sft_cpu", begin, f"run.dir={home / 'sft'}", *stages, *OWN, timeout_s=400)
     sizes = ("algo.prompts_per_step=4", "algo.group_size=4", "run.steps=2", "run.record_best=16")

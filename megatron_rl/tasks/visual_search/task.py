@@ -92,6 +92,7 @@ class VisualSearchTask:
         self.protocol = PyVision(rules=RULES)
         self.rubric = recipes.build(settings.reward, judge=None, protocol="pyvision")
         self.stop = self.protocol.stop
+        self.num_eval = min(settings.data.max_eval or NUM_EVAL, NUM_EVAL)
         self._pool = pool_of(settings.sandbox)
 
     async def start(self) -> None:
@@ -105,7 +106,8 @@ class VisualSearchTask:
 
     def examples(self, split: str) -> list[Example]:
         require_choice("split", split, ("train", "eval"))
-        return [example_of(f"{split} {index}") for index in range(NUM_TRAIN if split == "train" else NUM_EVAL)]
+        num = NUM_TRAIN if split == "train" else self.num_eval
+        return [example_of(f"{split} {index}") for index in range(num)]
 
     def env(self, example: Example) -> AgentEnv:
         return AgentEnv(example, protocol=self.protocol, pool=self._pool)
