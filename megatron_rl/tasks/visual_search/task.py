@@ -5,6 +5,7 @@ from files, and the rules in the prompt are one line, for a model of a million p
 """
 
 import random
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
@@ -82,6 +83,22 @@ def transcript(protocol: PyVision, canvas: Canvas, *, guess: str | None) -> list
     return [*messages, say("assistant", protocol.write_code(code)), *observed, say("assistant", protocol.write_answer(target.label))]
 
 
+@dataclass(slots=True, frozen=True)
+class Transcripts(Ordered[Demonstration]):
+    """Drawn when they are asked for: a canvas and its crop take 2 MB."""
+
+    protocol: PyVision
+    plans: list[tuple[Canvas, str | None]]
+    """Each canvas, and the guess if the demonstrator does not look."""
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __getitem__(self, index: int) -> Demonstration:
+        canvas, guess = self.plans[index]
+        return Demonstration(transcript(self.protocol, canvas, guess=guess))
+
+
 class VisualSearchTask:
     """Solved when the answer is right. An example is a canvas by number; those of "train" and of "eval" have seeds of their own."""
 
@@ -112,7 +129,7 @@ class VisualSearchTask:
     def env(self, example: Example) -> AgentEnv:
         return AgentEnv(example, protocol=self.protocol, pool=self._pool)
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts:
         """Transcripts on canvases of their own. Fewer are a prefix of more.
 
         In split "correct" the demonstrator looks and reads; in "biased" it mostly guesses at once. A policy that has learned that sees and
@@ -120,12 +137,11 @@ class VisualSearchTask:
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice = random.Random(seed)
-        shown = []
+        plans = []
         for index in range(num):
             guess, guesses = dice.choice(LABELS), dice.random() < GUESSES and split == "biased"
-            canvas = Canvas(f"demonstration {seed} {index}")
-            shown.append(Demonstration(transcript(self.protocol, canvas, guess=guess if guesses else None)))
-        return shown
+            plans.append((Canvas(f"demonstration {seed} {index}"), guess if guesses else None))
+        return Transcripts(self.protocol, plans)
 
     def gold(self, example: Example) -> list[str]:
         target = Canvas(example.id).scene.target
