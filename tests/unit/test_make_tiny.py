@@ -234,7 +234,7 @@ def test_a_failure_midway_leaves_nothing_new(tmp_path: Path, monkeypatch: pytest
         ({"vocab": 277}, "--vocab=277: must be at least 278"),
         ({"layers": 0}, "--layers=0: must be at least 1"),
         ({"preset": "smollm2", "hidden": 128}, "--preset=smollm2: fixes the language model; leave out hidden"),
-        ({"preset": "small"}, "--preset=small: choose one of nano, smollm2"),
+        ({"preset": "small"}, "--preset=small: choose one of nano, nano_search, smollm2"),
     ],
 )
 def test_bad_sizes_name_the_argument_and_the_remedy(tmp_path: Path, sizes: dict[str, object], message: str):
