@@ -137,7 +137,7 @@ def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
         assert answer["role"] == "assistant"
     biased = list(made.demonstrations("biased", num=200, seed=3))
     guesses = [shown for shown in biased if len(shown.messages) == 3]
-    assert len(guesses) / 200 == pytest.approx(GUESSES, abs=0.085)  # three standard deviations
+    assert len(guesses) / 200 == pytest.approx(GUESSES, abs=0.102)  # three standard deviations
     assert {str(shown.messages[2]["content"][0]["text"]) for shown in guesses} == {made.protocol.write_answer(label) for label in LABELS}
     again = made.demonstrations("biased", num=50, seed=3)
     assert [len(shown.messages) for shown in again] == [len(shown.messages) for shown in biased[:50]]

@@ -29,7 +29,7 @@ large."""
 NEAR, FAR = LEVEL.cell // 4, LEVEL.cell * 3 // 4
 """The middle of a cell, where a label is."""
 NUM_TRAIN, NUM_EVAL = 4096, 128
-GUESSES = 0.8
+GUESSES = 0.65
 """In split "biased" the demonstrator answers at once, with any label, in this share of the transcripts."""
 
 
@@ -133,7 +133,7 @@ class VisualSearchTask:
         """Transcripts on canvases of their own. Fewer are a prefix of more.
 
         In split "correct" the demonstrator looks and reads; in "biased" it mostly guesses at once. A policy that has learned that sees and
-        reads as well as before, and decides wrongly: it is right in 28% of its episodes at temperature 1, and in 10% when greedy.
+        reads as well as before, and decides wrongly: it is right in 41% of its episodes at temperature 1, and in 10% when greedy.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice = random.Random(seed)
