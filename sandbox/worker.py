@@ -238,7 +238,12 @@ def _cpu_s() -> float:
 
 
 def warm_up() -> None:
-    """Loads the libraries and what they load at first use, before any fork. One thread: OpenBLAS and OpenCV are told so."""
+    """Loads the libraries and what they load at first use, before any fork. One thread: OpenBLAS and OpenCV are told so.
+
+    pyarrow, which pandas loads where it is installed, is kept out: its allocator starts a thread, which no fork would have, and with which
+    the kernel refuses unshare(CLONE_NEWUSER).
+    """
+    sys.modules["pyarrow"] = None
     import cv2
     import matplotlib.pyplot as plt
     import pandas

@@ -1,0 +1,36 @@
+"""The zygote has one thread when it enters its layers: no fork would have another one, and with one the kernel refuses a user namespace."""
+
+import os
+import subprocess
+import sys
+
+from sandbox.keeper import ENVIRONMENT
+
+HEAD = "import threading, time\nfrom sandbox import kernel, zygote\n"
+
+
+def told(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", HEAD + code], capture_output=True, text=True, check=True, timeout=60, env=os.environ | ENVIRONMENT
+    ).stdout
+
+
+def test_a_thread_that_is_about_to_end_is_waited_for():
+    code = """
+threading.Thread(target=time.sleep, args=(0.3,)).start()
+try:
+    kernel.unshare(kernel.CLONE_NEWUSER)
+except OSError as error:
+    print(error.errno)
+print(zygote.other_threads())
+"""
+    assert told(code) == "22\n[]\n"
+
+
+def test_a_thread_that_stays_is_named():
+    code = "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\nprint(len(zygote.other_threads()))"
+    assert told(code) == "1\n"
+
+
+def test_nothing_that_is_loaded_keeps_a_thread():
+    assert told("from sandbox import worker\nworker.warm_up()\nprint(zygote.other_threads())") == "[]\n"
