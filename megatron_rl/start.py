@@ -10,7 +10,7 @@ from megatron_rl.checkpoints import Checkpoints, find
 from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
 from megatron_rl.dry import dry_run
 from megatron_rl.evaluate import evaluate
-from megatron_rl.policy.parallel import build_layout, check_layout
+from megatron_rl.policy.parallel import Layout, build_layout, check_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.collect import Crew
 from megatron_rl.rollout.engine import Engine
@@ -50,15 +50,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
     require(memory.step <= num_steps, key, num_steps, f"{checkpoint} has {memory.step} steps; ask for as many, or choose another run.dir")
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     renderer = Renderer(settings.model)
-    num_updates = num_steps if is_sft else num_steps * settings.algo.epochs * settings.algo.minibatches
-    policy = Policy(
-        settings.model, layout,
-        parallel=settings.parallel, optimizer=settings.sft if is_sft else settings.algo, num_updates=num_updates,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
-        temperature=1.0 if is_sft else settings.algo.temperature,
-        keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
-        lora=settings.lora, seed=settings.run.seed,
-    )  # fmt: skip
+    policy = build_policy(settings, layout, renderer, num_steps=num_steps)
     record = Run(settings, world, num_steps=num_steps, first_step=memory.step, history=memory.history)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
     if is_sft:
@@ -122,6 +114,20 @@ def check_sizes(settings: Settings, model: Qwen2_5_VLConfig, world_size: int) ->
 def build_task(settings: TaskSettings, tasks: Mapping[str, Callable[[TaskSettings], Task]]) -> Task:
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
     return tasks[settings.name](settings)
+
+
+def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int) -> Policy:
+    """This rank's share of the model with its optimizer, for as many updates as the stage's steps make."""
+    is_sft = settings.stage == "sft"
+    return Policy(
+        settings.model, layout,
+        parallel=settings.parallel, optimizer=settings.sft if is_sft else settings.algo,
+        num_updates=num_steps if is_sft else num_steps * settings.algo.epochs * settings.algo.minibatches,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        temperature=1.0 if is_sft else settings.algo.temperature,
+        keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
+        lora=settings.lora, seed=settings.run.seed,
+    )  # fmt: skip
 
 
 def build_crew(settings: Settings, renderer: Renderer, world: World) -> Crew:

@@ -12,7 +12,7 @@ from megatron_rl.data.rows import Row, open_rows
 PLACE = "<image>"
 """Where a text shows a picture."""
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
-"""Qwen's own tokens: in a text of the data they would be read as the conversation's."""
+"""Qwen's own tokens: in the words of a transcript's assistant they would be read as the conversation's."""
 
 
 @dataclass(slots=True, frozen=True)

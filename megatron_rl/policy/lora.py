@@ -145,9 +145,7 @@ def _sharded(
     module: LoraColumnParallelLinear | LoraRowParallelLinear, axes: dict[str, int], prefix: str, offsets: tuple, metadata: dict
 ) -> dict:
     state = module.state_dict(prefix="", keep_vars=True)
-    return make_sharded_tensors_for_checkpoint(
-        state, prefix, axes, offsets, tp_group=module.tp_group, dp_cp_group=metadata["dp_cp_group"]
-    )
+    return make_sharded_tensors_for_checkpoint(state, prefix, axes, offsets, tp_group=module.tp_group, dp_cp_group=metadata["dp_cp_group"])
 
 
 class LoraLinear(nn.Linear):

@@ -91,9 +91,7 @@ def _verify(truth: str, answer: str) -> int:
     from math_verify import parse, verify
     from math_verify.parser import LatexExtractionConfig
 
-    read = [
-        parse(_quoted(text), [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)
-    ]
+    read = [parse(_quoted(text), [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
     if not all(read):
         return _UNDECIDED
     return _RIGHT if verify(*read, timeout_seconds=None) else _WRONG

@@ -19,7 +19,7 @@ NUMERIC_SOURCES = ("vsi_numerical", "rule_verifiable")
 """Data sources with one of these names, or a name that ends in one, are scored by mean relative accuracy."""
 THRESHOLDS = tuple(Fraction(percent, 100) for percent in range(50, 100, 5))
 """Those of mean relative accuracy: 0.50, 0.55, ..., 0.95 (Yang et al. 2024, "Thinking in Space", section 3)."""
-_OPEN, _CLOSE, _BOX = "<answer>", "</answer>", "\\boxed{"
+_OPEN, _CLOSE, BOX = "<answer>", "</answer>", "\\boxed{"
 _TAG = re.compile(r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\boxed|<\|", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)", re.ASCII)
 _CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])\Z)(?:\s|\Z)")
@@ -27,7 +27,7 @@ _CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])\Z)(?:\s|\Z)")
 
 def strict_boxed(reply: str) -> str | None:
     r"""The inside of `<answer>\n\boxed{...}\n</answer>`, its braces balanced and nothing else between the tags. The last one counts."""
-    _, found, body = _spoken(reply).rpartition(f"{_OPEN}\n{_BOX}")
+    _, found, body = _spoken(reply).rpartition(f"{_OPEN}\n{BOX}")
     inside = _balanced(body) if found else None
     return inside if inside is not None and body[len(inside) :].startswith(f"}}\n{_CLOSE}") else None
 
@@ -38,14 +38,14 @@ def tagged(reply: str) -> str | None:
     blocks = _blocks(spoken)
     if blocks:
         return unboxed(blocks[-1].strip())
-    _, found, body = spoken.rpartition(_BOX)
+    _, found, body = spoken.rpartition(BOX)
     return _balanced(body) if found else None
 
 
 def unboxed(text: str) -> str:
     r"""\boxed{x} -> x; anything else stays."""
-    inside = _balanced(text.removeprefix(_BOX)) if text.startswith(_BOX) else None
-    return inside if inside is not None and len(inside) + len(_BOX) + 1 == len(text) else text
+    inside = _balanced(text.removeprefix(BOX)) if text.startswith(BOX) else None
+    return inside if inside is not None and len(inside) + len(BOX) + 1 == len(text) else text
 
 
 def last_reply(outcome: Outcome) -> str:
@@ -60,7 +60,7 @@ def vetoes(read: Read) -> dict[str, Veto]:
 
     def two_answers(outcome: Outcome) -> bool:
         spoken = _spoken(last_reply(outcome))
-        marks = (_OPEN, _CLOSE) if _OPEN in spoken or _CLOSE in spoken else (_BOX,)
+        marks = (_OPEN, _CLOSE) if _OPEN in spoken or _CLOSE in spoken else (BOX,)
         return any(spoken.count(mark) > 1 for mark in marks)
 
     def tags_in_answer(outcome: Outcome) -> bool:

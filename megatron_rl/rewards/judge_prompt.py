@@ -1,12 +1,12 @@
 """A judge's instructions, one file a prompt in rewards/prompts/, with a version; and the only form that a verdict may have.
 
-    version: 1
-    key: correct                 the verdict is {"correct": true} or {"correct": false}, the whole reply and nothing else
-    values: [true, false]
-    system: ...
-    user: ... $question ...      fields are filled in as JSON texts: what a policy wrote cannot leave its quotation marks
-    examples:                    families of worked examples, of which $examples becomes one
-      chart: [{question: ..., reference: ..., answer: ..., correct: true}, ...]
+version: 1
+key: correct                 the verdict is {"correct": true} or {"correct": false}, the whole reply and nothing else
+values: [true, false]
+system: ...
+user: ... $question ...      fields are filled in as JSON texts: what a policy wrote cannot leave its quotation marks
+examples:                    families of worked examples, of which $examples becomes one
+  chart: [{question: ..., reference: ..., answer: ..., correct: true}, ...]
 """
 
 import functools

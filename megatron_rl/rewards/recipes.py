@@ -96,9 +96,7 @@ class Evidence:
 
     async def __call__(self, outcome: Outcome) -> list[float | None]:
         crossed = red_lines(outcome)
-        return await asyncio.gather(
-            *(self._step(outcome, turn, crossed=cross) for turn, cross in zip(outcome.turns, crossed, strict=True))
-        )
+        return await asyncio.gather(*(self._step(outcome, turn, crossed=cross) for turn, cross in zip(outcome.turns, crossed, strict=True)))
 
     async def _step(self, outcome: Outcome, turn: Turn, *, crossed: bool) -> float | None:
         if turn.call is None:

@@ -1,10 +1,10 @@
 """A rubric: named async reward functions with weights. What it returns can be read part by part.
 
-    Rubric(
-        parts={"accuracy": Part(accuracy), "code": Part(executed_code_turns, weight=0.1, needs="accuracy")},
-        turn_parts={"evidence": TurnPart(judged_crops, weight=0.5)},
-        vetoes={"too long": answer_is_too_long},
-    )
+Rubric(
+    parts={"accuracy": Part(accuracy), "code": Part(executed_code_turns, weight=0.1, needs="accuracy")},
+    turn_parts={"evidence": TurnPart(judged_crops, weight=0.5)},
+    vetoes={"too long": answer_is_too_long},
+)
 """
 
 import asyncio

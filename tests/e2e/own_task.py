@@ -56,9 +56,7 @@ class TwoLooks:
 class TwoLooksTask:
     def __init__(self, settings: TaskSettings) -> None:
         self.name = settings.name
-        self.rubric = Rubric(
-            parts={"vowels": Part(vowels)}, turn_parts={"brevity": TurnPart(environment_rewards, weight=0.5, mean=False)}
-        )
+        self.rubric = Rubric(parts={"vowels": Part(vowels)}, turn_parts={"brevity": TurnPart(environment_rewards, weight=0.5, mean=False)})
         self.stop = ()
 
     async def start(self) -> None:

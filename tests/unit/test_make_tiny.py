@@ -72,7 +72,6 @@ def test_the_config_names_the_tokenizers_ids(learn_model: Path, processor: Qwen2
 @settings(max_examples=200, deadline=None)
 def test_any_text_returns_from_its_tokens(text: str, processor: Qwen2_5_VLProcessor):
 
-
     ids = processor.tokenizer.encode(text, add_special_tokens=False)
     assert processor.tokenizer.decode(ids, skip_special_tokens=False) == unicodedata.normalize("NFC", text)
 

@@ -130,9 +130,7 @@ def test_a_step_is_neither_its_own_result_nor_another_folder_one(
     assert "step_00000003: exists" in said.err and "0 skipped, 1 failed" in said.out
 
 
-def test_a_run_whose_adapter_is_gone(
-    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_adapter_is_gone(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is the checkpoint that is damaged: nobody gave an adapter."""
     checkpoint, like = tmp_path / "step", checkpoints["untied"][1]
     tensors = McoreTensors(like)

@@ -19,7 +19,7 @@ from PIL.Image import Image as Picture
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
 from megatron_rl.tasks.visual_python.messages import place, say, sizes
 from megatron_rl.tasks.visual_python.protocol import Call, Malformed, Reply
-from megatron_rl.tasks.visual_python.reading import nothing_found, read_answer, read_blocks, read_call
+from megatron_rl.tasks.visual_python.reading import read_tool_call
 from megatron_rl.types import Message, ToolCall
 
 TOOLS: Mapping[str, str] = {"image_zoom_in_tool": "zoom", "image_rotate_tool": "rotate"}
@@ -61,13 +61,8 @@ class DeepEyes:
         return [say("system", tools, GUIDE), say("user", *place(question, pictures, lambda _, picture: [picture]), *size)]
 
     def read(self, reply: str) -> Reply:
-        found = read_blocks(reply, action="tool_call", reserved=("tool_response",))
-        if isinstance(found, Malformed):
-            return found
-        if found.tag == "answer":
-            return read_answer(found.bodies[0])
-        call = read_call(found.bodies[-1]) if found.tag else nothing_found("tool_call")
-        if isinstance(call, Malformed):
+        call = read_tool_call(reply, several=True)
+        if not isinstance(call, Call):
             return call
         if call.name not in TOOLS:
             return Malformed(f"there is no tool {call.name[:60]!r}; there are {', '.join(TOOLS)}")

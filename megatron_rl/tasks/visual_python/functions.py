@@ -16,8 +16,8 @@ from PIL.Image import Image as Picture
 from megatron_rl.tasks.visual_python.deepeyes import describe_tools, schema, write_tool_call
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
 from megatron_rl.tasks.visual_python.messages import place, say, sizes
-from megatron_rl.tasks.visual_python.protocol import Malformed, Reply
-from megatron_rl.tasks.visual_python.reading import nothing_found, read_answer, read_blocks, read_call, read_python
+from megatron_rl.tasks.visual_python.protocol import Call, Malformed, Reply
+from megatron_rl.tasks.visual_python.reading import read_python, read_tool_call
 from megatron_rl.types import Message, ToolCall
 
 PYTHON: Mapping[str, object] = {
@@ -43,15 +43,8 @@ class Functions:
         return [say("system", tools, GUIDE), say("user", *place(question, pictures, lambda _, picture: [picture]), *size)]
 
     def read(self, reply: str) -> Reply:
-        found = read_blocks(reply, action="tool_call", reserved=("tool_response",))
-        if isinstance(found, Malformed):
-            return found
-        if found.tag == "answer":
-            return read_answer(found.bodies[0])
-        if len(found.bodies) > 1:
-            return Malformed("call one function at a time")
-        call = read_call(found.bodies[0]) if found.tag else nothing_found("tool_call")
-        if isinstance(call, Malformed) or call.name in IMAGE_TOOLS:
+        call = read_tool_call(reply, several=False)
+        if not isinstance(call, Call) or call.name in IMAGE_TOOLS:
             return call
         code = call.arguments.get("code")
         if call.name != "python":

@@ -5,11 +5,10 @@ from collections.abc import Sequence as Ordered
 
 from PIL.Image import Image as Picture
 
+from megatron_rl.data.records import PLACE
 from megatron_rl.types import Message
 
 Part = str | Picture
-PLACE = "<image>"
-"""Where a question shows a picture."""
 
 
 def say(role: str, *parts: Part) -> Message:

@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_rl.rewards.answer import BOX, unboxed
 from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed
-
-BOX = "\\boxed{"
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,15 +61,10 @@ def read_answer(body: str) -> Answer | Malformed:
 def read_boxed(body: str) -> Answer | Malformed:
     r"""The inside of `\boxed{...}` with balanced braces and nothing beside it; an escaped brace (`\{`) counts for none."""
     text = body.strip()
-    inside, depth = text.removeprefix(BOX), 1
-    if text.startswith(BOX) and BOX not in inside:
-        for match in re.finditer(r"\\.|[{}]", inside, re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(match[0], 0)
-            if depth == 0:
-                if match.end() == len(inside):
-                    return read_answer(inside[:-1])
-                break
-    return Malformed("an answer is \\boxed{...} on a line of its own between <answer> and </answer>")
+    inside = unboxed(text)
+    if inside == text or BOX in inside:
+        return Malformed("an answer is \\boxed{...} on a line of its own between <answer> and </answer>")
+    return read_answer(inside)
 
 
 def read_python(bodies: tuple[str, ...]) -> Code | Malformed:
@@ -103,6 +97,20 @@ def read_call(body: str) -> Call | Malformed:
     if not all(_is_flat(value) for value in (*arguments, *arguments.values())):
         return Malformed("arguments are numbers, texts in Unicode, or lists of these")
     return Call(read["name"], arguments)
+
+
+def read_tool_call(reply: str, *, several: bool) -> Answer | Call | Malformed:
+    """A reply that calls tools as Qwen's chat template has it: the answer, or a call; the last one, where there may be several."""
+    found = read_blocks(reply, action="tool_call", reserved=("tool_response",))
+    if isinstance(found, Malformed):
+        return found
+    if found.tag == "answer":
+        return read_answer(found.bodies[0])
+    if not found.tag:
+        return nothing_found("tool_call")
+    if len(found.bodies) > 1 and not several:
+        return Malformed("call one function at a time")
+    return read_call(found.bodies[-1])
 
 
 def _unfenced(body: str) -> str:

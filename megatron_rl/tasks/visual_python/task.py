@@ -63,10 +63,7 @@ class VisualPythonTask:
         self._splits: dict[str, Ordered[Example]] = {}
 
     async def start(self) -> None:
-        try:
-            await self._pool.start()
-        except sandbox.HostFault as fault:
-            raise HostFault(f"sandbox: {fault}") from fault
+        await start_pool(self._pool)
         if self.judge is not None:
             await self.judge.start()
 
@@ -106,6 +103,13 @@ def look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
         return protocol.write_call("zoom", {"bbox_2d": [0, 0, picture.width, picture.height]})
     (name,) = protocol.inputs([picture])
     return protocol.write_code(f"Image.open({name!r}).show()" if isinstance(protocol, CodeV) else f"{name}.show()")
+
+
+async def start_pool(pool: sandbox.Sandbox | SandboxClient) -> None:
+    try:
+        await pool.start()
+    except sandbox.HostFault as fault:
+        raise HostFault(f"sandbox: {fault}") from fault
 
 
 def pool_of(settings: SandboxSettings) -> sandbox.Sandbox | SandboxClient:

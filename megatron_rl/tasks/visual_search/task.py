@@ -10,16 +10,15 @@ from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
 
-import sandbox
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.rewards import recipes
 from megatron_rl.rewards.rubric import CORRECT
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.messages import say
 from megatron_rl.tasks.visual_python.pyvision import PyVision
-from megatron_rl.tasks.visual_python.task import pool_of
+from megatron_rl.tasks.visual_python.task import pool_of, start_pool
 from megatron_rl.tasks.visual_search.drawing import LABELS, Box, Level, Scene, scene, shapes
-from megatron_rl.types import Demonstration, Example, HostFault, Message, Rollout, ToolCall
+from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 DISCS = shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 RULES = "Look, then answer."
@@ -55,10 +54,7 @@ def middle(cell: Box) -> Box:
 def look(cell: Box) -> str:
     """Code that shows the middle of a cell. Two of its tokens say which: the column and the row."""
     column, row = cell[0] // LEVEL.cell, cell[1] // LEVEL.cell
-    return (
-        f"x, y = {LEVEL.cell} * {column}, {LEVEL.cell} * {row}\n"
-        f"image_clue_0.crop((x + {NEAR}, y + {NEAR}, x + {FAR}, y + {FAR})).show()"
-    )
+    return f"x, y = {LEVEL.cell} * {column}, {LEVEL.cell} * {row}\nimage_clue_0.crop((x + {NEAR}, y + {NEAR}, x + {FAR}, y + {FAR})).show()"
 
 
 def example_of(name: str) -> Example:
@@ -113,10 +109,7 @@ class VisualSearchTask:
         self._pool = pool_of(settings.sandbox)
 
     async def start(self) -> None:
-        try:
-            await self._pool.start()
-        except sandbox.HostFault as fault:
-            raise HostFault(f"sandbox: {fault}") from fault
+        await start_pool(self._pool)
 
     async def close(self) -> None:
         await self._pool.close()
