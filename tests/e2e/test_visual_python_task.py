@@ -1,6 +1,8 @@
 """The task from the user's files to the score, with the real sandbox and a policy that is a function of what it is shown."""
 
 import asyncio
+import base64
+import io
 import json
 import re
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.types import End, Example, HostFault, Image, Rollout, Status
 from sandbox import HostFault as NoRoom
 from sandbox.layers import choose, offered
+from tests.unit.judges import Reply, completion, serving
+from tests.unit.judges import settings as judged_by
 
 COLORS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220), "yellow": (230, 220, 20)}
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=4000, max_context=9000, max_images=6, seed=0)
@@ -153,6 +157,34 @@ def test_gold_earns_full_marks_and_no_gold_none(renderer: Renderer, questions: P
     assert all(task.success(rollout) for rollout in rollouts)
     assert all(rollout.end is End.MAX_TURNS and rollout.reward <= 0 for rollout in idle)
     assert all(turn.call.error and not turn.call.ran for rollout in idle for turn in rollout.turns)
+
+
+@pytest.mark.parametrize(("reward", "full", "verdicts"), [("codev", 1.0 + 0.3 + 0.5, 4), ("tapo", 1.0 + 0.5, 4)])
+def test_gold_earns_full_marks_of_a_judge_that_looks(renderer: Renderer, questions: Path, reward: str, full: float, verdicts: int) -> None:
+    """The judge is a server on loopback. It gives its full score to evidence that has the color of the question's own picture."""
+
+    def looks(body: dict) -> Reply:
+        urls = [part["image_url"]["url"] for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
+        first, *made = (Pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).resize((1, 1)).getpixel((0, 0)) for url in urls)
+        return completion(json.dumps({"score": int(bool(made) and all(np.abs(np.subtract(first, other)).max() < 9 for other in made))}))
+
+    with serving(looks) as server:
+        task = task_of(questions, protocol="codev", reward=reward, judge=judged_by(server))
+
+        def gold(example: Example) -> Said:
+            replies = task.gold(example)
+            return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
+
+        def beside(example: Example) -> Said:
+            """Answers rightly, after a look at a picture of another color."""
+            code = "from PIL import Image\nImage.new('RGB', (90, 90), 'magenta').show()"
+            replies = [task.protocol.write_code(code), *task.gold(example)[1:]]
+            return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
+
+        rollouts, strayed = play(task, renderer, gold, beside)
+    assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.rewards for rollout in rollouts]
+    assert [rollout.reward for rollout in strayed] == pytest.approx([full - 0.5] * 4), [rollout.rewards for rollout in strayed]
+    assert len(server.bodies) == 2 * 4, "one judgement of each episode; the answer needs none"
 
 
 def test_the_users_data_arrive(questions: Path) -> None:
