@@ -5,7 +5,9 @@ import base64
 import io
 import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.types import End, Example, HostFault, Image, Rollout, Status
 from sandbox import HostFault as NoRoom
 from sandbox.layers import choose, offered
+from tests.conftest import ROOT
 from tests.unit.judges import Reply, completion, serving
 from tests.unit.judges import settings as judged_by
 
@@ -79,15 +82,19 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def task_of(questions: Path, **given: object) -> VisualPythonTask:
     data = DataSettings(train=[str(questions)], eval=[str(questions)], max_eval=2)
-    return VisualPythonTask(TaskSettings(name="visual_python", data=data, sandbox=SandboxSettings(size=2), **given))
+    return VisualPythonTask(TaskSettings(**{"name": "visual_python", "data": data, "sandbox": SandboxSettings(size=2), **given}))
 
 
-def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Example], Said]) -> list[list[Rollout]]:
-    """For each policy an episode of each training example; all at once on two boxes."""
+def room_or_skip() -> None:
     try:
         choose(offered())
     except NoRoom as fault:
         pytest.skip(str(fault))
+
+
+def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Example], Said]) -> list[list[Rollout]]:
+    """For each policy an episode of each training example; all at once on two boxes."""
+    room_or_skip()
 
     async def one(said: Said, example: Example, group: int) -> Rollout:
         return await run_episode(task, example, engine=Policy(renderer, said), renderer=renderer, settings=SETTINGS, group=group, sample=0)
@@ -185,6 +192,39 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(renderer: Renderer, questio
     assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.rewards for rollout in rollouts]
     assert [rollout.reward for rollout in strayed] == pytest.approx([full - 0.5] * 4), [rollout.rewards for rollout in strayed]
     assert len(server.bodies) == 2 * 4, "one judgement of each episode; the answer needs none"
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The address of a sandbox server in a process of its own; skipped where there is no room."""
+    room_or_skip()
+    command = [sys.executable, "-m", "sandbox", "serve", "--port=0", "--size=2", "--wait=30"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+def test_a_server_of_boxes_gives_what_boxes_of_ones_own_give(renderer: Renderer, questions: Path, server: str) -> None:
+    """The same pictures and scores; and code that no interpreter takes is an observation here as there."""
+
+    def gold(example: Example) -> Said:
+        odd = [write_code("print('\0')"), write_code("x = 1 #" + "#" * 3500)]
+        replies = [*odd, *task.gold(example)]
+        return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
+
+    played = []
+    for where in (SandboxSettings(url=server), SandboxSettings(size=2)):
+        task = task_of(questions, reward="pyvision", sandbox=where)
+        write_code = task.protocol.write_code
+        played.append(play(task, renderer, gold)[0])
+    remote, own = ([(r.reward, [turn.call and (turn.call.text, turn.call.error) for turn in r.turns]) for r in each] for each in played)
+    assert remote == own and [reward for reward, _ in own] == pytest.approx([1.3] * 4), own
+    for here, there in zip(*played, strict=True):
+        assert [image.patch_PC.tolist() for image in here.sequences[0].images] == [
+            image.patch_PC.tolist() for image in there.sequences[0].images
+        ]
 
 
 def test_the_users_data_arrive(questions: Path) -> None:
