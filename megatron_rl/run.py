@@ -126,6 +126,10 @@ def rollout_metrics(rollouts: list[Rollout], report: CreditReport) -> dict[str, 
     metrics["rollout/tool_use"] = statistics.fmean(rollout.used_tool for rollout in scored)
     metrics["rollout/tool_calls"] = len(calls) / len(scored)
     metrics["rollout/tool_errors"] = sum(bool(call.error) for call in calls) / max(len(calls), 1)
+    metrics["time/episode"] = statistics.fmean(rollout.wall_s for rollout in scored)
+    metrics["time/episode_max"] = max(rollout.wall_s for rollout in scored)
+    metrics["time/episode_environment"] = statistics.fmean(rollout.environment_s for rollout in scored)
+    metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
     for name in scored[0].rewards:
         metrics[f"reward/{name}"] = statistics.fmean(rollout.rewards[name] for rollout in scored)
     for status in Status:

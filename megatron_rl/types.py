@@ -182,6 +182,12 @@ class Rollout:
     """The reward without what its turns contributed."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The reward by named part, unweighted."""
+    wall_s: float = 0.0
+    """The episode's seconds, from its prompt to the end of its environment; of them..."""
+    environment_s: float = 0.0
+    """...in the steps of its environment: tools, with the wait for a free one..."""
+    scoring_s: float = 0.0
+    """...and in its rubric: judges."""
 
     @property
     def num_sampled(self) -> int:

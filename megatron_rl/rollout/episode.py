@@ -42,6 +42,7 @@ async def run_episode(
     """Play one episode and score it. A fault of ours (HostFault) fails the rollout; it is never a score."""
     rollout = Rollout(task=task.name, example_id=example.id, group=group, sample=sample, weight_version=engine.weight_version)
     env = task.env(example)
+    started = time.monotonic()
     try:
         # The members of a group meet the same world: its seed leaves the sample out.
         prompt = renderer.prompt(await env.reset(seed_of(settings.seed, group)))
@@ -49,7 +50,9 @@ async def run_episode(
         rollout.sequences.append(prompt)
         rollout.end = await _play(rollout, env, engine=engine, renderer=renderer, settings=settings, stop=tuple(task.stop))
         rollout.status = Status.COMPLETED if rollout.end in (End.DONE, End.TOOL_ERROR) else Status.TRUNCATED
+        ended = time.monotonic()
         score = await task.rubric.score(Outcome(payload=example.payload, turns=rollout.turns, end=rollout.end, images=shown))
+        rollout.scoring_s = time.monotonic() - ended
         rollout.reward, rollout.outcome, rollout.rewards = score.reward, score.outcome, score.rewards
         for turn, value in zip(rollout.turns, score.turns, strict=True):
             turn.score = value
@@ -57,6 +60,7 @@ async def run_episode(
         rollout.status, rollout.end, rollout.reason, rollout.reward = Status.FAILED, End.FAULT, str(fault), None
     finally:
         await env.close()
+    rollout.wall_s = time.monotonic() - started
     return rollout
 
 
@@ -65,7 +69,9 @@ async def _play(rollout: Rollout, env: Env, *, engine: Engine, renderer: Rendere
     started = time.monotonic()
     while len(rollout.sequences[-1].token_ids) < settings.max_context:
         turn = await _speak(rollout, engine=engine, renderer=renderer, settings=settings, stop=stop)
+        asked = time.monotonic()
         step = await env.step(turn.text)
+        rollout.environment_s += time.monotonic() - asked
         turn.reward, turn.call = step.reward, step.call
         if step.done:
             rollout.reason = step.reason

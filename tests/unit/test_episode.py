@@ -191,3 +191,14 @@ def test_a_slow_tool_delays_only_its_own_episode(renderer: Renderer) -> None:
 
     asyncio.run(together())
     assert order[-1] == 0 and sorted(order) == list(range(10))
+
+
+def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
+    async def slow(outcome: Outcome) -> float:
+        await asyncio.sleep(0.1)
+        return 1.0
+
+    engine, task = Scripted(renderer), LooksTask(Looks(turns=3, delay_s=0.2), rubric=Rubric(parts={"slow": Part(slow)}))
+    rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=SETTINGS, group=1, sample=2))
+    assert rollout.environment_s >= 0.6 > 0.5 > rollout.scoring_s >= 0.1
+    assert rollout.environment_s + rollout.scoring_s <= rollout.wall_s

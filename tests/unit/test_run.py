@@ -15,7 +15,7 @@ def rollout(group: int, reward: float | None, sampled: int = 2) -> Rollout:
     return Rollout(
         task="t", example_id="e", group=group, sample=0, weight_version=0, sequences=[sequence], reward=reward,
         rewards={} if failed else {"return": reward}, status=Status.FAILED if failed else Status.COMPLETED,
-        reason="sandbox down" if failed else "goal",
+        reason="sandbox down" if failed else "goal", wall_s=9.0 if failed else 1.0 + group, scoring_s=0.5,
     )  # fmt: skip
 
 
@@ -35,6 +35,8 @@ def test_a_failed_rollout_is_in_no_mean() -> None:
     assert metrics["rollout/sampled_tokens"] == 2 + 4 + 2 + 2
     assert (metrics["rollout/failed"], metrics["rollout/completed"], metrics["rollout/failed_fraction"]) == (1, 4, 0.2)
     assert metrics["rollout/degenerate_groups"] == 0.5
+    times = [metrics[f"time/{name}"] for name in ("episode", "episode_max", "episode_environment", "episode_scoring")]
+    assert times == [1.5, 2.0, 0.0, 0.5]
 
 
 def test_a_run_must_improve() -> None:
