@@ -4,17 +4,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_rl.data.images import StoredImage
 from megatron_rl.tasks.base import Step
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
@@ -25,63 +19,15 @@ from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.types import Example, HostFault
 from sandbox import Limits, Sandbox
 from sandbox.client import SandboxClient
+from tests.e2e.agent_room import NOISE, Held, env_of, pictures, play, run, same, text
 from tests.e2e.sandbox_room import Room, started
 
-NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))
 CALL_S = 3.0
-
-
-@dataclass(frozen=True)
-class Held:
-    """A picture that is decoded already."""
-
-    picture: Image.Image
-
-    def open(self) -> Image.Image:
-        return self.picture
 
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[Room]:
     yield from started(Limits(call_s=CALL_S, text=2000), size=3)
-
-
-def env_of(room: Room, protocol: ToolProtocol, *images: object, question: str = "What is it?") -> AgentEnv:
-    example = Example(id="row7", payload={"question": question, "images": images})
-    return AgentEnv(example, protocol=protocol, pool=room.pool)
-
-
-def play(room: Room, protocol: ToolProtocol, *replies: str, images: tuple[object, ...] = (Held(NOISE),)) -> list[Step]:
-    """The steps of one episode."""
-
-    async def episode() -> list[Step]:
-        env = env_of(room, protocol, *images)
-        try:
-            await env.reset(0)
-            return [await env.step(reply) for reply in replies]
-        finally:
-            await env.close()
-
-    steps = room.do(episode())
-    assert room.pool.num_open == 0
-    return steps
-
-
-def run(room: Room, *codes: str, protocol: ToolProtocol | None = None) -> list[Step]:
-    protocol = protocol or PyVision()
-    return play(room, protocol, *map(protocol.write_code, codes))
-
-
-def pictures(step: Step) -> list[Image.Image]:
-    return [part["image"] for message in step.messages for part in message["content"] if part["type"] == "image"]
-
-
-def text(step: Step) -> str:
-    return "".join(part["text"] for message in step.messages for part in message["content"] if part["type"] == "text")
-
-
-def same(one: Image.Image, other: Image.Image) -> bool:
-    return np.array_equal(np.asarray(one.convert("RGB")), np.asarray(other.convert("RGB")))
 
 
 @pytest.mark.parametrize("protocol", [PyVision(), CodeV(), Functions()], ids=lambda protocol: protocol.name)
@@ -252,70 +198,3 @@ def test_a_pool_that_closes_and_a_server_that_is_gone_are_ours() -> None:
     for trouble in (closed, gone):
         with pytest.raises(HostFault, match="sandbox: "):
             asyncio.run(trouble())
-
-
-def png(width: int, height: int) -> bytes:
-    buffer = BytesIO()
-    Image.new("1", (width, height)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "cannot be opened"),
-        (b"<html>not found</html>", "cannot be opened"),
-        (png(640, 640)[:90], "cannot be opened"),
-        (png(20_000, 20_000), "400000000 pixels"),
-        (png(5000, 10), "5000x10 pixels"),
-    ],
-    ids=["empty", "html", "cut", "bomb", "strip"],
-)
-def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: Room, tmp_path: Path, content: bytes, says: str) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(content)
-    for source in (content, path):
-        env = env_of(room, PyVision(), StoredImage(source, "train.parquet row 7: images[0]"))
-        with pytest.raises(HostFault, match=f"example row7: train.parquet row 7.*{says}"):
-            room.do(env.reset(0))
-
-
-def test_a_picture_of_one_pixel_is_a_picture(room: Room) -> None:
-    (step,) = play(room, PyVision(), PyVision().write_code("print(image_clue_0.size)"), images=(StoredImage(png(1, 1), "row 0"),))
-    assert "(1, 1)" in text(step)
-
-
-def test_a_question_with_too_many_places_is_ours(room: Room) -> None:
-    env = env_of(room, PyVision(), Held(NOISE), question="<image> or <image>?")
-    with pytest.raises(HostFault, match="example row7: the question has 2 places for pictures .* 1 pictures"):
-        room.do(env.reset(0))
-
-
-def test_a_file_name_that_no_box_takes_is_ours(room: Room) -> None:
-    with pytest.raises(HostFault, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
-        play(room, CodeV(("../photo.jpg",)), CodeV().write_code("1"))
-    assert room.pool.num_open == 0
-
-
-def test_decoding_does_not_stop_the_loop(room: Room) -> None:
-    """While one episode decodes a slow picture, another's coroutine goes on."""
-
-    @dataclass(frozen=True)
-    class Slow:
-        then: Callable[[], Any]
-
-        def open(self) -> Image.Image:
-            time.sleep(0.5)
-            return self.then()
-
-    async def both() -> int:
-        env = env_of(room, PyVision(), Slow(lambda: NOISE))
-        decoding = asyncio.create_task(env.reset(0))
-        ticks = 0
-        while not decoding.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        await decoding
-        return ticks
-
-    assert room.do(both()) > 10
