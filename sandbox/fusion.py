@@ -5,6 +5,7 @@ is `TimeLimitExceeded` without a return code, any other end of the program `Fini
 a return code of 0, and `SandboxError` is the host's.
 """
 
+import re
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
@@ -116,5 +117,8 @@ def _return_code(result: Result) -> int:
     if result.error is None:
         return 0
     if result.error.type == "SystemExit":
-        return int(result.error.message) & 255 if result.error.message.lstrip("-").isdigit() else 1
+        if not re.fullmatch(r"-?[0-9]+", result.error.message):
+            return 1
+        number = int(result.error.message)  # of 2000 digits at most, as all messages; int() takes 4300
+        return number & 255 if abs(number) < 1 << 63 else 255  # Python's own exit has no room for more
     return KILLED if _killed(result) else 1

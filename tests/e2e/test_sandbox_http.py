@@ -256,9 +256,11 @@ def test_sandbox_fusions_request(url: str) -> None:
     ("code", "status", "run_status", "return_code", "said"),
     [
         ("1 / 0", "Failed", "Finished", 1, "ZeroDivisionError: division by zero"),
-        ("raise SystemExit(3)", "Failed", "Finished", 3, ""),
-        ("raise SystemExit('why')", "Failed", "Finished", 1, "why"),
         ("raise SystemExit", "Success", "Finished", 0, ""),
+        ("import sys; sys.exit('--5')", "Failed", "Finished", 1, "--5"),
+        ("import sys; sys.exit('\u00b2')", "Failed", "Finished", 1, "\u00b2"),
+        ("import sys; sys.exit(-3)", "Failed", "Finished", 253, ""),
+        ("import sys; sys.exit(1 << 70)", "Failed", "Finished", 255, ""),
         ("while True: pass", "Failed", "TimeLimitExceeded", None, ""),
         ("x = bytearray(2 << 30)", "Failed", "Finished", 1, "MemoryError"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV); os.abort()", "Failed", "Finished", 137, ""),
