@@ -33,10 +33,10 @@ def build_root() -> None:
     sources = system_paths()
     kernel.mount("tmpfs", STAGE, kind="tmpfs", flags=kernel.MS_NOSUID, data="size=1m,mode=755")
     for path in sources:
-        _bind(path, STAGE + path)
+        bind(path, STAGE + path)
         kernel.harden_mount(STAGE + path, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
     for path in DEVICES:
-        _bind(path, STAGE + path)
+        bind(path, STAGE + path)
     for path in {*TOP, *ETC, sys.prefix, sys.base_prefix}:
         if os.path.exists(path) and os.path.realpath(path) != path and not os.path.lexists(STAGE + path):
             os.makedirs(os.path.dirname(STAGE + path), mode=0o755, exist_ok=True)
@@ -53,7 +53,8 @@ def build_root() -> None:
     kernel.harden_mount("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
 
 
-def _bind(source: str, target: str) -> None:
+def bind(source: str, target: str) -> None:
+    """Shows `source` and what is mounted below it at `target`, which is made where it is missing."""
     if os.path.isdir(source):
         os.makedirs(target, mode=0o755, exist_ok=True)
     else:

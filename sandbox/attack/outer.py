@@ -1,8 +1,8 @@
 """The bounds around a control: a run of an attack with layers lifted must not harm the host that it runs on.
 
 Namespaces of every kind (a user namespace too, without root), every file system read-only but fresh small ones for /tmp, /var/tmp and
-/dev/shm, no network but a loopback, limits on processes, memory, time and file size (control groups of version 1 where they
-are had, rlimits everywhere). Whoever enters is process 1 of a process namespace:
+/dev/shm (an interpreter that lies there stays in sight), no network but a loopback, limits on processes, memory, time and file size
+(control groups of version 1 where they are had, rlimits everywhere). Whoever enters is process 1 of a process namespace:
 when it ends, by itself or at the time limit, nothing of it is left.
 """
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sandbox import cgroups, kernel
+from sandbox import cgroups, kernel, mounts
 from sandbox.probe import is_privileged
 from sandbox.types import Limits
 
@@ -84,13 +84,23 @@ def _wait(child: int, *, timeout_s: float) -> int:
     return 124
 
 
+def _refresh(target: str, *, mode: str) -> None:
+    """A fresh small file system over `target`, with what the pool runs on still in it where the interpreter or the checkout lies there."""
+    own = str(Path(__file__).resolve().parents[1])
+    inside = {path: os.open(path, os.O_PATH) for path in (*mounts.system_paths(), own) if Path(path).is_relative_to(target)}
+    kernel.mount("tmpfs", target, kind="tmpfs", flags=kernel.MS_NOSUID, data=f"size={FRESH_BYTES},mode={mode}")
+    for path, descriptor in inside.items():
+        mounts.bind(f"/proc/self/fd/{descriptor}", path)
+        os.close(descriptor)
+
+
 def _confine(*, root: bool) -> None:
     """Mounts first: what follows cannot be done before /proc is this namespace's own."""
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     hierarchies = [line.split()[:4] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup" in line]
     kernel.harden_mount("/", kernel.MOUNT_ATTR_RDONLY)
     for target, mode in FRESH.items():
-        kernel.mount("tmpfs", target, kind="tmpfs", flags=kernel.MS_NOSUID, data=f"size={FRESH_BYTES},mode={mode}")
+        _refresh(target, mode=mode)
     kernel.mount("proc", "/proc", kind="proc")
     if root:
         for _, target, kind, options in hierarchies:  # cgroups stay usable: a control lifts some layers and keeps the others
