@@ -43,7 +43,7 @@ class Box:
         self._calls = 0
         self._allowance = images.Allowance(limits)
         self._lost = False
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._out_of_memory = 0
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
@@ -92,16 +92,10 @@ class Box:
                 raise
 
     async def close(self) -> None:
-        """Kill what runs and free the place. Twice is once."""
-        if self._closed:
-            return
-        self._closed = True
-        if self.life is not None:
-            await self._keeper.end(self.life)
-        async with self._lock:  # a call that was running has seen the end of its interpreter
-            if self.life is not None:
-                await self._end(self.life)
-            await self._release(self)
+        """Kill what runs and free the place, also when whoever waits for it is cancelled. Twice is once."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
 
     async def start(self) -> None:
         """For the pool: the first interpreter."""
@@ -114,8 +108,16 @@ class Box:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
+    async def _close(self) -> None:
+        if self.life is not None:
+            await self._keeper.end(self.life)
+        async with self._lock:  # a call that was running has seen the end of its interpreter
+            if self.life is not None:
+                await self._end(self.life)
+            await self._release(self)
+
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closing is not None:
             raise BoxClosed(f"box {self.id} is closed")
 
     async def _living(self) -> Life:

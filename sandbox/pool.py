@@ -111,7 +111,7 @@ class Sandbox:
         try:
             await box.start()
         except BaseException:
-            await asyncio.shield(box.close())
+            await box.close()
             raise
         return box
 
