@@ -158,7 +158,11 @@ class Sandbox:
     async def _spare_or_new(self, slot: int) -> Life:
         task = self._spares.pop(slot, None)
         if task is not None:
-            life = await task
+            try:
+                life = await asyncio.shield(task)
+            except BaseException:  # cancelled: it is the place's again
+                self._spares[slot] = task
+                raise
             if life is not None and not life.ended.done():
                 return life
             if life is not None:
@@ -198,7 +202,7 @@ class Sandbox:
 
     async def _release(self, box: Box) -> None:
         _, slot, *_ = self._boxes.pop(box.id)
-        if self._started:
+        if self._started and slot not in self._spares:
             self._prepare(slot)
         self._free.put_nowait(slot)
 

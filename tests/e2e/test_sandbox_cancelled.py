@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from sandbox import Sandbox
@@ -86,3 +87,27 @@ def test_a_client_that_is_gone_when_its_code_ends_takes_no_place(room: Room, end
         return await usable(room.pool)
 
     assert room.do(calls())
+
+
+def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(room: Room):
+    def processes() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+
+    async def calls() -> tuple[set[int], set[int]]:
+        (spare,) = room.pool._spares.values()
+        await spare
+        before = processes()
+        async with await room.pool.open():
+            pass
+        (spare,) = room.pool._spares.values()
+        assert not spare.done()
+        spare.add_done_callback(lambda _: opening.cancel())  # before whoever opens hears of it
+        opening = asyncio.create_task(room.pool.open())
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert await usable(room.pool)
+        await asyncio.gather(*room.pool._spares.values())
+        return before, processes()
+
+    before, after = room.do(calls())
+    assert len(after) == len(before)
