@@ -26,6 +26,9 @@ FOREIGN = (
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
 )  # fmt: skip
 """Settings of PEFT's (0.21) that change what an adapter means; if they are set to anything, it is not plain LoRA."""
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take their start out of the base's weights
+(PEFT 0.21, tuners/lora/layer.py), so that what they train is no addition to the released ones."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 LANGUAGE = {
@@ -136,6 +139,12 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
     if foreign:
         told = ", ".join(f"{name}={config.get(name)}" for name in foreign)
         raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is more than plain LoRA; merge the adapter with PEFT itself")
+    start = config.get("init_lora_weights")
+    if start not in STARTS:
+        raise ValueError(
+            f"{key}={folder}: init_lora_weights={start} in its {CONFIG} may have changed the base when training started; "
+            "save it anew with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is no rank (a positive integer); copy it again")

@@ -3,12 +3,14 @@
 import json
 import re
 import resource
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -184,6 +186,10 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
     ({"peft_type": "IA3"}, "^lora.path=.*: peft_type=IA3 in its"),
     ({"modules_to_save": ["lm_head"]}, "^lora.path=.*: modules_to_save="),
     ({"use_rslora": True}, r"^lora.path=.*: its scale is alpha / sqrt\(rank\)"),
+    ({"init_lora_weights": "corda"}, "^lora.path=.*: init_lora_weights=corda in its .*path_initial_model_for_weight_conversion"),
+    ({"init_lora_weights": "loftq"}, "^lora.path=.*: init_lora_weights=loftq in its"),
+    ({"init_lora_weights": "lora_ga"}, "^lora.path=.*: init_lora_weights=lora_ga in its"),
+    ({"init_lora_weights": ["pissa"]}, "^lora.path=.*: init_lora_weights="),
     ({"r": 0}, "^lora.path=.*: r=0 in its adapter_config.json is no rank"),
     ({"r": "8"}, "^lora.path=.*: r=8 in its .* is no rank"),
     ({"lora_alpha": "16"}, "^lora.path=.*: lora_alpha=16 in its .* is no number"),
@@ -194,6 +200,43 @@ def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunk
     (folder / CONFIG).write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=message):
         load_peft(chunks, ROWS, SHARDS, folder, rank=2, alpha=6.0)
+
+
+def peft_adapter(base: nn.Module, folder: Path, start: str | bool | None) -> nn.Module:
+    """An adapter of PEFT's own, trained a little and saved; what PEFT makes of it and the base by loading and merging."""
+    model = get_peft_model(deepcopy(base), LoraConfig(r=2, lora_alpha=6, target_modules=r".*merger\.mlp\.[02]", init_lora_weights=start))
+    for name, parameter in model.named_parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) * ("lora_" in name)
+    model.save_pretrained(folder)
+    return PeftModel.from_pretrained(deepcopy(base), folder).merge_and_unload()
+
+
+@pytest.mark.parametrize(
+    ("start", "is_plain"),
+    [
+        *((start, True) for start in (True, False, None, "gaussian", "eva", "orthogonal")),
+        *((start, False) for start in ("pissa", "pissa_niter_4", "olora")),
+    ],
+)
+def test_an_adapter_that_is_no_addition_to_the_base_is_refused(
+    start: str | bool | None, is_plain: bool, chunks: nn.ModuleList, tmp_path: Path
+) -> None:
+    """W + alpha / rank * B A of the base that was given is what PEFT itself makes of the two, or there is an error."""
+    base = nn.Module()
+    base.model = nn.Module()
+    base.model.visual = Merger().vision
+    theirs = peft_adapter(base, tmp_path / "adapter", start)
+    stored = load_file(tmp_path / "adapter" / WEIGHTS)
+    a, b = (stored[f"{PEFT_PREFIX}model.visual.merger.mlp.2.lora_{half}.weight"] for half in "AB")
+    off = (theirs.model.visual.merger.mlp[2].weight - base.model.visual.merger.mlp[2].weight - 3.0 * b @ a).abs().max()
+    if is_plain:
+        assert off < 1e-6
+        load_peft(chunks, ROWS, SHARDS, tmp_path / "adapter", rank=2, alpha=6.0)
+        assert torch.equal(chunks[0].vision.merger.mlp[2].adapter.lora_b["2"], b)
+    else:
+        assert off > 0.05
+        with pytest.raises(ValueError, match=f"^lora.path={tmp_path}/adapter: init_lora_weights={start} in its adapter_config.json may "):
+            load_peft(chunks, ROWS, SHARDS, tmp_path / "adapter", rank=2, alpha=6.0)
 
 
 @pytest.mark.parametrize(("text", "message"), [
