@@ -38,7 +38,7 @@ def parse_config(stored: dict[str, object], *, folder: str | Path, key: str) -> 
     """What read_config gives for a config.json with this content; `folder` is only named in errors."""
     try:
         config = Qwen2_5_VLConfig.from_dict(stored)
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
         raise _damaged(error, folder=folder, key=key) from error
     if stored.get("model_type") != "qwen2_5_vl":
         raise ValueError(f"{key}={folder}: config.json describes model_type {stored.get('model_type')}; only qwen2_5_vl is known")
@@ -55,6 +55,9 @@ def _damaged(reason: object, *, folder: str | Path, key: str) -> ValueError:
 
 def _wrong_in(config: Qwen2_5_VLConfig) -> str:
     """What no model can have, though it has the right type (which transformers checks), in words; empty if there is nothing."""
+    for part, each in (("", config), ("text_config.", config.text_config), ("vision_config.", config.vision_config)):
+        if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):
+            return f"{part}dtype is {each.dtype}, no floating-point type of torch"
     text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
     sizes = [("", name, text[name]) for name in TEXT_SIZES] + [("vision_config.", name, vision[name]) for name in VISION_SIZES]
     for part, name, size in sizes:

@@ -60,6 +60,13 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
+        ("torch_dtype", "nonsense", "nonsense"),
+        ("torch_dtype", "int64", "dtype is torch.int64, no floating-point type"),
+        ("torch_dtype", 5, "dtype is 5, no floating-point type"),
+        ("dtype", [], "list index out of range"),
+        ("vision_config.torch_dtype", "nonsense", "nonsense"),
+        ("vision_config.dtype", 5, "vision_config.dtype is 5, no floating-point type"),
+        ("id2label", 5, "'int' object"),
         ("hidden_size", 0, "hidden_size is 0, not a positive integer"),
         ("num_hidden_layers", 0, "num_hidden_layers is 0, not a positive integer"),
         ("num_hidden_layers", -1, "num_hidden_layers"),
@@ -74,7 +81,7 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
         ("vision_config.out_hidden_size", 7, "vision_config.out_hidden_size is 7, but hidden_size is 3584"),
     ],
 )
-def test_sizes_that_no_model_has(key: str, value: object, said: str, tmp_path: Path) -> None:
+def test_values_that_no_model_has(key: str, value: object, said: str, tmp_path: Path) -> None:
     stored = released_config("7B")
     part, _, name = key.rpartition(".")
     (stored[part] if part else stored)[name] = value
