@@ -122,6 +122,7 @@ def _pieces(state: object, path: Path) -> dict[str, Piece]:
     if not isinstance(state, dict):
         raise ValueError(f"{path}: holds a {type(state).__name__} where a state dict was expected")
     pieces: dict[str, Piece] = {}
+    spelled: dict[str, str] = {}
     for name, value in state.items():
         if str(name).endswith("_extra_state"):  # Transformer Engine's fp8 scales: no weights
             continue
@@ -133,7 +134,10 @@ def _pieces(state: object, path: Path) -> dict[str, Piece]:
         while plain.startswith("module."):
             plain = plain.removeprefix("module.")
         prefix = next((prefix for prefix in PREFIXES if plain.startswith(prefix)), "")
-        pieces[PREFIXES[prefix] + plain.removeprefix(prefix) if prefix else plain] = pickled.piece(value, path)
+        whole = PREFIXES[prefix] + plain.removeprefix(prefix) if prefix else plain
+        if whole in pieces:
+            raise ValueError(f"{path}: {spelled[whole]} and {name} are one tensor under two names; give a checkpoint that holds it once")
+        pieces[whole], spelled[whole] = pickled.piece(value, path), str(name)
     return pieces
 
 

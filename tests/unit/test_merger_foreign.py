@@ -103,6 +103,17 @@ PLANTED: dict[str, tuple[Callable[[int, State], None], tuple[str, ...]]] = {
         lambda _, s: s.update({f"{LAYER}.mlp.linear_fc1.layer_norm_weight": s[f"{LAYER}.pre_mlp_layernorm.weight"]}),
         ("layers.0.mlp.linear_fc1.layer_norm_weight", "layers.0.pre_mlp_layernorm.weight", "same tensor"),
     ),
+    "a layer under two prefixes": (
+        damage(lambda s: s.update({f"language_model.{LINEAR.removeprefix('module.')}": s[LINEAR] + 1}), at=1),
+        ("mp_rank_01/model_optim_rng.pt", f"{LINEAR} and language_model.{LINEAR.removeprefix('module.')} are one tensor"),
+    ),
+    "a name with and without module.": (
+        lambda _, s: s.update({NORM.removeprefix("module."): s[NORM]}), (f"{NORM} and {NORM.removeprefix('module.')} are one tensor",),
+    ),
+    "a tower under two prefixes": (
+        lambda _, s: s.update({"visual.merger.ln_q.weight": torch.ones(2), "vision_model.merger.ln_q.weight": torch.ones(2)}),
+        ("merger.ln_q.weight and ", "are one tensor under two names"),
+    ),
     "a stranger": (lambda _, s: s.update({"module.decoder.adapter": torch.ones(2)}), ("unknown: language.decoder.adapter",)),
 }  # fmt: skip
 
