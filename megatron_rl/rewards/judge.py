@@ -144,8 +144,11 @@ class Judge:
         raise HostFault(f"judge: nothing after {len(reasons)} of {self.settings.tries} tries; the last: {reasons[-1]}")
 
     async def _slot(self, reasons: list[str]) -> Endpoint:
-        """The least busy server that does not rest, with leave to send it a request; waits for one up to a request's time-out."""
-        deadline = time.monotonic() + self.settings.timeout_s
+        """The least busy server that does not rest, with leave to send it a request.
+
+        Rests, all together, are waited for up to a request's time-out; the time in the queue for a slot is none of it.
+        """
+        waited = 0.0
         while True:
             await self._slots.acquire()
             now = time.monotonic()
@@ -154,10 +157,14 @@ class Judge:
                 return min(rested, key=lambda endpoint: (endpoint.in_flight, random.random()))
             self._slots.release()
             earliest = min(self._endpoints, key=lambda endpoint: endpoint.rest_until)
-            if earliest.rest_until > deadline:
+            rest = earliest.rest_until - now
+            if waited + rest > self.settings.timeout_s:
                 last = f"; the last failure: {reasons[-1]}" if reasons else ""
-                raise HostFault(f"judge: {earliest.url} rests for {earliest.rest_until - now:.0f} s more, and so do all others{last}")
-            await asyncio.sleep(earliest.rest_until - now)
+                raise HostFault(
+                    f"judge: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others{last}"
+                )
+            await asyncio.sleep(rest)
+            waited += rest
 
     async def _answer(self, endpoint: Endpoint, prompt: JudgePrompt, messages: list[dict[str, object]]) -> float:
         wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": prompt.schema}}

@@ -151,15 +151,33 @@ def test_retry_after_is_honored() -> None:
     assert 1.0 <= server.times[1] - server.times[0] < 4.0
 
 
-def test_a_long_rest_is_not_waited_for() -> None:
-    with serving(lambda _: Reply("", 429, {"Retry-After": "3600"})) as server:
+@pytest.mark.parametrize(("rest", "resting"), [("600", 4), ("1", 3)])
+def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, resting: int) -> None:
+    """Four who take turns. The short rest is waited for once; then one of them tries again and the others are past their time."""
+    with serving(lambda _: Reply("", 429, {"Retry-After": rest})) as server:
 
         async def use(judge: Judge) -> None:
-            with pytest.raises(HostFault, match=r"rests for 3\d\d\d s more.*the last failure.*RateLimitError"):
-                await judge.verdict(PROMPT, fields=fields())
+            async with asyncio.timeout(1.0 if resting == 4 else 4.0):
+                faults = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{i}")) for i in range(4)), return_exceptions=True)
+            assert [type(fault) for fault in faults] == [HostFault] * 4
+            assert sum(f"rests for {rest} s more after" in str(fault) for fault in faults) == resting
+            assert sum("RateLimitError" in str(fault) for fault in faults) >= 1, "the last failure is told"
 
-        held(settings(server), use)
-    assert len(server.bodies) == 1
+        held(settings(server, concurrency=1, timeout_s=1.2, tries=2), use)
+    assert len(server.bodies) in ([1] if resting == 4 else [2, 3])
+
+
+def test_the_queue_for_a_slot_is_no_rest() -> None:
+    """Two at a time of sixty, who wait longer than the time-out for their turn, and a server that fails once meanwhile."""
+    began = time.monotonic()
+    failure, well = iter([500]), right({}).body
+    with serving(lambda _: Reply(well, next(failure, 200) if time.monotonic() - began > 1.2 else 200, hang_s=0.1)) as server:
+
+        async def use(judge: Judge) -> None:
+            assert await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(60))) == [1.0] * 60
+
+        judge = held(settings(server, concurrency=2, timeout_s=1.0), use)
+    assert judge.failures == 1
 
 
 @pytest.mark.parametrize(
