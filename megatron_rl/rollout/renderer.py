@@ -39,28 +39,36 @@ class Renderer:
         beyond = range(len(self.tokenizer), config.text_config.vocab_size)
         self.banned_ids = sorted({*(known[token] for token in _NEVER_SAMPLED), *beyond})
         self.vision_pixels = self.processor.image_processor.patch_size * self.processor.image_processor.merge_size
-        self._images: OrderedDict[str, Image] = OrderedDict()
+        self._images: OrderedDict[tuple[str, str], Image] = OrderedDict()
         self._num_bytes = 0
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
 
     def image(self, picture: Picture) -> Image:
-        """The picture at its final size with its patches; remembered by its content before and after the resize."""
-        key = _digest(picture)
-        if key in self._images:
-            self._images.move_to_end(key)
-            return self._images[key]
-        resized = picture.convert("RGB").resize(self.final_size(picture.width, picture.height), Resampling.BICUBIC)
-        features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
-        grid = tuple(features["image_grid_thw"][0].tolist())
-        image = Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=_digest(resized))
-        for name in {key, image.key} - self._images.keys():
-            self._images[name] = image
-            self._num_bytes += image.patch_PC.nbytes
+        """The picture at its final size with its patches; remembered by what was given."""
+        given = ("given", _digest(picture))
+        if given not in self._images:
+            resized = picture.convert("RGB").resize(self.final_size(picture.width, picture.height), Resampling.BICUBIC)
+            self._remember(given, self._final(resized, key=_digest(resized)))
+        self._images.move_to_end(given)
+        return self._images[given]
+
+    def _final(self, resized: Picture, *, key: str) -> Image:
+        """The patches of a picture that has its final size. It must not be resized again: smart_resize of its own result may differ."""
+        name = ("final", key)
+        if name not in self._images:
+            features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
+            grid = tuple(features["image_grid_thw"][0].tolist())
+            self._remember(name, Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=key))
+        self._images.move_to_end(name)
+        return self._images[name]
+
+    def _remember(self, name: tuple[str, str], image: Image) -> None:
+        self._images[name] = image
+        self._num_bytes += image.patch_PC.nbytes
         while self._num_bytes > _CACHED_BYTES and len(self._images) > 1:
             _, oldest = self._images.popitem(last=False)
             self._num_bytes -= oldest.patch_PC.nbytes
-        return image
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of a picture of this size after the resize: multiples of `vision_pixels`, the side of a vision token."""
@@ -72,7 +80,7 @@ class Renderer:
         """Give images that came from another rank their patches back."""
         for index, image in enumerate(sequence.images):
             if image.patch_PC is None:
-                sequence.images[index] = self._images.get(image.key) or self.image(image.picture)
+                sequence.images[index] = self._final(image.picture, key=image.key)
 
     def prompt(self, messages: Ordered[Message]) -> Sequence:
         """A new context that ends where the assistant speaks."""

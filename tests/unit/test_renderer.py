@@ -57,6 +57,22 @@ def test_images_travel_without_their_patches_and_get_them_back(renderer: Rendere
         assert torch.equal(received.images[0].patch_PC, sequence.images[0].patch_PC)
 
 
+def test_what_travelled_is_not_resized_again(random_model: Path) -> None:
+    """Between narrow limits the final size of a picture is itself no fixed point of the resize."""
+    narrow = ModelSettings(path=str(random_model), min_pixels=19600, max_pixels=20000)
+    near, far, moved = Renderer(narrow), Renderer(narrow), 0
+    for width, height in [(60, 50), (50, 60), (400, 100), (70, 300), (140, 140)]:
+        sequence = near.prompt([user("Look.", gradient(width, height))])
+        (image,), received = sequence.images, pickle.loads(pickle.dumps(sequence))
+        moved += near.final_size(*image.picture.size) != image.picture.size
+        far.restore(received)
+        assert received.images[0].grid == image.grid and torch.equal(received.images[0].patch_PC, image.patch_PC)
+        far.restore(again := pickle.loads(pickle.dumps(sequence)))
+        assert again.images[0] is received.images[0], "remembered"
+        assert far.image(image.picture).picture.size == near.final_size(*image.picture.size), "given anew it is a picture like any other"
+    assert moved >= 3, "the pictures of this test show nothing"
+
+
 def test_pictures_are_resized_once_within_the_limits(renderer: Renderer) -> None:
     image = renderer.image(gradient(300, 300))
     assert image.picture.size == (112, 112) and image.grid == (1, 8, 8) and image.num_tokens == 16
