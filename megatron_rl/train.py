@@ -41,7 +41,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
             engine.sleep()
             policy.wake()
             credited = turn_credit(
-                rollouts, [value if kept else None for value, kept in zip(advantages, selection.keep, strict=True)],
+                rollouts, advantages, keep=selection.keep,
                 scheme=algo.credit, discount=algo.turn_discount, normalize_std=algo.normalize_std, std_eps=algo.std_eps,
             )  # fmt: skip
             minibatches = [pieces for pieces in cut_minibatches(rollouts, credited, algo) if pieces]

@@ -47,9 +47,10 @@ def credit(rollouts: Sequence[Rollout], *, normalize_std: bool, std_eps: float) 
 
 
 def turn_credit(
-    rollouts: Sequence[Rollout], advantages: Sequence[float | None], *, scheme: str, discount: float, normalize_std: bool, std_eps: float
-) -> list[list[float] | None]:
-    """One advantage a turn for each rollout that `credit` gave one.
+    rollouts: Sequence[Rollout], advantages: Sequence[float | None], *,
+    keep: Sequence[bool], scheme: str, discount: float, normalize_std: bool, std_eps: float,
+) -> list[list[float] | None]:  # fmt: skip
+    """One advantage a turn for each rollout that `credit` gave one and that `keep` keeps; the others still count in its group's means.
 
     broadcast: the episode's, outcome supervision (arXiv 2402.03300, section 4.1.2).
     turn_group: A(outcome) + A_t(score of turn t), with A_t over the group's members that have a turn t (as MT-GRPO, arXiv 2505.11821,
@@ -59,12 +60,20 @@ def turn_credit(
     """
     assert scheme in ("broadcast", "turn_group", "return_to_go"), scheme
     if scheme == "broadcast":
-        return [None if value is None else [value] * len(rollout.turns) for rollout, value in zip(rollouts, advantages, strict=True)]
-    kept = [None if value is None else rollout for rollout, value in zip(rollouts, advantages, strict=True)]
-    values = [None if rollout is None else _turn_values(rollout, scheme, discount) for rollout in kept]
+        credited = [None if value is None else [value] * len(rollout.turns) for rollout, value in zip(rollouts, advantages, strict=True)]
+    else:
+        scored = [None if value is None else rollout for rollout, value in zip(rollouts, advantages, strict=True)]
+        credited = _by_turn(scored, scheme=scheme, discount=discount, normalize_std=normalize_std, std_eps=std_eps)
+    return [turns if kept else None for turns, kept in zip(credited, keep, strict=True)]
+
+
+def _by_turn(
+    rollouts: Sequence[Rollout | None], *, scheme: str, discount: float, normalize_std: bool, std_eps: float
+) -> list[list[float] | None]:
+    values = [None if rollout is None else _turn_values(rollout, scheme, discount) for rollout in rollouts]
     base = [0.0] * len(rollouts)
     members: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, rollout in enumerate(kept):
+    for index, rollout in enumerate(rollouts):
         if rollout is not None:
             members[rollout.group, -1].append(index)
             for number in range(len(rollout.turns)):

@@ -62,7 +62,8 @@ def test_the_settings_name_every_end_and_reason() -> None:
 
 def credits(rollouts: list[Rollout], scheme: str, *, discount: float = 1.0, normalize: bool = False) -> list[list[float] | None]:
     advantages = credit(rollouts, normalize_std=normalize, std_eps=0.0)
-    return turn_credit(rollouts, advantages, scheme=scheme, discount=discount, normalize_std=normalize, std_eps=0.0)
+    every = [True] * len(rollouts)
+    return turn_credit(rollouts, advantages, keep=every, scheme=scheme, discount=discount, normalize_std=normalize, std_eps=0.0)
 
 
 GROUP = [
@@ -100,3 +101,14 @@ def test_turns_are_normalized_by_their_own_deviation() -> None:
     # second turns 1 and 1.1 at discount 1/2: two values are +- 1/sqrt(2) deviations from their mean
     _, _, third, _ = credits(GROUP, "return_to_go", discount=0.5, normalize=True)
     assert third[1] == pytest.approx(math.sqrt(0.5))
+
+
+@pytest.mark.parametrize("scheme", ["broadcast", "turn_group", "return_to_go"])
+def test_what_is_left_out_still_counts_in_its_groups_means(scheme: str) -> None:
+    """Two right, two wrong that ran out of turns and are dropped: by hand (1 - 1/2) for the right ones, as if nothing were dropped."""
+    right, wrong = rollout(0, 1.0, scores=(0.0,), outcome=1.0), rollout(0, 0.0, scores=(0.0,), outcome=0.0, end=End.MAX_TURNS)
+    group = [right, wrong, wrong, right]
+    advantages = credit(group, normalize_std=False, std_eps=0.0)
+    keep = select(group, advantages, drop=["zero_std", "end"], keep_ends=["done"], num_groups=1, rank_by_std=False).keep
+    credited = turn_credit(group, advantages, keep=keep, scheme=scheme, discount=1.0, normalize_std=False, std_eps=0.0)
+    assert credited == [[0.5], None, None, [0.5]]
