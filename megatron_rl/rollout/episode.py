@@ -46,6 +46,7 @@ async def run_episode(
     try:
         # The members of a group meet the same world: its seed leaves the sample out.
         prompt = renderer.prompt(await env.reset(seed_of(settings.seed, group)))
+        _require_room(prompt, example, settings)
         shown = list(prompt.images)
         rollout.sequences.append(prompt)
         rollout.end = await _play(rollout, env, engine=engine, renderer=renderer, settings=settings, stop=tuple(task.stop))
@@ -110,9 +111,11 @@ def _observe(rollout: Rollout, turn: Turn, step: Step, *, renderer: Renderer, se
     """Show the policy what came of its turn, or say which limit forbids it."""
     if step.new_context:
         prompt = renderer.prompt(step.messages)
-        turn.images = list(prompt.images)
-        rollout.sequences.append(prompt)
-        return None
+        end = _limit(Sequence(), prompt, settings)
+        if end is None:
+            turn.images = list(prompt.images)
+            rollout.sequences.append(prompt)
+        return end
     sequence = rollout.sequences[-1]
     more = renderer.observation(sequence, step.messages)
     end = _limit(sequence, more, settings)
@@ -120,6 +123,15 @@ def _observe(rollout: Rollout, turn: Turn, step: Step, *, renderer: Renderer, se
         turn.images = list(more.images)
         sequence.extend(more.token_ids, images=tuple(more.images))
     return end
+
+
+def _require_room(prompt: Sequence, example: Example, settings: EpisodeSettings) -> None:
+    """A question that does not fit is a matter of settings, and no failure of the policy. launch/doctor.py names such rows beforehand."""
+    end = _limit(Sequence(), prompt, settings)
+    if end is not None:
+        raised = {End.MAX_IMAGES: "engine.max_images", End.MAX_PIXELS: "task.max_pixels", End.MAX_TOKENS: "engine.max_model_len"}[end]
+        size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {_pixels(prompt.images)} pixels"
+        raise HostFault(f"example {example.id}: its prompt has {size}; raise {raised}, or leave it out")
 
 
 def _limit(sequence: Sequence, more: Sequence, settings: EpisodeSettings) -> End | None:

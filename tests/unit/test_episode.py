@@ -134,11 +134,13 @@ def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(
     lengths = set()
     for room in range(20, 90):
         rollout = play(renderer, Looks(), replace(SETTINGS, max_context=room))
+        if rollout.status is Status.FAILED:
+            assert "raise engine.max_model_len" in rollout.reason and not lengths, "too short for the question, and only then"
+            continue
         (sequence,) = rollout.sequences
         assert rollout.end is End.MAX_TOKENS and rollout.status is Status.TRUNCATED
-        if rollout.turns:
-            assert sequence.loss_mask[-1] == 1
-            lengths.add(len(sequence.token_ids))
+        assert sequence.loss_mask[-1] == 1
+        lengths.add(len(sequence.token_ids))
     assert max(lengths) < 90 and len(lengths) > 2
 
 
@@ -202,3 +204,13 @@ def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
     rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=SETTINGS, group=1, sample=2))
     assert rollout.environment_s >= 0.6 > 0.5 > rollout.scoring_s >= 0.1
     assert rollout.environment_s + rollout.scoring_s <= rollout.wall_s
+
+
+@pytest.mark.parametrize(
+    ("change", "raised"),
+    [({"max_context": 20}, "engine.max_model_len"), ({"max_pixels": 3000}, "task.max_pixels"), ({"max_images": 0}, "engine.max_images")],
+)
+def test_a_question_that_does_not_fit_is_no_failure_of_the_policy(renderer: Renderer, change: dict, raised: str) -> None:
+    rollout = play(renderer, Looks(), replace(SETTINGS, **change))
+    assert (rollout.status, rollout.end, rollout.reward, rollout.turns) == (Status.FAILED, End.FAULT, None, [])
+    assert rollout.reason.startswith("example e: its prompt has ") and f"raise {raised}," in rollout.reason

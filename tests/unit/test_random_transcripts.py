@@ -16,7 +16,7 @@ from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
-from megatron_rl.types import End, Rollout
+from megatron_rl.types import End, Rollout, Status
 from tests.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone, written
 
 NUM = 500
@@ -38,11 +38,15 @@ def hf(random_model: Path) -> Qwen2_5_VLModel:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
 def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: ToolProtocol) -> None:
-    ends, num_images = set(), 0
+    ends, num_images, num_misfits = set(), 0, 0
     for seed in range(NUM):
         draw = random.Random(seed)
         limits, engine = replace(SETTINGS, max_context=draw.randrange(600, 2000)), RandomPolicy(renderer, draw)
         rollout, world = play_alone(seed, renderer=renderer, engine=engine, protocol=protocol, settings=limits)
+        if rollout.status is Status.FAILED:
+            assert "raise engine.max_model_len" in rollout.reason and engine.said == []
+            num_misfits += 1
+            continue
         check_sampled(rollout, engine)
         check_text(rollout, engine, world, renderer)
         check_images(rollout, world, renderer)
@@ -50,6 +54,7 @@ def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: T
         ends.add(rollout.end)
         num_images += sum(len(turn.images) for turn in rollout.turns)
     assert ends == {End.DONE, End.MAX_TURNS, End.MAX_IMAGES, End.MAX_TOKENS}, "every limit was met"
+    assert num_misfits < NUM / 3, "most questions have room"
     assert num_images > NUM / 2, "observations held pictures"
 
 
