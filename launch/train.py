@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.config import Settings
-from megatron_rl.types import RunFailed
+from megatron_rl.types import HostFault, RunFailed
 from megatron_rl.world import place
 
 QUIET_S = 20.0
@@ -32,7 +32,7 @@ def main(chosen: DictConfig) -> None:
         from megatron_rl.start import run
 
         run(settings)
-    except (ValueError, OSError, RunFailed, OmegaConfBaseException) as error:
+    except (ValueError, OSError, RunFailed, HostFault, OmegaConfBaseException) as error:
         if not world.is_main:
             time.sleep(QUIET_S)
         print(f"error: {error}", file=sys.stderr, flush=True)

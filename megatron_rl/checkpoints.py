@@ -11,7 +11,8 @@ What is a function of seed and step (who is dealt, how is sampled) needs no memo
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from megatron_rl.config import Settings, require
 from megatron_rl.policy.checkpoint import Save
 from megatron_rl.policy.policy import Policy
 from megatron_rl.run import History, writing
+from megatron_rl.types import RunFailed
 from megatron_rl.weights.folders import copy_companions, flush
 from megatron_rl.world import on_main_rank
 
@@ -160,6 +162,16 @@ class Checkpoints:
                 if dist.get_rank() == 0:
                     shutil.rmtree(pending.folder, ignore_errors=True)
                 raise
+
+    @contextmanager
+    def settled_on_failure(self) -> Iterator[None]:
+        """A run that stops by its own judgement (RunFailed, which every rank sees alike) keeps the checkpoint that is on its way."""
+        try:
+            yield
+        except RunFailed:
+            if self._pending is not None and self._pending.memory is not None:
+                self.settle()
+            raise
 
     def _publish(self, pending: _Pending) -> None:
         """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""

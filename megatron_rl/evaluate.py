@@ -1,5 +1,7 @@
 """Evaluation: the same episodes on a task's evaluation split, greedy and at the training temperature."""
 
+from collections.abc import Sequence as Ordered
+
 from megatron_rl.config import Settings
 from megatron_rl.rollout.collect import Crew, collect, evaluation_settings
 from megatron_rl.tasks.base import Task
@@ -16,21 +18,26 @@ def evaluate(task: Task, settings: Settings, *, crew: Crew) -> dict[str, float]:
     for kind, temperature, samples in (("greedy", 0.0, 1), ("sampled", settings.algo.temperature, settings.task.eval_samples)):
         how = evaluation_settings(settings, temperature=temperature)
         rollouts = collect(task, examples, crew=crew, samples=samples, settings=how)
-        metrics |= {f"eval/{kind}_{name}": value for name, value in summarize(task, examples, rollouts).items()}
+        scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed)
+        metrics |= {f"eval/{kind}_{name}": value for name, value in scores.items()}
     return metrics
 
 
-def summarize(task: Task, examples: list[Example], rollouts: list[Rollout]) -> dict[str, float]:
+def summarize(task: Task, examples: Ordered[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
     """Weighted mean success, return and share of episodes in which a tool ran; group numbers are positions in `examples`.
 
-    Failed rollouts are an error: a score needs all.
+    Over the episodes that were scored. RunFailed when more than `max_failed` of them failed on our side, or no other is left.
     """
     failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
-    if failed:
-        raise RunFailed(f"evaluation: {len(failed)} of {len(rollouts)} episodes failed on our side, first: {failed[0]}")
+    if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):
+        raise RunFailed(
+            f"evaluation: {len(failed)} of {len(rollouts)} episodes failed, run.max_failed={max_failed}; first reason: {failed[0]}"
+        )
+    scored = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
     weights = [1.0 if example.probability is None else example.probability for example in examples]
-    total = sum(weights[rollout.group] for rollout in rollouts)
-    success = sum(weights[rollout.group] * task.success(rollout) for rollout in rollouts)
-    returns = sum(weights[rollout.group] * rollout.reward for rollout in rollouts)
-    users = sum(weights[rollout.group] * rollout.used_tool for rollout in rollouts)
-    return {"success": success / total, "return": returns / total, "tool_use": users / total}
+    total = sum(weights[rollout.group] for rollout in scored)
+    success = sum(weights[rollout.group] * task.success(rollout) for rollout in scored)
+    returns = sum(weights[rollout.group] * rollout.reward for rollout in scored)
+    users = sum(weights[rollout.group] * rollout.used_tool for rollout in scored)
+    shares = {"success": success / total, "return": returns / total, "tool_use": users / total}
+    return {**shares, "failed_fraction": len(failed) / len(rollouts)}

@@ -23,6 +23,7 @@ from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.train import train
+from megatron_rl.types import RunFailed
 from megatron_rl.weights.hf_config import read_config
 from megatron_rl.weights.released import known_config
 from megatron_rl.world import World, connect, place
@@ -43,6 +44,7 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
         return
     task = build_task(settings.task, {**TASKS, **(tasks or {})})
     check(settings, world.size)
+    check_examples(task, settings.stage)
     connect(world, timeout_s=settings.parallel.timeout_s)
     checkpoint, memory = find(settings)
     is_sft = settings.stage == "sft"
@@ -67,22 +69,37 @@ def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task
             policy.sleep()
             crew.engine.wake()
     else:
-        train(settings, task=task, policy=policy, crew=crew, run=record, checkpoints=checkpoints)
+        with checkpoints.settled_on_failure():
+            train(settings, task=task, policy=policy, crew=crew, run=record, checkpoints=checkpoints)
     with record.spans("evaluate"):
-        evaluation = evaluate(task, settings, crew=crew)
+        evaluation, failure = evaluated(task, settings, crew)
     with record.spans("checkpoint"):
         checkpoints.step_done(num_steps, history=record.history, metrics=evaluation)
         checkpoints.settle()
     with record.spans("save"), writing(record.folder):
-        policy.wake()
-        policy.save_hf(record.final)
-        if settings.lora.rank:
-            policy.save_adapter(record.folder / "adapter")
+        save(policy, record, with_adapter=settings.lora.rank > 0)
+    if failure is not None:
+        raise failure
     if not is_sft and settings.run.require_improvement:
         check_improvement(record.history.returns)
     record.finish(evaluation)
     crew.engine.run(task.close())
     crew.engine.close()
+
+
+def evaluated(task: Task, settings: Settings, crew: Crew) -> tuple[dict[str, float], RunFailed | None]:
+    """The last evaluation, or why there is none. That is for the run's end: what was trained is saved first."""
+    try:
+        return evaluate(task, settings, crew=crew), None
+    except RunFailed as failure:
+        return {}, failure
+
+
+def save(policy: Policy, record: Run, *, with_adapter: bool) -> None:
+    policy.wake()
+    policy.save_hf(record.final)
+    if with_adapter:
+        policy.save_adapter(record.folder / "adapter")
 
 
 def rehearse(settings: Settings, world: World) -> None:
@@ -98,6 +115,12 @@ def check(settings: Settings, world_size: int) -> None:
     check_sizes(settings, read_config(settings.model.path), world_size)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
+
+
+def check_examples(task: Task, stage: str) -> None:
+    """Whatever a run will read is looked at when it starts: an evaluation split may be needed only hours later."""
+    for split in ("train", "eval") if stage == "grpo" else ("eval",):
+        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
 
 
 def check_sizes(settings: Settings, model: Qwen2_5_VLConfig, world_size: int) -> None:

@@ -64,7 +64,7 @@ class AlgoSettings(OptimizerSettings):
     max_generations: int = 1
     """Rounds of prompts_per_step prompts that a step rolls out at most, until it has prompts_per_step groups left after the drops."""
     rank_by_std: bool = False
-    """Of surplus groups keep those with the largest deviation of rewards; otherwise the first."""
+    """Of surplus groups keep those with the largest deviation of rewards; otherwise all are trained on."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """DAPO's clip-higher: a value above clip_low."""
@@ -89,6 +89,8 @@ class AlgoSettings(OptimizerSettings):
         require_choice("algo.aggregation", self.aggregation, ("token_mean", "sequence_mean", "fixed_length"))
         is_fixed, remedy = self.aggregation == "fixed_length", "goes with algo.aggregation=fixed_length, and only with it"
         require(is_fixed == (self.fixed_length > 0), "algo.fixed_length", self.fixed_length, remedy)
+        for key in ("std_eps", "kl_coef"):
+            require(getattr(self, key) >= 0, f"algo.{key}", getattr(self, key), "must not be negative")
         require_choice("algo.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         require(self.temperature > 0, "algo.temperature", self.temperature, "must be positive: greedy sampling has no gradient")
         require_choice("algo.credit", self.credit, ("broadcast", "turn_group", "return_to_go"))
@@ -118,5 +120,7 @@ class SftSettings(OptimizerSettings):
 
     def __post_init__(self) -> None:
         self.check_optimizer("sft")
-        require(self.batch_size >= 1, "sft.batch_size", self.batch_size, "must be at least 1")
+        for key in ("batch_size", "num_demonstrations", "micro_batch_tokens"):
+            require(getattr(self, key) >= 1, f"sft.{key}", getattr(self, key), "must be at least 1")
         require(len(self.splits) == len(self.steps), "sft.steps", self.steps, f"needs one number for each of sft.splits={self.splits}")
+        require(bool(self.steps) and min(self.steps) >= 1, "sft.steps", self.steps, "needs at least one stage, of at least one step each")

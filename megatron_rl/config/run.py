@@ -16,7 +16,7 @@ class RunSettings:
     eval_every: int = 0
     """Evaluate every so many steps; 0 evaluates once, at the end."""
     max_failed: float = 0.1
-    """The run stops when a larger fraction of a step's rollouts failed through our own fault."""
+    """The run stops when a larger fraction of a step's rollouts, or of an evaluation's, failed through our own fault."""
     dry: bool = False
     """Build every rank's share without memory, print the plan of memory for a GPU, and stop."""
     gpu: str = "h200"
@@ -33,6 +33,9 @@ class RunSettings:
         require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
         require(self.world >= 0, "run.world", self.world, "must not be negative; 0 takes what torchrun started")
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
+        require(0 <= self.max_failed < 1, "run.max_failed", self.max_failed, "must lie in [0, 1): a step needs rollouts that were scored")
+        for key in ("eval_every", "record_best", "record_worst"):
+            require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
         remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
         require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, remedy)
 

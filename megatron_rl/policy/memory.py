@@ -167,9 +167,10 @@ def _plan_host(share: Share, settings: Settings, *, replicas: int) -> HostPlan:
     copies = held.parameters * (references + (1 if parallel.offload_parameters else 0))
     pixels = settings.engine.max_images * settings.model.max_pixels
     pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * 28 * 28)
-    trained = algo.prompts_per_step * algo.group_size
+    rolled_out = algo.prompts_per_step * algo.group_size * algo.max_generations
+    trained = algo.prompts_per_step * algo.group_size if algo.rank_by_std else rolled_out
     # Of each color a byte, and two frames of fp32 for the image and again for its micro-batch.
-    pictures = pixels * (3 * trained * algo.max_generations + 48 * trained // replicas)
+    pictures = pixels * (3 * rolled_out + 48 * trained // replicas)
     return HostPlan(optimizer=state, copies=copies, pictures=pictures)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.config import AlgoSettings, SftSettings
+from megatron_rl.config import AlgoSettings, RunSettings, SftSettings
 
 
 @pytest.mark.parametrize(("settings", "room"), [(AlgoSettings, "algo"), (SftSettings, "sft")])
@@ -17,4 +17,22 @@ from megatron_rl.config import AlgoSettings, SftSettings
 )
 def test_an_optimizer_setting_is_named_by_its_room(settings: type, room: str, values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{room}.{message.replace('ROOM', room)}"):
+        settings(**values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "key"),
+    [
+        (AlgoSettings, {"kl_coef": -0.1}, "algo.kl_coef=-0.1"),
+        (AlgoSettings, {"std_eps": -1e-6}, "algo.std_eps=-1e-06"),
+        (SftSettings, {"num_demonstrations": 0}, "sft.num_demonstrations=0"),
+        (SftSettings, {"micro_batch_tokens": 0}, "sft.micro_batch_tokens=0"),
+        (SftSettings, {"splits": ["a", "b"], "steps": [-5, 10]}, r"sft.steps=\[-5, 10\]"),
+        (SftSettings, {"splits": [], "steps": []}, r"sft.steps=\[\]"),
+        (RunSettings, {"dir": "r", "max_failed": 1.0}, "run.max_failed=1.0"),
+        (RunSettings, {"dir": "r", "record_best": -1}, "run.record_best=-1"),
+    ],
+)
+def test_what_could_only_end_in_a_traceback_is_refused_at_once(settings: type, values: dict, key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
         settings(**values)
