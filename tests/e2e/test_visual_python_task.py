@@ -19,7 +19,7 @@ from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, Tas
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.visual_python.task import VisualPythonTask
+from megatron_rl.tasks.visual_python.task import PROTOCOLS, VisualPythonTask
 from megatron_rl.types import End, Example, HostFault, Image, Rollout, Status
 from sandbox import HostFault as NoRoom
 from sandbox.layers import choose, offered
@@ -235,6 +235,8 @@ def test_the_users_data_arrive(questions: Path) -> None:
     assert task.stop == ("</code>",)
     codev = task_of(questions, protocol="codev")
     assert codev.env(codev.examples("train")[1]).protocol.file_names == ("green.png",)
+    names = PROTOCOLS["codev"]({"extra": {"image_file_name": ["vstar 12", "b.jpg"]}}).file_names
+    assert names == ("vstar 12.png", "b.jpg"), "the sandbox takes no file without a suffix"
 
 
 def test_demonstrations_are_the_users_transcripts_in_shuffled_rounds(renderer: Renderer, questions: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
+from pathlib import PurePosixPath
 
 from PIL.Image import Image as Picture
 
@@ -21,6 +22,8 @@ from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.types import Demonstration, Example, HostFault, Rollout
 from sandbox.client import SandboxClient
 
+INPUT_BYTES = 512 << 20
+"""Of an episode's pictures as PNG: two of the largest that are read (data/images.py), as noise."""
 Payload = Mapping[str, object]
 HIDDEN = "pyvision_gym_wo_image_hint"
 """The `env_name` of examples whose pictures only the code sees."""
@@ -33,11 +36,12 @@ def pyvision(payload: Payload) -> PyVision:
 
 
 def codev(payload: Payload) -> CodeV:
-    """Pictures go by extra_info.image_file_name: one name, or a list of them."""
+    """Pictures go by extra_info.image_file_name: one name, or a list of them; one without a suffix is given that of what the box holds."""
     extra = payload["extra"]
     assert isinstance(extra, Mapping), f"{payload}"
     names = extra.get("image_file_name", [])
-    return CodeV(tuple(map(str, names if isinstance(names, list) else [names])))
+    given = map(str, names if isinstance(names, list) else [names])
+    return CodeV(tuple(name if PurePosixPath(name).suffix else f"{name}.png" for name in given))
 
 
 PROTOCOLS: Mapping[str, Callable[[Payload], ToolProtocol]] = {
@@ -116,5 +120,5 @@ def pool_of(settings: SandboxSettings) -> sandbox.Sandbox | SandboxClient:
     """The server at settings.url, which has its own limits, or a pool of this process."""
     if settings.url:
         return SandboxClient(settings.url)
-    limits = sandbox.Limits(call_s=settings.call_s, memory=settings.memory_mib << 20, text=OBSERVED_CHARACTERS)
+    limits = sandbox.Limits(call_s=settings.call_s, memory=settings.memory_mib << 20, text=OBSERVED_CHARACTERS, input_bytes=INPUT_BYTES)
     return sandbox.Sandbox(size=settings.size, limits=limits, isolation=settings.isolation)
