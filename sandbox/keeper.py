@@ -54,10 +54,10 @@ class Life:
     def forget(self) -> None:
         """Lets go of what the pool holds of a dead one."""
         self.writer.transport.abort()
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
         for descriptor in self.streams:
             os.close(descriptor)
+        if self.directory is not None:  # last: to look into it takes a descriptor
+            _remove_directory(self.directory)
 
 
 @dataclass(slots=True)
@@ -77,18 +77,22 @@ class Keeper:
 
     async def start(self) -> None:
         """Raises HostFault when it does not come up."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = json.dumps({"layers": asdict(self.layers), "limits": asdict(self.limits), "source": SOURCE})
-        with theirs, tempfile.TemporaryDirectory(prefix="sandbox-start-") as folder:  # Matplotlib's list of fonts, made anew in 0.1 s
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "sandbox.zygote", settings],
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                env={**ENVIRONMENT, "PATH": os.defpath, "PYTHONPATH": SOURCE, "MPLCONFIGDIR": folder, "HOME": folder},
-                start_new_session=True,
-            )
-            theirs.close()
-            await self._hear_first()
+        try:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, tempfile.TemporaryDirectory(prefix="sandbox-start-") as folder:  # Matplotlib's list of fonts, made anew in 0.1 s
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "sandbox.zygote", settings],
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    env={**ENVIRONMENT, "PATH": os.defpath, "PYTHONPATH": SOURCE, "MPLCONFIGDIR": folder, "HOME": folder},
+                    start_new_session=True,
+                )
+                theirs.close()
+                await self._hear_first()
+        except OSError as error:
+            await self.stop()
+            raise HostFault(f"the zygote was not started: {error}") from error
         self.alive = True
 
     async def _hear_first(self) -> None:
@@ -106,36 +110,28 @@ class Keeper:
             raise
 
     async def spawn(self, slot: int) -> Life:
-        """A fresh process that waits for its inputs. Raises HostFault."""
+        """A fresh process that waits for its inputs. Raises HostFault, also when descriptors or room for files ran out."""
         if not self.alive:
             raise HostFault("the zygote is gone")
-        directory = None if self.layers.read_only_root else tempfile.mkdtemp(prefix="sandbox-")
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        streams = tuple(os.memfd_create(name, os.MFD_CLOEXEC) for name in ("stdout", "stderr"))
         self._next += 1
         number = self._next
-        self._waiting[number], self._ended[number] = loop.create_future(), loop.create_future()
-        ended = self._ended[number]
         try:
-            if directory is not None:
-                os.chmod(directory, 0o755)
-            for stream in streams:
-                fcntl.fcntl(stream, fcntl.F_SETFL, os.O_APPEND)  # the box's own writes and its children's come one behind the other
-            self._say({"spawn": number, "slot": slot, "directory": directory or BOX}, [theirs.fileno(), *streams])
-            theirs.close()
-            pid = await self._waiting[number]
-            ours.setblocking(False)
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            theirs.close()
-            for stream in streams:
-                os.close(stream)
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-            self._kill(number)
-            raise
+            with contextlib.ExitStack() as undo:
+                directory = None if self.layers.read_only_root else _make_directory(undo)
+                ours, theirs = (undo.enter_context(end) for end in socket.socketpair())
+                streams = (_make_stream("stdout", undo), _make_stream("stderr", undo))
+                self._say({"spawn": number, "slot": slot, "directory": directory or BOX}, [theirs.fileno(), *streams])
+                theirs.close()
+                undo.callback(self._kill, number)
+                self._waiting[number], self._ended[number] = loop.create_future(), loop.create_future()
+                ended = self._ended[number]
+                pid = await self._waiting[number]
+                ours.setblocking(False)
+                reader, writer = await asyncio.open_unix_connection(sock=ours)
+                undo.pop_all()
+        except OSError as error:
+            raise HostFault(f"no process for a box: {error}") from error
         return Life(number, pid, reader, writer, streams=streams, ended=ended, directory=directory)
 
     async def end(self, life: Life) -> Exit:
@@ -143,7 +139,8 @@ class Keeper:
         if not life.ended.done():
             life.killed = True
             if not self.layers.pid_ns:
-                kill_tree(life.pid)
+                with contextlib.suppress(OSError, psutil.Error):  # out of descriptors: at least the first process goes
+                    kill_tree(life.pid)
             self._kill(life.id)
         try:
             async with asyncio.timeout(STOP_S):
@@ -176,7 +173,8 @@ class Keeper:
 
     def _kill(self, number: int) -> None:
         if self.alive and number in self._ended:
-            self._say({"kill": number}, [])
+            with contextlib.suppress(HostFault):  # it died just now, and its children with it
+                self._say({"kill": number}, [])
 
     def _hear(self) -> None:
         try:
@@ -216,6 +214,30 @@ class Keeper:
             ended.set_result(Exit(None, 0.0))
         self._waiting.clear()
         self._ended.clear()
+
+
+def _make_directory(undo: contextlib.ExitStack) -> str:
+    """A box's directory on the host. Raises OSError."""
+    directory = tempfile.mkdtemp(prefix="sandbox-")
+    undo.callback(_remove_directory, directory)
+    os.chmod(directory, 0o755)
+    return directory
+
+
+def _remove_directory(directory: str) -> None:
+    """An empty one goes even when there is no descriptor left to look into it."""
+    try:
+        os.rmdir(directory)
+    except OSError:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _make_stream(name: str, undo: contextlib.ExitStack) -> int:
+    """A memfd for what a box prints. Raises OSError."""
+    stream = os.memfd_create(name, os.MFD_CLOEXEC)
+    undo.callback(os.close, stream)
+    fcntl.fcntl(stream, fcntl.F_SETFL, os.O_APPEND)  # the box's own writes and its children's come one behind the other
+    return stream
 
 
 def kill_tree(pid: int) -> None:

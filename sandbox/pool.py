@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -18,6 +19,10 @@ from sandbox.types import BoxClosed, HostFault, Isolation, Limits, PoolFull
 
 MAX_SIZE = 256
 WATCH_S = 0.1
+DESCRIPTORS_PER_BOX = 3
+"""Its channel and its two streams."""
+DESCRIPTORS_BESIDE = 32
+"""For the zygote's socket, a box on its way, control groups, and a little of what else this process does."""
 CLOSED = -1
 """In the queue of free places: there will be none any more."""
 
@@ -47,8 +52,10 @@ class Sandbox:
         return len(self._boxes)
 
     async def start(self) -> None:
-        """Raises HostFault, with every missing layer and its reason, where the host offers no room and isolation is not "none"."""
+        """Raises HostFault, with every missing layer and its reason, where the host offers no room and isolation is not "none", and where
+        this process may not open as many files as the pool needs (the soft limit is raised where the hard one allows)."""
         assert not self._started, "the pool is running"
+        _raise_descriptors(self.size)
         self.layers = self._wanted if self._wanted is not None else choose(offered())
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(self.size):
@@ -80,12 +87,14 @@ class Sandbox:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         self._free.put_nowait(CLOSED)
-        await asyncio.gather(*(box.close() for box, *_ in list(self._boxes.values())))
-        for life in await asyncio.gather(*self._spares.values()):
-            if life is not None:
-                await self._end(life)
-        await self._keeper.stop()
-        self._remove_groups()
+        try:
+            await asyncio.gather(*(box.close() for box, *_ in list(self._boxes.values())), return_exceptions=True)
+            for life in await asyncio.gather(*self._spares.values(), return_exceptions=True):
+                if isinstance(life, Life):
+                    await self._end(life)
+        finally:
+            await self._keeper.stop()
+            self._remove_groups()
 
     async def open(
         self,
@@ -219,6 +228,16 @@ class Sandbox:
                     box.life.verdict = _outgrown(box.life.pid, limits=self.limits, shared=self._keeper.anonymous)
                     if box.life.verdict is not None:
                         await self._keeper.end(box.life)
+
+
+def _raise_descriptors(size: int) -> None:
+    """Room for the files of `size` boxes, beside those open now. Raises HostFault."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = psutil.Process().num_fds() + DESCRIPTORS_PER_BOX * size + DESCRIPTORS_BESIDE
+    if needed > hard:
+        raise HostFault(f"size is {size}: that takes {needed} open files, {hard} are allowed (ulimit -Hn): raise it, or take fewer boxes")
+    if needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
