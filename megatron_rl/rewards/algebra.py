@@ -6,8 +6,9 @@ answer. What ends it early (SIGPROF, SIGSEGV, MemoryError) is "undecided". math-
 thread; they are switched off (math-verify 0.9.0, parser.py and utils.py). Only its LaTeX reader is used: the one for plain expressions ends
 in SymPy's parse_expr, which evaluates Python.
 
-What is not asked: texts beyond LONGEST characters, and texts with words. SymPy reads a word as a product of letters, and `listen` would
-equal `silent`.
+What is not asked: texts beyond LONGEST characters, texts with words, codes (`A12`) and quantities (`5 km`). SymPy reads letters as a
+product: `listen` would equal `silent`, and `A12` would equal `12A`. math-verify's removal of units is switched off: `5 km` would equal
+`5 m`, and `x + 2t` would equal `x + 2`.
 """
 
 import asyncio
@@ -20,7 +21,11 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from megatron_rl.types import HostFault
 
 LONGEST = 200
 CPU_S = 2.0
@@ -28,6 +33,8 @@ WALL_S = 30.0
 """Of one question; the second is for a machine that is busy with other things."""
 MEMORY_MIB = 1024
 """Of one question's address space."""
+TRIES = 2
+"""Helpers that a question may meet; the last one's end is a HostFault."""
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
     ("1/2", "50%"),
@@ -40,6 +47,15 @@ _EXAMPLES = (
     ("3", "4"),
 )
 """Answered before the first question, because SymPy and ANTLR load much of themselves on first use and forks would do so every time."""
+_LETTERS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
+_NAMED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?:_\w|_\{\w*\}|\(\w\))?\s*=")
+r"""What a value is called: `x =`, `AB =`, `S_{10} =`, `f(x) =`."""
+_JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s~]|\\[ ,;:!])+\d")
+"""A letter before a digit (`A12`, `No 7`), or a number before a number (math-verify adds the two: `1 2` would be 3, and `1 1/2` 1)."""
+_SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])")
+"""A sum, difference or inequality, which codes and quantities are not; a sign at the front makes none."""
+_FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
+"""Letters that stand behind a number as variables and not as a unit: `3x`, `2ab`."""
 
 
 class Algebra:
@@ -48,33 +64,75 @@ class Algebra:
     def __init__(self) -> None:
         self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="algebra")
         self._helper: subprocess.Popen[str] | None = None
+        self._end: Callable[[], object] | None = None
 
     async def equal(self, truth: str, answer: str) -> bool | None:
-        """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell."""
+        """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises HostFault."""
         if not (is_mathematics(truth) and is_mathematics(answer)):
             return None
         return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, truth, answer)
 
     def _ask(self, truth: str, answer: str) -> bool | None:
-        if self._helper is None or self._helper.poll() is not None:
-            command = [sys.executable, "-m", "megatron_rl.rewards.algebra"]
-            self._helper = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()
-            )
-            weakref.finalize(self, _end, self._helper)
-        assert self._helper.stdin is not None and self._helper.stdout is not None
-        self._helper.stdin.write(json.dumps([truth, answer]) + "\n")
-        self._helper.stdin.flush()
-        reply = self._helper.stdout.readline()
-        assert reply, f"the algebra process ended with status {self._helper.wait()}"
-        return json.loads(reply)
+        reasons: list[OSError] = []
+        while len(reasons) < TRIES:
+            try:
+                return _reply(self._started(), json.dumps([truth, answer]))
+            except OSError as error:
+                reasons.append(error)
+                self._drop()
+        raise HostFault(f"algebra: no answer by {TRIES} helpers; the last: {reasons[-1]}")
+
+    def _started(self) -> subprocess.Popen[str]:
+        """The helper that lives, or a new one. Raises OSError where the machine has no room for one."""
+        if self._helper is not None and self._helper.poll() is None:
+            return self._helper
+        self._drop()
+        command = [sys.executable, "-m", "megatron_rl.rewards.algebra"]
+        self._helper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()
+        )
+        self._end = weakref.finalize(self, _end, self._helper)
+        return self._helper
+
+    def _drop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._helper = self._end = None
+
+
+def _reply(helper: subprocess.Popen[str], question: str) -> bool | None:
+    """Raises OSError where the helper ends (BrokenPipeError: it had ended already) or says that it cannot fork."""
+    assert helper.stdin is not None and helper.stdout is not None
+    helper.stdin.write(question + "\n")
+    helper.stdin.flush()
+    line = helper.stdout.readline()
+    if not line:
+        raise ChildProcessError(f"it ended with status {helper.wait()}")
+    verdict = json.loads(line)
+    if isinstance(verdict, str):
+        raise ChildProcessError(verdict)
+    return verdict
 
 
 def is_mathematics(text: str) -> bool:
-    r"""Short, with a digit or a LaTeX command, without words (three letters that are no `\command`), without inner dollars or lines."""
+    r"""Short, with a digit or a LaTeX command, no label, without words (three letters that are no `\command`), inner dollars or lines."""
     inside = text.strip().strip("$")
-    wordless = re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", inside) is None
-    return len(text) <= LONGEST and wordless and re.search(r"\d|\\[A-Za-z]", inside) is not None and not set(inside) & set("$\n?")
+    if len(text) > LONGEST or set(inside) & set("$\n?") or not re.search(r"\d|\\[A-Za-z]", inside):
+        return False
+    return not any(len(letters) > 2 for letters in _LETTERS.findall(inside)) and not _is_label(inside)
+
+
+def _is_label(text: str) -> bool:
+    r"""A code or a quantity: letters beside a number that no operator ties to it (`A12`, `K7-2`, `12A`, `5 km`, `7\text{ m}`, `30 km/h`).
+
+    `3x`, `2x + 6` and `2k + 1` are none. `3m` is, and so is `\frac{1}{2}mv^2`: nothing tells their letters from units.
+    """
+    bare = _NAMED.sub("=", re.sub(r"(?<![A-Za-z])or(?![A-Za-z])", ",", text))
+    if _JOINED.search(bare):
+        return True
+    sums = _SUM.search(bare) is not None
+    letters = _LETTERS.findall(bare)
+    return re.search(r"\d", bare) is not None and not all(_FACTOR.fullmatch(run) or (sums and len(run) == 1) for run in letters)
 
 
 def _environment() -> dict[str, str]:
@@ -91,7 +149,9 @@ def _verify(truth: str, answer: str) -> int:
     from math_verify import parse, verify
     from math_verify.parser import LatexExtractionConfig
 
-    read = [parse(_quoted(text), [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
+    as_written = replace(LatexExtractionConfig().normalization_config, units=False)
+    reader = [LatexExtractionConfig(normalization_config=as_written)]
+    read = [parse(_quoted(text), reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
     if not all(read):
         return _UNDECIDED
     return _RIGHT if verify(*read, timeout_seconds=None) else _WRONG
@@ -105,14 +165,16 @@ def _quoted(text: str) -> str:
 
 
 def _in_a_fork(truth: str, answer: str) -> bool | None:
+    """Raises OSError where the machine has no room for another process."""
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MIB << 20,) * 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # nobody handles SIGPROF and SIGALRM: they end the process, whatever it is doing
-        signal.setitimer(signal.ITIMER_REAL, WALL_S)
         status = _UNDECIDED
         try:
+            os.close(sys.stdout.fileno())  # the caller sees the helper's end while a fork of it still works
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MIB << 20,) * 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)  # nobody handles SIGPROF and SIGALRM: they end the process, whatever it is doing
+            signal.setitimer(signal.ITIMER_REAL, WALL_S)
             status = _verify(truth, answer)
         finally:
             os._exit(status)
@@ -125,7 +187,11 @@ def _serve() -> None:
     for truth, answer in _EXAMPLES:
         _verify(truth, answer)
     for line in sys.stdin:
-        print(json.dumps(_in_a_fork(*json.loads(line))), flush=True)
+        try:
+            verdict: bool | str | None = _in_a_fork(*json.loads(line))
+        except OSError as error:
+            verdict = f"it cannot fork: {error}"
+        print(json.dumps(verdict), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ THRESHOLDS = tuple(Fraction(percent, 100) for percent in range(50, 100, 5))
 _OPEN, _CLOSE, BOX = "<answer>", "</answer>", "\\boxed{"
 _TAG = re.compile(r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\boxed|<\|", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)", re.ASCII)
-_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])\Z)(?:\s|\Z)")
+_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[:)])(?:\s|\Z)|([A-Z])\.?\Z")
+_BARE = re.compile(r"\([A-Z]\)|[A-Z][.:)]?")
 
 
 def strict_boxed(reply: str) -> str | None:
@@ -75,11 +76,18 @@ def same_text(truth: str, answer: str) -> bool:
 
 
 def choice(text: str) -> str | None:
-    """The letter of `B`, `(B)`, `B.`, `B) a dog`; None for anything else, and where the rest names a letter of its own."""
+    """The letter of `B`, `(B)`, `B.`, `B) a dog`; None for anything else (`B. Obama` is a name), and where the rest names a letter."""
     found = _CHOICE.match(text.strip())
     if not found or re.search(r"\b[A-Z]\b", text.strip()[found.end() :]):
         return None
     return next(letter for letter in found.groups() if letter)
+
+
+def same_choice(truth: str, answer: str) -> bool | None:
+    """Whether both choose the same letter; None where one chooses none, or where neither is the bare letter and the words count."""
+    choices = choice(truth), choice(answer)
+    bare = any(_BARE.fullmatch(text.strip()) for text in (truth, answer))
+    return choices[0] == choices[1] if bare and None not in choices else None
 
 
 def number(text: str) -> Fraction | None:
@@ -98,7 +106,7 @@ def relative_accuracy(truth: str, answer: str) -> float:
         return 1.0
     wanted, given = number(truth), number(answer)
     if wanted is None or given is None:
-        return float(choice(truth) is not None and choice(truth) == choice(answer))
+        return float(same_choice(truth, answer) is True)
     if wanted == 0:
         return float(given == 0)
     error = abs(given - wanted) / abs(wanted)
@@ -106,12 +114,12 @@ def relative_accuracy(truth: str, answer: str) -> float:
 
 
 def decide(truth: str, answer: str) -> bool | None:
-    """What the words alone decide: equal texts are right; two choices or two whole numbers that differ are wrong; else None."""
+    """What the words alone decide: equal texts are right; of choices (same_choice) and of two whole numbers, equal ones; else None."""
     if same_text(truth, answer):
         return True
-    choices = choice(truth), choice(answer)
-    if None not in choices:
-        return choices[0] == choices[1]
+    chosen = same_choice(truth, answer)
+    if chosen is not None:
+        return chosen
     if _is_whole(truth) and _is_whole(answer):
         return number(truth) == number(answer)
     return None

@@ -1,8 +1,5 @@
 """Answers out of replies, what voids one, and the rules that compare: against numbers and cases worked out by hand."""
 
-import asyncio
-import os
-import random
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -12,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards import answer as answers
-from megatron_rl.rewards.algebra import Algebra, is_mathematics
 from megatron_rl.rewards.answer import choice, decide, number, relative_accuracy, same_text, strict_boxed, tagged, unboxed, vetoes
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.types import End, Turn
@@ -108,6 +104,7 @@ def test_two_boxes_without_tags_are_two_answers() -> None:
     [
         *[("B", "B"), ("(B)", "B"), ("B.", "B"), ("B) a dog", "B"), ("(C) two dogs", "C"), (" D: ", "D"), ("B. not C", None)],
         *[("A dog", None), ("b", None), ("AB", None), ("B or C", None), ("(B", None), ("", None), ("B. Vitamin C", None)],
+        *[("B)", "B"), ("B: red", "B"), ("B. Obama", None), ("C. elegans", None), ("(B).", None)],
     ],
 )
 def test_choice(text: str, expected: str | None) -> None:
@@ -156,6 +153,8 @@ def test_number(text: str, expected: Fraction | None) -> None:
         ("0", "0.001", 0.0),
         ("B", "(B) left", 1.0),
         ("B", "C", 0.0),
+        ("B", "B. Obama", 0.0),
+        ("J. Smith", "J. Jones", 0.0),
         ("three", "Three", 1.0),
         ("100", "I saw 7, so 100", 0.0),
         ("100", "", 0.0),
@@ -172,6 +171,19 @@ def test_relative_accuracy(truth: str, answer: str, expected: float) -> None:
         ("red  car", "Red car", True),
         ("B", "(B) red", True),
         ("B", "C", False),
+        ("B", "B.", True),
+        ("(B)", "B:", True),
+        ("B) red", "B", True),
+        ("B", "B: red", True),
+        ("B", "(C) red", False),
+        ("J. Smith", "J. Jones", None),
+        ("C. elegans", "C. diff", None),
+        ("B. Obama", "B", None),
+        ("B", "B. Obama", None),
+        ("C", "B. Obama", None),
+        ("M. Curie", "M) whatever", None),
+        ("(B) red", "B) blue", None),
+        ("(B) red", "(C) red", None),
         ("1,000", "1000", True),
         ("12", "13", False),
         ("12", "12.0", None),
@@ -218,81 +230,3 @@ def test_readers_are_linear() -> None:
             [veto(said(text)) for veto in vetoes(read).values()]
         number(text), choice(text), same_text(text, text)
     assert time.perf_counter() - began < 20
-
-
-CASES = [
-    ("1/2", "0.5", True),
-    ("\\frac{1}{2}", "$1/2$", True),
-    ("\\sqrt{8}", "2\\sqrt{2}", True),
-    ("2x+1", "1+2x", True),
-    ("50\\%", "0.5", True),
-    ("[1, 2)", "[1,2)", True),
-    ("\\{1, 2\\}", "\\{2, 1\\}", True),
-    ("12", "x = 12", True),
-    ("90^\\circ", "90", True),
-    ("1/2", "0.51", False),
-    ("3", "3, 4", False),
-    ("3", "3 or 4", False),
-    ("3", "\\{3, 4\\}", False),
-    ("3", "\\pm 3", False),
-    ("2", "1=2=12", False),
-    ("5", "9^{9^{9^{9}}}", None),  # more digits than there are atoms
-    ("5", "100000000!", None),
-    ("5", "\\frac" * 30, None),
-    ("5", "((((((5", None),
-    ("5", "\x00 5", None),
-    ("5", "\ud800 5", None),
-]
-
-
-def test_algebra() -> None:
-    """All at once, with questions among them that would never end; and from more than one event loop."""
-
-    async def ask(cases: list[tuple[str, str, bool | None]]) -> list[bool | None]:
-        return list(await asyncio.gather(*(algebra.equal(truth, answer) for truth, answer, _ in cases)))
-
-    algebra = Algebra()
-    for cases in (CASES, CASES[:3]):
-        assert asyncio.run(ask(cases)) == [expected for *_, expected in cases]
-
-
-def test_algebra_survives_its_helper() -> None:
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
-    helper = algebra._helper
-    assert helper is not None
-    os.kill(helper.pid, 9)
-    helper.wait(10)
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
-    second = algebra._helper
-    assert second is not None and second.pid != helper.pid
-    del algebra
-    assert second.wait(10) == -9, "the helper outlived the object that started it"
-
-
-def test_the_helper_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal("1", "2")) is False
-    assert algebra._helper is not None
-    with open(f"/proc/{algebra._helper.pid}/environ", "rb") as file:
-        assert b"secret" not in file.read()
-
-
-@pytest.mark.parametrize("text", ["listen", "12 apples", "A or B", "$3$ $4$", "5\n6", "3?", "1" * 201, "", "__import__('os')"])
-def test_words_are_no_mathematics(text: str) -> None:
-    assert not is_mathematics(text)
-
-
-def test_algebra_takes_any_text() -> None:
-    """Pieces of LaTeX at random: wrong or undecided, never an exception, and never "equal" to a number that is not there."""
-    dice = random.Random(0)
-    pieces = ["\\frac", "\\sqrt", "\\int", "\\sum", "\\begin{pmatrix}", "\\\\", "\\{", *"&{}()^_!=<12x"]
-    texts = ["".join(dice.choices(pieces, k=dice.randint(1, 12))) for _ in range(150)]
-
-    async def ask() -> list[bool | None]:
-        algebra = Algebra()
-        return [await algebra.equal("738.25", text) for text in texts]
-
-    verdicts = asyncio.run(ask())
-    assert set(verdicts) <= {False, None} and len(verdicts) == 150

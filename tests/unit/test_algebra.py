@@ -1,0 +1,206 @@
+"""Algebra: what it decides against cases worked out by hand, what it leaves open, and what becomes of it when its helper dies."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.rewards.algebra import Algebra, is_mathematics
+from megatron_rl.types import HostFault
+
+CASES = [
+    ("1/2", "0.5", True),
+    ("\\frac{1}{2}", "$1/2$", True),
+    ("\\sqrt{8}", "2\\sqrt{2}", True),
+    ("2x+1", "1+2x", True),
+    ("50\\%", "0.5", True),
+    ("[1, 2)", "[1,2)", True),
+    ("\\{1, 2\\}", "\\{2, 1\\}", True),
+    ("12", "x = 12", True),
+    ("90^\\circ", "90", True),
+    ("2x + 6", "2(x+3)", True),
+    ("y = 2k + 1", "1 + 2k", True),
+    ("3x^2", "x \\cdot 3 x", True),
+    ("3m + 1", "1 + 3m", True),
+    ("50\\%", "\\frac{1}{2}", True),
+    ("S_{10} = 55", "55", True),
+    ("1\\frac{1}{2}", "1.5", True),
+    ("t \\le 5", "5 \\ge t", True),
+    ("x+2t", "x+2", False),  # math-verify's list of units holds t
+    ("3x", "3y", False),
+    ("1/2", "0.51", False),
+    ("3", "3, 4", False),
+    ("3", "3 or 4", False),
+    ("3", "\\{3, 4\\}", False),
+    ("3", "\\pm 3", False),
+    ("2", "1=2=12", False),
+    ("5", "9^{9^{9^{9}}}", None),  # more digits than there are atoms
+    ("5", "100000000!", None),
+    ("5", "\\frac" * 30, None),
+    ("5", "((((((5", None),
+    ("5", "\x00 5", None),
+    ("5", "\ud800 5", None),
+]
+
+
+def test_algebra() -> None:
+    """All at once, with questions among them that would never end; and from more than one event loop."""
+
+    async def ask(cases: list[tuple[str, str, bool | None]]) -> list[bool | None]:
+        return list(await asyncio.gather(*(algebra.equal(truth, answer) for truth, answer, _ in cases)))
+
+    algebra = Algebra()
+    for cases in (CASES, CASES[:3]):
+        assert asyncio.run(ask(cases)) == [expected for *_, expected in cases]
+
+
+QUANTITIES = [
+    *[("5 km", "5 m"), ("5 m", "5 cm"), ("3 kg", "3 g"), ("12 lb", "12 kg"), ("100 m", "100 ft"), ("5 hr", "5 s"), ("5 km", "5")],
+    *[("5\\text{ m}", "5\\text{ km}"), ("5 \\mathrm{~m}", "5\\mathrm{cm}"), ("5\\,\\text{m}", "5"), ("5~m", "5"), ("-5 m", "-5 km")],
+    *[("7 pm", "7 am"), ("7:30 pm", "7:30 am"), ("5\\text{ m}^2", "5\\text{ m}^3"), ("30 mph", "30"), ("37^\\circ\\text{C}", "37")],
+    *[("12 ft", "12 tf"), ("5 km/h", "5 mk/h"), ("\\frac{1}{2} kg", "0.5"), ("5 - 3 mg", "5 - 3 gm"), ("5 in", "5"), ("d = 5 m", "5")],
+]
+CODES = [
+    *[("A12", "12A"), ("K7", "7K"), ("B2", "2B"), ("No 7", "7 No"), ("No. 7", "7 No."), ("K7B", "KB7"), ("A1B2", "B2A1"), ("x3", "3x")],
+    *[("K7-2", "7K-2"), ("\\text{A}12", "12\\text{A}"), ("v2.1", "2.1v"), ("3D", "D3"), ("N 45", "45 N"), ("1e9", "9e1")],
+    *[("3 x 4", "4 x 3"), ("1 2", "3"), ("1 000", "1"), ("1 1/2", "1")],
+]
+
+
+@pytest.mark.parametrize(("truth", "answer"), [*QUANTITIES, *CODES])
+def test_units_and_codes_are_left_open(truth: str, answer: str) -> None:
+    """No helper is asked: the judge decides, and without one the answer is not right."""
+    algebra = Algebra()
+    assert asyncio.run(algebra.equal(truth, answer)) is asyncio.run(algebra.equal(answer, truth)) is None
+    assert algebra._helper is None
+
+
+@pytest.mark.parametrize(
+    "text", ["3x", "-3x", "x^2", "2x + 6", "2xy", "2ab", "5k - 1", "x = 12", "n = 3 or n = 4", "2\\pi r", "3 + 4i", "50\\%"]
+)
+def test_coefficients_are_mathematics(text: str) -> None:
+    assert is_mathematics(text)
+
+
+def test_algebra_survives_its_helper() -> None:
+    algebra = Algebra()
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    helper = algebra._helper
+    assert helper is not None
+    os.kill(helper.pid, 9)
+    helper.wait(10)
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    second = algebra._helper
+    assert second is not None and second.pid != helper.pid
+    del algebra
+    assert second.wait(10) == -9, "the helper outlived the object that started it"
+
+
+def when(holds: Callable[[], object]) -> None:
+    """Return once it holds; a thread waits for it beside the question."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_helper_killed_during_a_question(frozen: bool) -> None:
+    """Before it forks (the question waits in its pipe), and while its fork computes: a second helper answers that question and others."""
+    algebra = Algebra()
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    helper = algebra._helper
+    assert helper is not None
+    children = Path(f"/proc/{helper.pid}/task/{helper.pid}/children")
+
+    async def ask() -> bool | None:
+        question = asyncio.create_task(algebra.equal("1/2", "0.5") if frozen else algebra.equal("5", "9^{9^{9^{9}}}"))
+        await (asyncio.sleep(0.3) if frozen else asyncio.to_thread(when, children.read_text))
+        assert not question.done()
+        os.kill(helper.pid, signal.SIGKILL)
+        return await question
+
+    if frozen:
+        os.kill(helper.pid, signal.SIGSTOP)
+    assert asyncio.run(ask()) is (True if frozen else None)
+    assert helper.returncode == -signal.SIGKILL
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True and asyncio.run(algebra.equal("1/2", "0.6")) is False
+
+
+def test_a_helper_that_ends_between_look_and_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BrokenPipeError: it is seen alive, and dead when the question is written."""
+    algebra = Algebra()
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    helper = algebra._helper
+    assert helper is not None
+    monkeypatch.setattr(helper, "poll", lambda: None)
+    os.kill(helper.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+
+
+WITHOUT_FORKS = """import errno, os
+from megatron_rl.rewards import algebra
+def fork(): raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+os.fork = fork
+algebra._serve()"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"), [("exit 3", "status 3|Broken pipe"), (f"exec {sys.executable} -c '{WITHOUT_FORKS}'", "cannot fork: .*unavailable")]
+)
+@pytest.mark.parametrize("failing", [1, 2])
+def test_helpers_that_fail(failing: int, fails: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each helper started leaves a line. One that fails is replaced, a second is a fault, and the question after that is answered."""
+    started, program = tmp_path / "started", tmp_path / "python"
+    works = f'exec {sys.executable} "$@"'
+    program.write_text(f"#!/bin/sh\necho >> {started}\nif [ $(wc -l < {started}) -le {failing} ]; then\n{fails}\nfi\n{works}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    algebra = Algebra()
+    if failing == 2:
+        with pytest.raises(HostFault, match=f"^algebra: no answer by 2 helpers; .*({reason})"):
+            asyncio.run(algebra.equal("1/2", "0.5"))
+        assert started.read_text() == "\n\n"
+    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    assert started.read_text() == "\n" * (failing + 1)
+
+
+def test_a_helper_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(HostFault, match="^algebra: .*missing"):
+        asyncio.run(Algebra().equal("1/2", "0.5"))
+
+
+def test_the_helper_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    algebra = Algebra()
+    assert asyncio.run(algebra.equal("1", "2")) is False
+    assert algebra._helper is not None
+    with open(f"/proc/{algebra._helper.pid}/environ", "rb") as file:
+        assert b"secret" not in file.read()
+
+
+@pytest.mark.parametrize("text", ["listen", "12 apples", "A or B", "$3$ $4$", "5\n6", "3?", "1" * 201, "", "__import__('os')"])
+def test_words_are_no_mathematics(text: str) -> None:
+    assert not is_mathematics(text)
+
+
+def test_algebra_takes_any_text() -> None:
+    """Pieces of LaTeX at random: wrong or undecided, never an exception, and never "equal" to a number that is not there."""
+    dice = random.Random(0)
+    pieces = ["\\frac", "\\sqrt", "\\int", "\\sum", "\\begin{pmatrix}", "\\\\", "\\{", *"&{}()^_!=<12x"]
+    texts = ["".join(dice.choices(pieces, k=dice.randint(1, 12))) for _ in range(150)]
+
+    async def ask() -> list[bool | None]:
+        algebra = Algebra()
+        return [await algebra.equal("738.25", text) for text in texts]
+
+    verdicts = asyncio.run(ask())
+    assert set(verdicts) <= {False, None} and len(verdicts) == 150
