@@ -3,6 +3,7 @@
 import base64
 import binascii
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Mapping
@@ -10,8 +11,10 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image
 from PIL.Image import Image as Picture
+from PIL.Image import Transpose
+from PIL.TiffImagePlugin import TiffImageFile
 
 from megatron_rl.types import HostFault
 
@@ -21,10 +24,22 @@ MAX_PIXELS = 89_478_485
 MAX_ASPECT = 200
 """Qwen's image processor refuses longer pictures (smart_resize, transformers 5.19)."""
 SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
+UNREADABLE = (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
 """What Pillow 13 raises on bytes that are no picture, or half of one."""
+MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+"""What files of FORMATS begin with."""
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
+_UPRIGHT = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+"""EXIF's orientation -> what undoes it (EXIF 2.3, tag 0x0112; as Pillow's exif_transpose)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,17 +56,16 @@ class StoredImage:
             content = self.content()
             with self._checked(BytesIO(content)) as picture:
                 return flatten(picture)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise HostFault(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
         try:
             with self._checked(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as picture:
-                has_exif = picture.format != "PNG" or "exif" in picture.info  # PngImageFile.getexif decodes the picture to look behind it
-                sideways = has_exif and picture.getexif().get(_ORIENTATION) in _SIDEWAYS
-                return picture.size[::-1] if sideways else picture.size
-        except _UNREADABLE as error:
+                is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # in its size already
+                return picture.size[::-1] if (_orientation(picture) in _SIDEWAYS) != is_turned else picture.size
+        except UNREADABLE as error:
             raise ValueError(f"{self.where}: {error}") from error
 
     def content(self) -> bytes:
@@ -72,7 +86,9 @@ class StoredImage:
 
 def flatten(picture: Picture) -> Picture:
     """RGB, upright as its EXIF says, what is transparent on white."""
-    upright = ImageOps.exif_transpose(picture)
+    turn = None if isinstance(picture, TiffImageFile) else _UPRIGHT.get(_orientation(picture))  # Pillow turns a TIFF when it decodes it
+    upright = picture if turn is None else picture.transpose(turn)
+    upright.load()
     if upright.mode.startswith("I"):  # 16 bits of gray, which convert() would clip
         return upright.point(lambda value: value / 256).convert("L").convert("RGB")
     if not upright.has_transparency_data:
@@ -81,14 +97,19 @@ def flatten(picture: Picture) -> Picture:
     return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
 
 
-def stored_image(value: object, *, folder: Path, where: str) -> StoredImage:
-    """The picture that a row names: {"bytes": ...}, {"path": ...}, bytes, a path, the SHA-256 of a file in `folder`, or a data: address.
+def _orientation(picture: Picture) -> object:
+    """What the header says, whatever it is. EXIF behind a PNG's pixels is not read: PngImageFile.getexif would decode them for it."""
+    return Picture.getexif(picture).get(_ORIENTATION)
 
-    Bytes in JSON are base64. ValueError: none of these, or no such file.
+
+def stored_image(value: object, *, folder: Path, where: str) -> StoredImage:
+    """The picture that a row names: {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file in `folder`, a data: URL.
+
+    Bytes in JSON are base64. Text that names a file is a path, even where it might be base64. ValueError: none of these, or no such file.
     """
     if isinstance(value, Mapping):
         if not value.keys() & {"bytes", "path"}:
-            raise ValueError(f'{where}: must have "bytes" or "path", has {", ".join(map(str, value)) or "nothing"}')
+            raise ValueError(f'{where}: must have "bytes" or "path", has {shortened(", ".join(map(str, value))) or "nothing"}')
         value = _decoded(value["bytes"], where) if "bytes" in value else value["path"]
     if isinstance(value, bytes):
         return StoredImage(value, where)
@@ -99,13 +120,25 @@ def stored_image(value: object, *, folder: Path, where: str) -> StoredImage:
     if re.fullmatch("[0-9a-f]{64}", value):
         return StoredImage(_named_by_hash(value, folder, where), where, sha256=value)
     path = folder / value
+    if os.path.isfile(path):  # Path.is_file raises where a name is too long
+        return StoredImage(path, where)
+    if content := _picture_in_base64(value):
+        return StoredImage(content, where)
+    raise ValueError(f"{where}: no such file {folder / shortened(value)}; task.data.images is the folder that relative paths start from")
+
+
+def shortened(text: str) -> str:
+    """For messages: at most 80 characters, the middle left out."""
+    return text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
+
+
+def _picture_in_base64(text: str) -> bytes:
+    """What the text stands for, if that begins as a picture does; else nothing."""
     try:
-        exists = path.is_file()
-    except ValueError:  # a null byte
-        exists = False
-    if not exists:
-        raise ValueError(f"{where}: no such file {path}; task.data.images is the folder that relative paths start from")
-    return StoredImage(path, where)
+        content = base64.b64decode(text, validate=True)
+    except ValueError:
+        return b""
+    return content if content.startswith(MAGIC) else b""
 
 
 def _decoded(value: object, where: str) -> bytes:

@@ -152,8 +152,11 @@ def _copy_parquet(path: Path, copy: Path) -> None:
     meta = source.metadata
     size = sum(meta.row_group(index).total_byte_size for index in range(meta.num_row_groups))
     num_rows = min(max(_CHUNK * meta.num_rows // max(size, 1), 1), 1024)
-    with pa.ipc.new_file(str(copy), source.schema_arrow) as writer:
-        for batch in source.iter_batches(batch_size=num_rows, use_threads=False):
+    fields = source.schema_arrow  # an Arrow file has one dictionary a column, a Parquet file one a row group: values instead
+    schema = pa.schema([field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in fields])
+    with pa.ipc.new_file(str(copy), schema) as writer:
+        for encoded in source.iter_batches(batch_size=num_rows, use_threads=False):
+            batch = encoded.cast(schema)
             for index in range(batch.num_rows):
                 writer.write_batch(batch.slice(index, 1))
 

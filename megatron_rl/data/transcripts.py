@@ -3,17 +3,18 @@
 A row holds `messages`, {role, content} each: content is text, or parts {"type": "text", "text"} and {"type": "image", "image"} (a path,
 {"bytes"}, ... as in questions; OpenAI's {"type": "image_url", "image_url": {"url"}} too). Pictures may also stand in a column `images`:
 then each <image> in a text, and each image part without a picture of its own, takes the next one. LLaMA-Factory's `conversations` of
-{from, value} are read as well. After an optional system message, user (or tool) and assistant take turns, and the assistant is last.
+{from, value} are read as well, and its column `system`, which is the first message then. After an optional system message, user (or tool)
+and assistant take turns, and the assistant is last. Calls of tools stand in the assistant's words: `tools` and `tool_calls` are refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from typing import overload
 
 import numpy as np
 
 from megatron_rl.config import DataSettings, require, require_choice
-from megatron_rl.data.images import StoredImage
+from megatron_rl.data.images import StoredImage, shortened
 from megatron_rl.data.records import PLACE, Record, Records
 from megatron_rl.types import Demonstration, HostFault, Message
 
@@ -21,6 +22,8 @@ TRANSCRIPTS = "transcripts"
 """The one split of demonstrations (sft.splits) that the user's data has."""
 ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
 """As in the file, LLaMA-Factory's last -> as in a chat template."""
+
+_CALLS = "write calls of tools into the assistant's content, as the words that it is to say"
 
 
 class Transcripts(Ordered[list[Message]]):
@@ -93,31 +96,44 @@ def messages_of(record: Record) -> list[Message]:
     row = record.row
     if ("messages" in row) == ("conversations" in row):
         raise record.error("messages", "must be there (or conversations, and not both)")
-    if "messages" in row:
-        said = [(message.get("role"), message.get("content")) for message in _mappings(record, row["messages"])]
-    else:
-        said = [(message.get("from"), message.get("value")) for message in _mappings(record, row["conversations"])]
+    said = _said(record)
     listed = [record.image(image, f"images[{number}]") for number, image in enumerate(record.items(row.get("images", []), "images"))]
     remaining = iter(listed)
     places = "images" in row
     messages = [
-        {"role": _role(record, role), "content": list(_parts(record, content, remaining, places=places, name=f"messages[{number}]"))}
-        for number, (role, content) in enumerate(said)
+        {"role": role, "content": list(_parts(record, content, remaining, places=places, name=name))} for name, role, content in said
     ]
     if next(remaining, None) is not None:
         raise record.error("images", f"are {len(listed)}, more than the messages have places for")
-    _check_turns(record, [message["role"] for message in messages])
+    _check_turns(record, [role for _, role, _ in said])
+    for (name, role, _), message in zip(said, messages, strict=True):
+        if role == "assistant" and not any(part["type"] == "text" and part["text"].strip() for part in message["content"]):
+            raise record.error(name, "the assistant says nothing, which would be learned; give it words or leave the row out")
     return messages
 
 
-def _mappings(record: Record, messages: object) -> list[Mapping[str, object]]:
-    return [record.mapping(message, f"messages[{number}]") for number, message in enumerate(record.items(messages, "messages"))]
+def _said(record: Record) -> list[tuple[str, str, object]]:
+    """Of each message its name in the row, its role and its content as it stands there; the column `system` is the first."""
+    row = record.row
+    if row.get("tools", "") not in ("", "[]", []):
+        raise record.error("tools", f"are not read; {_CALLS}, describe the tools in the system message, and leave this column out")
+    keys = ("role", "content") if "messages" in row else ("from", "value")
+    given = record.items(row["messages" if "messages" in row else "conversations"], "messages")
+    said = [_message(record, message, keys, f"messages[{number}]") for number, message in enumerate(given)]
+    system = record.text(row.get("system", ""), "system")
+    if system and any(role == "system" for _, role, _ in said):
+        raise record.error("system", "is given in this column and as a message; keep one of them")
+    return [("system", "system", system), *said] if system else said
 
 
-def _role(record: Record, role: object) -> str:
+def _message(record: Record, message: object, keys: tuple[str, str], name: str) -> tuple[str, str, object]:
+    role, content = map(record.mapping(message, name).get, keys)
+    for calls in ("tool_calls", "function_call"):
+        if message.get(calls):
+            raise record.error(f"{name}.{calls}", f"is not read; {_CALLS}, and leave this key out")
     if not isinstance(role, str) or role not in ROLES:
-        raise record.error("messages", f"role {role!r} is none of {', '.join(ROLES)}")
-    return ROLES[role]
+        raise record.error("messages", f"role {shortened(repr(role))} is none of {', '.join(ROLES)}")
+    return name, ROLES[role], content
 
 
 def _check_turns(record: Record, roles: list[str]) -> None:
@@ -141,7 +157,7 @@ def _parts(record: Record, content: object, images: Iterator[StoredImage], *, pl
         elif kind == "image_url":
             yield {"type": "image", "image": record.image(record.mapping(part.get("image_url"), name).get("url"), name)}
         else:
-            raise record.error(name, f"a part must be of type text, image or image_url, is {kind!r}")
+            raise record.error(name, f"a part must be of type text, image or image_url, is {shortened(repr(kind))}")
 
 
 def _split(record: Record, text: str, images: Iterator[StoredImage], *, places: bool, name: str) -> Iterator[dict[str, object]]:

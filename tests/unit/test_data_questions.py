@@ -1,8 +1,10 @@
 """Questions with pictures: every shape of row, laziness, errors by name. Oracles: payloads by hand, pixels we painted, counted opens."""
 
+import base64
 import hashlib
 import pickle
 import tempfile
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +86,38 @@ def test_pictures_as_bytes_path_hash_hint_and_none(suffix: str, tmp_path: Path) 
     assert [payload["question"] for payload in payloads] == ["<image>\n" * number + "Which color?" for number in (2, 1, 1, 1, 1, 0)]
     assert [payload["index"] for payload in payloads] == [0, 1, 2, 3, 12, 5]
     assert {payload["answer"] for payload in payloads} == {"3"}
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_pictures_in_base64(format: str, suffix: str, tmp_path: Path) -> None:
+    """Of 900 pixels, where the text is a file name that could be, and of 90,000 of noise, where it is too long for one."""
+    for width in (30, 300):
+        content = BytesIO()
+        pixels = np.random.default_rng(0).integers(0, 255, (width, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(content, format=format)
+        in_text = base64.b64encode(content.getvalue()).decode()
+        plain = {"question": "?", "answer": "a"}
+        rows = [plain | {"image": in_text}, plain | {"images": [in_text]}, plain | {"images": [f"data:image/x;base64,{in_text}"]}]
+        (one,), (two,), (three,) = (payload["images"] for payload in read(write(tmp_path / f"{width}{suffix}", rows)))
+        with Image.open(content) as oracle:
+            assert one.tobytes() == two.tobytes() == three.tobytes() == oracle.convert("RGB").tobytes()
+
+
+def test_a_file_whose_name_might_be_base64(tmp_path: Path) -> None:
+    name = base64.b64encode(png("blue")[:12]).decode()
+    (tmp_path / name).write_bytes(png("lime"))
+    (payload,) = read(write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": name}]))
+    assert colors(payload) == [(0, 255, 0)]
+
+
+@pytest.mark.parametrize("value", ["A" * 100_000, "no/" * 40_000 + "a.png", "\u4e2d" * 300, "QUJD" * 30, {"x" * 5000: 1}], ids=range(5))
+def test_messages_stay_short(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^own.jsonl row 0: image: (no such file|must have)") as said:
+        questions(
+            [str(write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}]))], images_root="/data", name="train"
+        )
+    assert len(str(said.value)) < 80 + 160
 
 
 def test_paths_start_beside_the_file_that_names_them(tmp_path: Path) -> None:

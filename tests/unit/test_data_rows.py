@@ -149,6 +149,18 @@ def test_row_groups_and_dictionaries_as_pandas_reads_them(tmp_path: Path) -> Non
     assert list(open_rows(path)) == pd.read_parquet(path).to_dict("records")
 
 
+def test_a_dictionary_of_its_own_in_each_row_group(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    frames = [pd.DataFrame({"n": [0, 1, 2], "kind": pd.Categorical(kinds)}) for kinds in (["a", "b", "a"], ["c", None, "a"])]
+    tables = [pa.Table.from_pandas(frame, preserve_index=False) for frame in frames]
+    with pq.ParquetWriter(path, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    assert pa.types.is_dictionary(pq.read_schema(path).field("kind").type) and pq.ParquetFile(path).num_row_groups == 2
+    kinds = [{"kind": kind} if kind else {} for kind in ("a", "b", "a", "c", None, "a")]
+    assert list(open_rows(path)) == [{"n": place % 3} | kind for place, kind in enumerate(kinds)]
+
+
 WRITES = """
 import json, sys
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq

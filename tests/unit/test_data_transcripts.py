@@ -71,14 +71,28 @@ SPELLINGS = {
             {"from": "gpt", "value": "It is blue."},
         ],
     },
+    "conversations and a column system": {
+        "images": [RED, BLUE],
+        "system": "Use tools.",
+        "tools": "[]",
+        "conversations": [
+            {"from": "human", "value": "<image>\nWhich?"},
+            {"from": "gpt", "value": "<code>crop</code>"},
+            {"from": "observation", "value": "Look: <image>!"},
+            {"from": "gpt", "value": "It is blue."},
+        ],
+    },
 }
 
 
 def said(messages: list) -> list[tuple]:
-    """What SAID would be for these messages."""
+    """What SAID would be for these messages; a tool speaks as the user does."""
     colors = {(255, 0, 0): "red", (0, 0, 255): "blue"}
     return [
-        (turn["role"], *(part["text"] if part["type"] == "text" else colors[part["image"].getpixel((0, 0))] for part in turn["content"]))
+        (
+            turn["role"].replace("tool", "user"),
+            *(part["text"] if part["type"] == "text" else colors[part["image"].getpixel((0, 0))] for part in turn["content"]),
+        )
         for turn in messages
     ]
 
@@ -115,7 +129,32 @@ def shown(content: object, **columns: object) -> dict:
     return {"messages": [{"role": "user", "content": content}, ASSISTANT]} | columns
 
 
+def replied(**reply: object) -> dict:
+    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"} | reply]}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "crop", "arguments": "{}"}}
+GPT = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
 BAD = {
+    "a call": (replied(content="", tool_calls=[CALL]), r"messages\[1\].tool_calls: is not read; write calls of tools into the .* content"),
+    "a call and words": (replied(content="I crop.", tool_calls=[CALL]), r"messages\[1\].tool_calls: is not read"),
+    "an old call": (replied(content="", function_call=CALL["function"]), r"messages\[1\].function_call: is not read"),
+    "silence": (replied(content="", tool_calls=[]), r"messages\[1\]: the assistant says nothing, .* give it words or leave the row out"),
+    "blank": (replied(content=[text(" \n")]), r"messages\[1\]: the assistant says nothing"),
+    "no parts": (replied(content=[]), r"messages\[1\]: the assistant says nothing"),
+    "only a picture": (replied(content=[{"type": "image", "image": RED}]), r"messages\[1\]: the assistant says nothing"),
+    "silence behind a column": (
+        {"system": "s", "conversations": [GPT[0], GPT[1] | {"value": ""}]},
+        r"messages\[1\]: the assistant says nothing",
+    ),
+    "two systems": (turns("system", "user", "assistant") | {"system": "s"}, "system: is given in this column and as a message; keep one"),
+    "a system of parts": (turns("user", "assistant") | {"system": ["s"]}, "system: must be text, is list"),
+    "tools": (
+        {"conversations": GPT, "tools": '[{"name": "crop"}]'},
+        "tools: are not read; write calls of tools into .* leave this column out",
+    ),
+    "tools of OpenAI": (turns("user", "assistant") | {"tools": [CALL]}, "tools: are not read"),
+    "a long role": (turns("user", "x" * 1000), r"messages: role 'x{37}\.\.\.x{38}' is none of"),
     "no messages": ({"text": "x"}, r"messages: must be there"),
     "both": (turns("user", "assistant") | {"conversations": []}, r"messages: must be there \(or conversations, and not both\)"),
     "empty": ({"messages": []}, r"messages: must end with the assistant"),

@@ -84,7 +84,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(before) >= 128
     contents[150], contents[3] = noise(150), noise(1000)
     write(path, [row(f"{number}.png", content) for number, content in enumerate(contents)])
-    (out / "images" / "4.jpg").write_bytes(b"\xff\xd8 half")
+    (out / "images" / "4.jpg").unlink()
     opened = []
     monkeypatch.setattr(tool.StoredImage, "open", lambda image, real=tool.StoredImage.open: opened.append(image.where) or real(image))
     assert run(path, out) == 0
@@ -92,6 +92,46 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(opened) == 200 - (len(before) - 2)
     assert is_jpeg_of(out / "images" / "3.jpg", noise(1000)) and is_jpeg_of(out / "images" / "4.jpg", noise(4))
     assert len(pd.read_parquet(out / "train_with_image_paths.parquet")) == 200
+
+
+def test_files_that_the_tool_did_not_write_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row's own source, another program's JPEG with a comment, what is no picture at all, and a link to nowhere."""
+    (tmp_path / "images").mkdir()
+    Image.open(BytesIO(noise(0))).save(tmp_path / "images" / "own.jpg", quality=80)
+    Image.open(BytesIO(noise(1))).save(tmp_path / "images" / "scan.jpg", comment="scanned")
+    (tmp_path / "images" / "notes.jpg").write_text("notes")
+    before = {file: file.read_bytes() for file in (tmp_path / "images").iterdir()}
+    (tmp_path / "images" / "link.jpg").symlink_to("nowhere.jpg")
+    extra = {"extra_info": {"image_file_name": "own.jpg"}}
+    rows = {"own": extra | {"images": [{"path": "images/own.jpg"}]}} | {
+        name: row(f"{name}.png", noise(1)) for name in ("scan", "notes", "link")
+    }
+    for name, given in rows.items():
+        assert run(write(tmp_path / "t.parquet", [given]), tmp_path) == 1
+        target = tmp_path / "images" / f"{name}.jpg"
+        said = f"error: t.parquet row 0: images[0]: {target} was not written by this tool and is not written over; choose another --out\n"
+        assert capsys.readouterr().err == said
+    assert all(file.read_bytes() == content for file, content in before.items())
+    assert (tmp_path / "images" / "link.jpg").is_symlink() and not (tmp_path / "images" / "nowhere.jpg").exists()
+    assert run(write(tmp_path / "t.parquet", [rows["own"]]), tmp_path / "out") == 0
+
+
+def test_the_tools_own_pictures_are_left_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second run over the same table, and one over the table that the first wrote; names that change places are refused."""
+    path = write(tmp_path / "t.parquet", [row(f"{name}.png", noise(number)) for number, name in enumerate("ab")])
+    assert run(path, tmp_path) == 0
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "images").iterdir()}
+    made = tmp_path / "t_with_image_paths.parquet"
+    assert run(path, tmp_path) == run(made, tmp_path) == 0
+    table, again = pd.read_parquet(made), pd.read_parquet(tmp_path / f"{made.stem}_with_image_paths.parquet")
+    assert list(again["image_file_path"]) == list(table["image_file_path"]) == ["images/a.jpg", "images/b.jpg"]
+    changed = [{"extra_info": {"image_file_name": f"{to}.jpg"}, "images": [{"path": f"images/{of}.jpg"}]} for of, to in ("ab", "ba")]
+    capsys.readouterr()
+    assert run(write(tmp_path / "c.parquet", changed), tmp_path) == 1
+    assert capsys.readouterr().err.endswith(
+        f"{tmp_path}/images/b.jpg holds another row's picture and is not written over; choose another --out\n"
+    )
+    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "images").iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["../a.png", "/etc/a.png", "a/../../b.png", "", ".", "..", "a\\b.png", "a\0.png", "C:a.png", None, 5])

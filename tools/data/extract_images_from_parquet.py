@@ -5,11 +5,13 @@ Reads the columns images ({bytes} or {path}, a list) and extra_info.image_file_n
     STEM_with_image_paths.parquet       the rows; images holds {path}, and new are image_file_path (from the table's folder),
                                         image_file_name and image_file_size (bytes): lists where image_file_name is one
 Every file appears whole or not at all. Started again it goes on: a picture is not made twice (its JPEG carries the SHA-256 of its source).
+What this tool did not write is not written over.
 """
 
 import argparse
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config import require
-from megatron_rl.data.images import SUFFIXES, StoredImage, stored_image
+from megatron_rl.data.images import SUFFIXES, UNREADABLE, StoredImage, shortened, stored_image
 from megatron_rl.types import HostFault
 from tools.commands import in_words
 
@@ -110,13 +112,13 @@ def file_name(name: object, *, where: str) -> str:
     """A relative path with the suffix .jpg. ValueError: it leaves the folder, or names nothing."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.name or path.is_absolute() or ".." in path.parts or any(character in str(name) for character in "\\\0:"):
-        raise ValueError(f"{where}: extra_info.image_file_name {name!r} is no relative path of a file; correct it")
+        raise ValueError(f"{where}: extra_info.image_file_name {shortened(repr(name))} is no relative path of a file; correct it")
     return str(path.with_suffix(".jpg") if path.suffix.lower() in SUFFIXES[1:] else f"{path}.jpg")
 
 
 def _write(image: StoredImage, name: str, digest: str, out: Path) -> Written:
     target = out / "images" / name
-    if not _is_done(target, digest):
+    if not _is_done(image, name, digest, out):
         try:
             picture = image.open()
         except HostFault as fault:
@@ -128,14 +130,23 @@ def _write(image: StoredImage, name: str, digest: str, out: Path) -> Written:
     return Written(path=f"images/{name}", name=name, size=target.stat().st_size)
 
 
-def _is_done(target: Path, digest: str) -> bool:
-    if not target.is_file():
+def _is_done(image: StoredImage, name: str, digest: str, out: Path) -> bool:
+    """Whether the picture is there. ValueError: there is a file that this tool did not write, or that it may have to read."""
+    target = out / "images" / name
+    if not os.path.lexists(target):
         return False
     try:
         with Image.open(target, formats=["JPEG"]) as picture:
-            return picture.info.get("comment") == digest.encode()
-    except OSError:
-        return False
+            made_of = picture.info.get("comment", b"")
+    except UNREADABLE:
+        made_of = b""
+    is_ours = re.fullmatch(b"[0-9a-f]{64}", made_of) is not None
+    if is_ours and (made_of == digest.encode() or (isinstance(image.source, Path) and image.source.samefile(target))):
+        return True
+    if not is_ours or (isinstance(image.source, Path) and image.source.resolve().is_relative_to((out / "images").resolve())):
+        what = "holds another row's picture" if is_ours else "was not written by this tool"
+        raise ValueError(f"{image.where}: {target} {what} and is not written over; choose another --out")
+    return False
 
 
 def _renewed(batch: pa.RecordBatch, written: list[list[Written]], schema: pa.Schema, *, many: bool) -> pa.RecordBatch:
