@@ -71,7 +71,8 @@ class Box:
             return result
 
     async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Contents of files of the working directory; a name that is no readable file of at most `Limits.file` bytes is left out."""
+        """Contents of files of the working directory; a name that is no readable file of at most `Limits.file` bytes is left out, and so
+        is one that would take all of them together past `Limits.fetched`."""
         async with self._lock:
             self._check_open()
             self._calls += 1
@@ -82,7 +83,8 @@ class Box:
             try:
                 async with asyncio.timeout(self._limits.call_s):
                     life.writer.write(frames.pack({"id": self._calls, "names": list(names)}))
-                    frame = await frames.read(life.reader, max_bytes=self._limits.file * max(1, len(names)))
+                    most = min(self._limits.file * len(names), self._limits.fetched)
+                    frame = await frames.read(life.reader, max_bytes=most)
                 return replies.parse_files(frame, number=self._calls, asked=set(names), limits=self._limits)
             except (TimeoutError, frames.Malformed, asyncio.IncompleteReadError, ConnectionError):
                 await self._end(life)

@@ -70,6 +70,11 @@ class Limits:
     files: int = 100
     """New or changed files listed per call."""
 
+    @property
+    def fetched(self) -> int:
+        """Bytes of the files of one `Box.fetch` together: what a box can hold."""
+        return self.disk + self.input_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:

@@ -190,14 +190,17 @@ class Session:
 
     def _fetch(self, number: int, names: list[str]) -> None:
         found: dict[str, bytes] = {}
-        for name in names:
+        left = self.limits.fetched
+        for name in dict.fromkeys(names):
+            most = min(self.limits.file, left)
             try:
                 with open(Path(self.work, name), "rb") as file:
-                    content = file.read(self.limits.file + 1)
+                    content = file.read(most + 1)
             except (OSError, ValueError):
                 continue
-            if len(content) <= self.limits.file:
+            if len(content) <= most:
                 found[name] = content
+                left -= len(content)
         self.channel.sendall(frames.pack({"id": number, "names": list(found)}, list(found.values())))
 
 

@@ -1,0 +1,43 @@
+"""What `Box.fetch` takes from a box at most, whoever answers."""
+
+import asyncio
+
+import pytest
+
+from sandbox import Limits, Sandbox
+
+LIMITS = Limits(disk=4 << 20, input_bytes=1 << 20, file=2 << 20)
+
+
+def fetched(code: str, names: list[str]) -> tuple[dict[str, int], bool]:
+    """name -> size, and whether the box was killed for its answer. Without layers a box can hold more than its disk."""
+
+    async def calls() -> tuple[dict[str, int], bool]:
+        async with Sandbox(size=1, limits=LIMITS, isolation="none") as pool, await pool.open() as box:
+            made = await box.run(code)
+            assert made.error is None, made
+            files = await box.fetch(names)
+            return {name: len(content) for name, content in files.items()}, (await box.run("1")).state_lost
+
+    return asyncio.run(calls())
+
+
+def test_an_honest_box_leaves_out_what_goes_past_the_sum():
+    sizes = {"a": 2 << 20, "b": 2 << 20, "c": (1 << 20) + 1, "d": (1 << 20) - 2, "e": 2, "f": 1}
+    code = f"for name, size in {sizes}.items(): open(name, 'wb').write(bytes(size))"
+    taken = {name: sizes[name] for name in "abde"}  # 5 MiB together
+    assert fetched(code, ["a", "a", *"bcdef"]) == (taken, False)
+
+
+@pytest.mark.parametrize(("sizes", "taken"), [([2 << 20, 2 << 20, 1 << 20], True), ([2 << 20, 2 << 20, 1 << 20, 1], False)])
+def test_a_hostile_box_is_not_read_past_the_sum(sizes: list[int], taken: bool):
+    names = [str(number) for number in range(50)]
+    told = {name: size for name, size in zip(names, sizes, strict=False)}
+    code = (
+        "import sys\nfrom sandbox import frames, worker\n"
+        "def answer(self, number, names):\n"
+        f"    sizes = {told}\n"
+        "    self.channel.sendall(frames.pack({'id': number, 'names': list(sizes)}, [bytes(size) for size in sizes.values()]))\n"
+        "worker.Session._fetch = answer"
+    )
+    assert fetched(code, names) == ((told, False) if taken else ({}, True))
