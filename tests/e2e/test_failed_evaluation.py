@@ -1,0 +1,32 @@
+"""An outage at the very end costs the evaluation, and nothing that was trained."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.checkpoints import published, recall
+from megatron_rl.observe.metrics import read_metrics
+from tests.conftest import ROOT
+
+
+def test_what_was_trained_is_saved(random_model: Path, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("failed_evaluation.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(random_model), str(tmp_path / "run")], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    told = "evaluation: 1 of 1 episodes failed, run.max_failed=0.1; first reason: the world is down"
+    assert result.returncode != 0 and told in result.stdout, result.stdout
+    run = tmp_path / "run"
+    assert [step["step"] for step in read_metrics(run / "metrics.jsonl")] == [0, 1] and not (run / "eval.json").exists()
+    (checkpoint,) = published(run / "checkpoints")
+    memory = recall(checkpoint)
+    assert (memory.step, memory.success) == (2, None)
+    (trained,) = (run / "final").glob("*.safetensors")
+    before, after = load_file(random_model / "model.safetensors"), load_file(trained)
+    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
