@@ -10,8 +10,10 @@ never sent twice: whether it ran is not known when the connection breaks, and th
 
 import asyncio
 import contextlib
+import json
 import secrets
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from types import TracebackType
@@ -27,6 +29,7 @@ GRACE_S = 30.0
 """On top of what the server itself allows for a call, before a client gives it up."""
 CONNECT_S = 10.0
 RETRIES_AT_CONNECT = 2
+JSON = {"Content-Type": "application/json"}
 RETRY_S = 1.0
 """Between two tries of a refused `open` where the server does not say."""
 
@@ -51,8 +54,10 @@ class SandboxClient:
 
     async def ask(self, verb: str, path: str, body: dict[str, Any] | None = None, *, wait_s: float = CONNECT_S) -> Any:
         """The JSON of a good answer. Raises PoolFull for 429, BoxClosed for 404, ValueError for what we sent, HostFault for all else."""
+        sent = None if body is None else json.dumps(body).encode("ascii")  # escaped: httpx has no bytes for half a surrogate pair
+        timeout = httpx.Timeout(CONNECT_S, read=wait_s, write=wait_s)
         try:
-            answer = await self.http.request(verb, path, json=body, timeout=httpx.Timeout(CONNECT_S, read=wait_s, write=wait_s))
+            answer = await self.http.request(verb, path, content=sent, headers=JSON, timeout=timeout)
             content = answer.json() if answer.content else None
         except (httpx.HTTPError, ValueError) as error:  # ValueError: not JSON
             raise HostFault(f"{self.http.base_url}: {type(error).__name__}: {error}") from error
@@ -121,6 +126,12 @@ class RemoteBox:
     async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
         """As `Box.run`. Cancelled, it closes the connection, and the server the box. Raises BoxClosed."""
         self.calls += 1
+        try:
+            code.encode()
+        except UnicodeEncodeError as error:  # no server reads it; an interpreter would say the same
+            text = "".join(traceback.format_exception_only(error))
+            error_ = Error(type=type(error).__name__, message=str(error), traceback=text)
+            return Result(id=self.calls, fault=Fault.CODE, error=error_)
         allowed = self.pool.call_s if timeout_s is None else timeout_s
         body = {"call": secrets.token_hex(8), "code": code, "timeout_s": timeout_s}
         try:
