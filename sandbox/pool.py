@@ -11,7 +11,7 @@ import psutil
 from PIL import Image
 
 from sandbox import cgroups, frames
-from sandbox.box import Box
+from sandbox.box import MESSAGES, Box
 from sandbox.inputs import Input, collect
 from sandbox.keeper import Exit, Keeper, Life
 from sandbox.layers import Layers, choose, offered
@@ -62,6 +62,7 @@ class Sandbox:
             self._free.put_nowait(slot)
         self._boxes: dict[int, tuple[Box, int, list[Input], str]] = {}
         self._next = 0
+        self._opening: dict[int, Life] = {}
         self._spares: dict[int, asyncio.Task[Life | None]] = {}
         try:
             self._groups = cgroups.Groups(size=self.size, limits=self.limits) if self.layers.cgroup else None
@@ -145,7 +146,7 @@ class Sandbox:
     async def _begin(self, box: Box) -> Life:
         """A fresh interpreter for the box, its inputs loaded and its preload run."""
         _, slot, inputs, preload = self._boxes[box.id]
-        life = await self._spare_or_new(slot)
+        life = self._opening[slot] = await self._spare_or_new(slot)
         try:
             async with asyncio.timeout(self.limits.open_s):
                 listed = [{"name": item.name, "image": item.image, "variable": item.variable} for item in inputs]
@@ -157,11 +158,15 @@ class Sandbox:
                 raise HostFault(str(answer["host"]))
         except BaseException as error:
             exit_ = await asyncio.shield(self._end(life))
+            if life.verdict is not None and isinstance(error, Exception):
+                raise ValueError(f"opening: {MESSAGES[life.verdict].format(limits=self.limits)}: the preload, or an image") from error
             if isinstance(error, TimeoutError):
                 raise ValueError(f"opening took longer than {self.limits.open_s:g} s (Limits.open_s): the preload, or an image") from error
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                 raise _early_end(exit_.status) from error
             raise
+        finally:
+            del self._opening[slot]
         return life
 
     async def _spare_or_new(self, slot: int) -> Life:
@@ -223,11 +228,11 @@ class Sandbox:
         """Takes down what outgrows its memory or its number of processes, on hosts where no control group does."""
         while True:
             await asyncio.sleep(WATCH_S)
-            for box, *_ in list(self._boxes.values()):
-                if box.life is not None and not box.life.ended.done():
-                    box.life.verdict = _outgrown(box.life.pid, limits=self.limits, shared=self._keeper.anonymous)
-                    if box.life.verdict is not None:
-                        await self._keeper.end(box.life)
+            for life in (*self._opening.values(), *(box.life for box, *_ in self._boxes.values())):
+                if life is not None and not life.ended.done():
+                    life.verdict = _outgrown(life.pid, limits=self.limits, shared=self._keeper.anonymous)
+                    if life.verdict is not None:
+                        await self._keeper.end(life)
 
 
 def _raise_descriptors(size: int) -> None:
@@ -249,7 +254,7 @@ def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
+    except (OSError, psutil.Error):  # it is gone, or cannot be seen just now
         return None
     memory = threads = 0
     for process in tree:
@@ -257,7 +262,7 @@ def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
             used = process.memory_info()
             memory += max(0, used.rss - used.shared - shared)
             threads += process.num_threads()
-        except psutil.NoSuchProcess:
+        except (OSError, psutil.Error):
             continue
     return "processes" if threads > limits.processes else "memory" if memory > limits.memory else None
 
