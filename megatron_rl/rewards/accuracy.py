@@ -35,7 +35,7 @@ class Accuracy:
         truth = unboxed(str(outcome.payload["answer"]).strip())
         if source_of(outcome).endswith(NUMERIC_SOURCES):
             return relative_accuracy(truth, answer)
-        verdict = decide(truth, answer)
+        verdict = decide(truth, answer, question=str(outcome.payload["question"]))
         if verdict is None and await self.algebra.equal(truth, answer):
             verdict = True
         if verdict is None and answer.strip() and self.judge is not None:

@@ -24,6 +24,7 @@ _TAG = re.compile(r"</?(?:answer|interpreter|code|think|tool_call|tool_response|
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)", re.ASCII)
 _CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[:)])(?:\s|\Z)|([A-Z])\.?\Z")
 _BARE = re.compile(r"\([A-Z]\)|[A-Z][.:)]?")
+_OPTION = re.compile(r"(?:^|[\s(])([A-Z])[.:)]\s*\S", re.MULTILINE)
 
 
 def strict_boxed(reply: str) -> str | None:
@@ -84,10 +85,14 @@ def choice(text: str) -> str | None:
 
 
 def same_choice(truth: str, answer: str) -> bool | None:
-    """Whether both choose the same letter; None where one chooses none, or where neither is the bare letter and the words count."""
+    """Whether both choose the same letter; None where one chooses none, or where neither is the bare letter and their words differ."""
     choices = choice(truth), choice(answer)
-    bare = any(_BARE.fullmatch(text.strip()) for text in (truth, answer))
-    return choices[0] == choices[1] if bare and None not in choices else None
+    if None in choices:
+        return None
+    if any(_BARE.fullmatch(text.strip()) for text in (truth, answer)):
+        return choices[0] == choices[1]
+    words = [_CHOICE.sub("", text.strip(), count=1) for text in (truth, answer)]
+    return True if choices[0] == choices[1] and same_text(*words) else None
 
 
 def number(text: str) -> Fraction | None:
@@ -113,10 +118,20 @@ def relative_accuracy(truth: str, answer: str) -> float:
     return sum(error < 1 - threshold for threshold in THRESHOLDS) / len(THRESHOLDS)
 
 
-def decide(truth: str, answer: str) -> bool | None:
-    """What the words alone decide: equal texts are right; of choices (same_choice) and of two whole numbers, equal ones; else None."""
+def lists_options(question: str) -> bool:
+    """A question that names at least its options A and B, as `A. red`, `(A) red`, `A) red` or `A: red`."""
+    return {"A", "B"} <= set(_OPTION.findall(question))
+
+
+def decide(truth: str, answer: str, *, question: str = "") -> bool | None:
+    """What the words alone decide: equal texts are right; of choices (same_choice) and of two whole numbers, equal ones; else None.
+
+    Where the question lists options `B. red` is a choice too, which is otherwise read like `B. Obama`.
+    """
     if same_text(truth, answer):
         return True
+    if lists_options(question):
+        truth, answer = (re.sub(r"^([A-Z])\.(?=\s)", r"\1)", text.strip()) for text in (truth, answer))
     chosen = same_choice(truth, answer)
     if chosen is not None:
         return chosen

@@ -24,6 +24,7 @@ from megatron_rl.weights.tensors import HfTensors
 FOREIGN = (
     "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
+    "kasa_config", "use_bdlora", "monteclora_config", "arrow_config", "velora_config",
 )  # fmt: skip
 """Settings of PEFT's (0.21) that change what an adapter means; if they are set to anything, it is not plain LoRA."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")

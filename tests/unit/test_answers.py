@@ -230,3 +230,24 @@ def test_readers_are_linear() -> None:
             [veto(said(text)) for veto in vetoes(read).values()]
         number(text), choice(text), same_text(text, text)
     assert time.perf_counter() - began < 20
+
+
+OPTIONS = "Which color is the cup?\nA. green\nB. red\n(C) blue"
+
+
+@pytest.mark.parametrize(
+    ("question", "truth", "answer", "expected"),
+    [
+        (OPTIONS, "B", "B. red", True),
+        (OPTIONS, "B. red", "B", True),
+        (OPTIONS, "B. red", "(B) red", True),
+        (OPTIONS, "B", "C. blue", False),
+        (OPTIONS, "B", "B. or C.", None),
+        (OPTIONS, "B. red", "B. blue", None),
+        ("Which? (A) x (B) y", "A", "A. x", True),
+        ("Who was president?", "B", "B. Obama", None),
+        ("Did A. Smith meet J. Doe?", "A", "A. Smith", None),
+    ],
+)
+def test_options_that_a_question_lists_are_choices(question: str, truth: str, answer: str, expected: bool | None) -> None:
+    assert decide(truth, answer, question=question) is expected
