@@ -6,7 +6,7 @@ from collections.abc import Sequence as Ordered
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from megatron_rl.data.images import StoredImage
+from megatron_rl.data.images import StoredImage, shortened
 from megatron_rl.types import Example
 
 BOXES = ("bbox", "bboxes")
@@ -91,7 +91,7 @@ def bad_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
         boxes = given if isinstance(given, list) and (not given or any(isinstance(item, list) for item in given)) else [given]
         for box in boxes:
             if not (isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)):
-                wrong.append(f"{key} {box} is not four numbers")
+                wrong.append(f"{key} {shortened(str(box))} is not four numbers")
                 continue
             x1, y1, x2, y2 = box
             if x2 <= x1 or y2 <= y1:

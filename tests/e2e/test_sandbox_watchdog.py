@@ -17,7 +17,7 @@ children = []
 for _ in range(4):
     child = os.fork()
     if child == 0:
-        held = bytearray(b"x" * (100 << 20))
+        held = b"x" * (100 << 20)
         time.sleep(1.5)
         os._exit(0)
     children.append(child)
