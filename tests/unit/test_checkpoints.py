@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoints import Checkpoints, Memory, find, published, recall, surplus
 from megatron_rl.config import CheckpointSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.run import History
+from megatron_rl.types import RunFailed
 from megatron_rl.world import connect, place
 
 
@@ -174,3 +175,16 @@ def test_a_setting_of_a_newer_program_is_no_change(settings: Settings) -> None:
     del memory["settings"]["lora"]
     path.write_text(json.dumps(memory))
     assert find(settings)[1].step == 1
+
+
+def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings: Settings) -> None:
+    """Published, when its step was recorded; one that was begun in the step that failed is no checkpoint."""
+    for num_recorded, expected in ((1, ["step_00000001"]), (0, [".step_00000001.partial"])):
+        changed = replace(settings, run=replace(settings.run, dir=f"{settings.run.dir}/{num_recorded}"))
+        checkpoints = Checkpoints(changed, SlowPolicy(), start=None)
+        checkpoints.begin(1)
+        for _ in range(num_recorded):
+            checkpoints.step_done(1, history=History(), metrics={})
+        with pytest.raises(RunFailed, match="judges are down"), checkpoints.settled_on_failure():
+            raise RunFailed("judges are down")
+        assert names(changed) == expected
