@@ -130,8 +130,7 @@ class RemoteBox:
             code.encode()
         except UnicodeEncodeError as error:  # no server reads it; an interpreter would say the same
             text = "".join(traceback.format_exception_only(error))
-            error_ = Error(type=type(error).__name__, message=str(error), traceback=text)
-            return Result(id=self.calls, fault=Fault.CODE, error=error_)
+            return Result(id=self.calls, fault=Fault.CODE, error=Error(type=type(error).__name__, message=str(error), traceback=text))
         allowed = self.pool.call_s if timeout_s is None else timeout_s
         body = {"call": secrets.token_hex(8), "code": code, "timeout_s": timeout_s}
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.conftest import ROOT
 
-PRELUDE = """
+PRELUDE = '''
 import asyncio, json, os, resource, sys, tempfile
 import psutil
 from sandbox import HostFault, Sandbox
@@ -16,11 +16,20 @@ from sandbox import HostFault, Sandbox
 def held():
     return [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
 
+def take_all():
+    """Every descriptor that this process may still have."""
+    taken = []
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        return taken
+
 def left():
     me = psutil.Process()
     streams = [link for link in held() if "memfd" in link or "socket" in link]
     return {"children": len(me.children(recursive=True)), "folders": os.listdir(tempfile.gettempdir()), "streams": streams}
-"""
+'''
 
 
 def told(tmp_path: Path, code: str, *, soft: int, hard: int) -> Any:
@@ -87,12 +96,7 @@ async def main():
                     await pool._end(life)
             pool._spares.clear()
             before = held()
-            taken = []
-            try:
-                while True:
-                    taken.append(os.open("/dev/null", os.O_RDONLY))
-            except OSError:
-                pass
+            taken = take_all()
             for descriptor in taken[:spared]:
                 os.close(descriptor)
             try:
@@ -106,12 +110,7 @@ async def main():
                 os.close(descriptor)
         box = await pool.open()
         text = (await box.run("print(1)")).text
-        taken = []
-        try:
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            pass
+        taken = take_all()
     for descriptor in taken:
         os.close(descriptor)
     return {"faults": faults, "text": text}
