@@ -23,7 +23,7 @@ from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, Parall
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.train import objective
-from megatron_rl.types import Image, Sequence
+from megatron_rl.types import Context, Image
 from megatron_rl.weights.hf_config import read_config
 from megatron_rl.world import connect, place
 
@@ -31,22 +31,22 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "L40S": 362e12, "A100": 312e12}
 """Dense bfloat16, from NVIDIA's data sheets."""
 
 
-def pieces(model: Qwen2_5_VLConfig, *, sequences: int, text: int, side: int) -> list[Piece]:
+def pieces(model: Qwen2_5_VLConfig, *, contexts: int, text: int, side: int) -> list[Piece]:
     """Random patches and token ids: no tokenizer and no processor is needed."""
     vision, made = model.vision_config, []
     special = (model.image_token_id, model.video_token_id, model.vision_start_token_id, model.vision_end_token_id)
     plain = [token for token in range(min(model.text_config.vocab_size, 1000)) if token not in special]
     cells, numbers = side // vision.patch_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    for index in range(sequences):
+    for index in range(contexts):
         generator = torch.Generator().manual_seed(index)
         words = [plain[choice] for choice in torch.randint(len(plain), (text,), generator=generator).tolist()]
         patch_PC = torch.randn(cells * cells, numbers, generator=generator)
         image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index))
         prompt = [model.vision_start_token_id, *[model.image_token_id] * image.num_tokens, model.vision_end_token_id, *words[: text // 2]]
-        sequence = Sequence()
-        sequence.extend(prompt, images=(image,))
-        sequence.extend(words[text // 2 :], logprobs=[-1.0] * (text - text // 2))
-        made.append(Piece.uniform(sequence, advantage=(-1.0) ** index, denominator=text - text // 2))
+        context = Context()
+        context.extend(prompt, images=(image,))
+        context.extend(words[text // 2 :], logprobs=[-1.0] * (text - text // 2))
+        made.append(Piece.uniform(context, advantage=(-1.0) ** index, denominator=text - text // 2))
     return made
 
 
@@ -54,7 +54,7 @@ def flops(policy_parameters: dict[str, int], work: list[Piece], model: Qwen2_5_V
     """Of one update over all pieces, forward and backward."""
     text = model.text_config
     lengths = [piece.num_tokens for piece in work]
-    patches = sum(image.patch_PC.shape[0] for piece in work for image in piece.sequence.images)
+    patches = sum(image.patch_PC.shape[0] for piece in work for image in piece.context.images)
     attention = sum(12 * text.num_hidden_layers * text.hidden_size * length**2 / 2 for length in lengths)
     return 6 * policy_parameters["language"] * sum(lengths) + 6 * policy_parameters["vision"] * patches + attention
 
@@ -89,7 +89,7 @@ def main() -> None:
     for name, tensor in policy.hf_weights():
         if name != "model.embed_tokens.weight" or model.text_config.tie_word_embeddings:  # looked up, not multiplied
             sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
-    work = pieces(model, sequences=given.sequences, text=given.text, side=given.image)
+    work = pieces(model, contexts=given.contexts, text=given.text, side=given.image)
     seconds = []
     for _ in range(given.updates + 1):
         start = time.perf_counter()

@@ -3,8 +3,7 @@
 Credit is already decided when rollouts arrive here; the batch knows nothing of prompts, tasks or groups.
 """
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Ordered
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -12,40 +11,40 @@ import torch
 
 from megatron_rl.algo.losses import episode_weight
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Batch, Image, Rollout, Sequence
+from megatron_rl.types import Batch, Context, Image, Rollout
 
 
 @dataclass(slots=True, frozen=True)
 class Piece:
     """One sequence to be packed, with what its sampled tokens count."""
 
-    sequence: Sequence
-    advantages: Ordered[float]
+    context: Context
+    advantages: Sequence[float]
     """Of each token of the sequence; those that were not sampled do not count."""
     weight: float
     """Weight of each sampled token..."""
     denominator: int
-    """...and this sequence's share of the global denominator: an episode's share goes with its first sequence."""
+    """...and this sequence's share of the global denominator: an episode's share goes with its first context."""
 
     @classmethod
-    def uniform(cls, sequence: Sequence, *, advantage: float = 0.0, weight: float = 1.0, denominator: int = 1) -> "Piece":
+    def uniform(cls, context: Context, *, advantage: float = 0.0, weight: float = 1.0, denominator: int = 1) -> "Piece":
         """With one advantage for all tokens."""
-        return cls(sequence, advantages=[advantage] * len(sequence.token_ids), weight=weight, denominator=denominator)
+        return cls(context, advantages=[advantage] * len(context.token_ids), weight=weight, denominator=denominator)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.sequence.token_ids)
+        return len(self.context.token_ids)
 
     @property
     def prompt_length(self) -> int:
         """Tokens before the one that predicts the first sampled token."""
-        return self.sequence.loss_mask.index(1) - 1
+        return self.context.loss_mask.index(1) - 1
 
     def prompt_key(self, image_token_id: int) -> tuple:
         """Equal for pieces whose prompts are the same tokens and the same images."""
-        tokens = tuple(self.sequence.token_ids[: self.prompt_length])
+        tokens = tuple(self.context.token_ids[: self.prompt_length])
         placeholders, keys = tokens.count(image_token_id), []
-        for image in self.sequence.images:
+        for image in self.context.images:
             if placeholders == 0:
                 break
             keys.append(image.key)
@@ -53,17 +52,17 @@ class Piece:
         return tokens, tuple(keys)
 
 
-def pieces_of(rollout: Rollout, advantages: Ordered[float], *, aggregation: str, fixed_length: int) -> list[Piece]:
-    """A rollout's sequences. Each token has its turn's advantage, and a weight that makes the loss the stated mean."""
+def pieces_of(rollout: Rollout, advantages: Sequence[float], *, aggregation: str, fixed_length: int) -> list[Piece]:
+    """A rollout's contexts. Each token has its turn's advantage, and a weight that makes the loss the stated mean."""
     weight, denominator = episode_weight(rollout.num_sampled, aggregation=aggregation, fixed_length=fixed_length)
-    per_token = [[0.0] * len(sequence.token_ids) for sequence in rollout.sequences]
+    per_token = [[0.0] * len(context.token_ids) for context in rollout.contexts]
     for turn, advantage in zip(rollout.turns, advantages, strict=True):
         start, stop = turn.span
-        per_token[turn.sequence][start:stop] = [advantage] * (stop - start)
+        per_token[turn.context][start:stop] = [advantage] * (stop - start)
     return [
-        Piece(sequence, advantages=values, weight=weight, denominator=0 if index else denominator)
-        for index, (sequence, values) in enumerate(zip(rollout.sequences, per_token, strict=True))
-        if any(sequence.loss_mask)
+        Piece(context, advantages=values, weight=weight, denominator=0 if index else denominator)
+        for index, (context, values) in enumerate(zip(rollout.contexts, per_token, strict=True))
+        if any(context.loss_mask)
     ]
 
 
@@ -163,21 +162,21 @@ class Segment:
     position_3L: torch.Tensor
     vision: list[tuple[Image, int] | None]
     """For a placeholder, its image and which of the image's tokens it stands for."""
-    advantages: Ordered[float]
+    advantages: Sequence[float]
     weight: float
     prefix: int = -1
 
     @classmethod
     def whole(cls, piece: Piece, image_token_id: int) -> "Segment":
-        sequence = piece.sequence
-        shown = iter([(image, row) for image in sequence.images for row in range(image.num_tokens)])
+        context = piece.context
+        shown = iter([(image, row) for image in context.images for row in range(image.num_tokens)])
         return cls(
-            token_ids=sequence.token_ids,
-            targets=[*sequence.token_ids[1:], 0],
-            mask=[*sequence.loss_mask[1:], 0],
-            engine_logprobs=[*sequence.engine_logprobs[1:], 0.0],
-            position_3L=mrope_positions(sequence.token_ids, sequence.images, image_token_id),
-            vision=[next(shown) if token == image_token_id else None for token in sequence.token_ids],
+            token_ids=context.token_ids,
+            targets=[*context.token_ids[1:], 0],
+            mask=[*context.loss_mask[1:], 0],
+            engine_logprobs=[*context.engine_logprobs[1:], 0.0],
+            position_3L=mrope_positions(context.token_ids, context.images, image_token_id),
+            vision=[next(shown) if token == image_token_id else None for token in context.token_ids],
             advantages=[*piece.advantages[1:], 0.0],
             weight=piece.weight,
         )

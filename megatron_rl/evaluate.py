@@ -1,6 +1,6 @@
 """Evaluation: the same episodes on a task's evaluation split, greedy and at the training temperature."""
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 
 from megatron_rl.config import Settings
 from megatron_rl.rollout.collect import Crew, collect, evaluation_settings
@@ -23,7 +23,7 @@ def evaluate(task: Task, settings: Settings, *, crew: Crew) -> dict[str, float]:
     return metrics
 
 
-def summarize(task: Task, examples: Ordered[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
+def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
     """Weighted mean success, return and share of episodes in which a tool ran; group numbers are positions in `examples`.
 
     Over the episodes that were scored. RunFailed when more than `max_failed` of them failed on our side, or no other is left.

@@ -1,9 +1,9 @@
 """The supervised warm start: the task's demonstrations through the same Policy, packing and optimizer as GRPO.
 
-Loss on assistant tokens only (the sequence's mask); the mean is over tokens.
+Loss on assistant tokens only (the context's mask); the mean is over tokens.
 """
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.algo.losses import LossMetrics, sft_loss
@@ -54,7 +54,7 @@ class Rendered:
     Pieces are kept, without their patches, until their pictures take KEPT_BYTES; what comes later is rendered in every round.
     """
 
-    def __init__(self, renderer: Renderer, demonstrations: Ordered[Demonstration]) -> None:
+    def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:
         self._renderer, self._demonstrations = renderer, demonstrations
         self._kept: dict[int, Piece] = {}
         self._num_bytes = 0
@@ -63,13 +63,13 @@ class Rendered:
         """A copy of what is kept, so that patches that it is given go with it."""
         number %= len(self._demonstrations)
         piece = self._kept.get(number) or self._render(number)
-        return replace(piece, sequence=replace(piece.sequence, images=list(piece.sequence.images)))
+        return replace(piece, context=replace(piece.context, images=list(piece.context.images)))
 
     def _render(self, number: int) -> Piece:
-        sequence = self._renderer.transcript(self._demonstrations[number].messages)
-        sequence.images = [replace(image, patch_PC=None) for image in sequence.images]
-        piece = Piece.uniform(sequence, denominator=sum(sequence.loss_mask))
-        self._num_bytes += sum(3 * image.picture.width * image.picture.height for image in sequence.images)
+        context = self._renderer.transcript(self._demonstrations[number].messages)
+        context.images = [replace(image, patch_PC=None) for image in context.images]
+        piece = Piece.uniform(context, denominator=sum(context.loss_mask))
+        self._num_bytes += sum(3 * image.picture.width * image.picture.height for image in context.images)
         if self._num_bytes <= KEPT_BYTES:
             self._kept[number] = piece
         return piece

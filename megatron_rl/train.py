@@ -4,7 +4,7 @@ Synchronous and on-policy at the start of each step: the engine serves exactly t
 no asynchrony. Every rank runs this function; rollouts and their credit are the same everywhere, the work is then dealt to ranks.
 """
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 
 from megatron_rl.algo.advantages import credit, credit_report, turn_credit
 from megatron_rl.algo.losses import LossMetrics, grpo_loss
@@ -72,7 +72,7 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
 
 
 def roll_out(
-    settings: Settings, task: Task, examples: Ordered[Example], *, crew: Crew, step: int, first_round: int
+    settings: Settings, task: Task, examples: Sequence[Example], *, crew: Crew, step: int, first_round: int
 ) -> tuple[list[Rollout], list[float | None], Selection, int]:
     """Rounds of prompts until enough groups are left after the drops, or the rounds are used up; all that was rolled out, with its credit.
 

@@ -98,7 +98,7 @@ class Image:
 
 
 @dataclass(slots=True)
-class Sequence:
+class Context:
     """Token ids as the engine saw and sampled them, with everything that is aligned to them.
 
     Example: prompt ids [5, 6], sampled [7, 8] gives
@@ -146,10 +146,10 @@ class ToolCall:
 class Turn:
     """One reply of the policy and what came of it."""
 
-    sequence: int
-    """Index into Rollout.sequences."""
+    context: int
+    """Index into Rollout.contexts."""
     span: tuple[int, int]
-    """First and one-past-last sampled token in that sequence."""
+    """First and one-past-last sampled token in that context."""
     text: str
     reward: float = 0.0
     """The environment's."""
@@ -170,7 +170,7 @@ class Rollout:
     """Rollouts of one group start from the same example and share a baseline."""
     sample: int
     weight_version: int
-    sequences: list[Sequence] = field(default_factory=list)
+    contexts: list[Context] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.COMPLETED
     end: End = End.DONE
@@ -191,7 +191,7 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        return sum(sum(sequence.loss_mask) for sequence in self.sequences)
+        return sum(sum(context.loss_mask) for context in self.contexts)
 
     @property
     def used_tool(self) -> bool:

@@ -6,7 +6,7 @@ The episode, its renderer and its limits are the real ones; only the world is ma
 import asyncio
 import random
 import unicodedata
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -94,7 +94,7 @@ class RandomTask:
     name: str = "random"
 
     @property
-    def stop(self) -> Ordered[str]:
+    def stop(self) -> Sequence[str]:
         return self.world.protocol.stop
 
     def env(self, example: Example) -> RandomWorld:
@@ -143,7 +143,7 @@ def play_alone(seed: int, **how: object) -> tuple[Rollout, RandomWorld]:
     return asyncio.run(episode), world
 
 
-def written(messages: list[Message], images: list[Image], *, names: Ordered[str]) -> str:
+def written(messages: list[Message], images: list[Image], *, names: Sequence[str]) -> str:
     """Messages in ChatML by hand, ready for the assistant to speak; takes as many images as they hold off the front of the list.
 
     The names of special tokens have a blank behind their first character; text is in Unicode's normal form C, as Qwen's tokenizer makes it.

@@ -147,7 +147,7 @@ def episode_weight(num_sampled: int, *, aggregation: str, fixed_length: int) -> 
 
     token_mean: the mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). sequence_mean: the mean over episodes of each one's
     token mean (GRPO, arXiv 2402.03300, eq. 3). fixed_length: the sum over tokens divided by episodes * fixed_length
-    (Dr. GRPO, arXiv 2503.20783). num_sampled counts all turns of the episode, over all its sequences.
+    (Dr. GRPO, arXiv 2503.20783). num_sampled counts all turns of the episode, over all its contexts.
     """
     assert num_sampled >= 1, "an episode without sampled tokens has no loss and must not be packed"
     match aggregation:

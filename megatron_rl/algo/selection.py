@@ -33,7 +33,7 @@ def select(
     idle = {rollout.group for rollout in rollouts} - {r.group for r, value in zip(rollouts, advantages, strict=True) if value}
     tests = {
         "zero_std": lambda rollout: rollout.group in idle,
-        "no_image": lambda rollout: not any(sequence.images for sequence in rollout.sequences),
+        "no_image": lambda rollout: not any(context.images for context in rollout.contexts),
         "end": lambda rollout: rollout.end not in keep_ends,
     }
     reasons: list[str | None] = []

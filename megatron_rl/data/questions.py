@@ -9,8 +9,7 @@ An example's payload, whatever the shape: question (a picture's place is written
 images (a tuple of StoredImage), data_source, ability, env_name, index, extra (every other column and every other key of extra_info).
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import DataSettings, require
 from megatron_rl.data.images import StoredImage
@@ -23,7 +22,7 @@ READ = {"prompt", "question", "answer", "id", "data_source", "ability", "env_nam
 READ_EXTRA = {"question", "answer", "index"}
 
 
-class Questions(Ordered[Example]):
+class Questions(Sequence[Example]):
     """Examples that are read when they are asked for. A slice is a view."""
 
     def __init__(self, records: Records, *, name: str, places: range | None = None) -> None:
@@ -40,12 +39,12 @@ class Questions(Ordered[Example]):
         return Example(id=f"{self.name}/{place}", payload=payload_of(self.records[place], place=place))
 
 
-def open_questions(paths: Ordered[str], *, images_root: str, name: str) -> Questions:
+def open_questions(paths: Sequence[str], *, images_root: str, name: str) -> Questions:
     """The questions of the files, not looked at yet."""
     return Questions(Records(paths, images_root=images_root), name=name)
 
 
-def questions(paths: Ordered[str], *, images_root: str, name: str) -> Questions:
+def questions(paths: Sequence[str], *, images_root: str, name: str) -> Questions:
     """The same after a look at every row. ValueError names file and row of the first that cannot be used."""
     opened = open_questions(paths, images_root=images_root, name=name)
     survey(opened).require_sound()

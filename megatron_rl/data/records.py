@@ -1,7 +1,6 @@
 """Rows of several files as one sequence, and the checks that name file, row and field."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +52,10 @@ class Record:
         return ValueError(f"{self.where}: {name}: {what}")
 
 
-class Records(Ordered[Record]):
+class Records(Sequence[Record]):
     """The rows of all files, one file after the other. Raises ValueError: no file, one that is not there or not of its format, no rows."""
 
-    def __init__(self, paths: Ordered[str], *, images_root: str) -> None:
+    def __init__(self, paths: Sequence[str], *, images_root: str) -> None:
         self._files = [(Path(path), open_rows(Path(path))) for path in paths]
         self._folder = images_root
         require(len(self) > 0, "task.data", list(paths), "has no rows")

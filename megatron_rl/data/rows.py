@@ -12,8 +12,7 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,13 +27,13 @@ _CHUNK = 1 << 20
 _SPACE = " \t\r\n"
 
 
-def open_rows(path: Path) -> Ordered[Row]:
+def open_rows(path: Path) -> Sequence[Row]:
     """The file's rows; a row that is no JSON object raises when it is read. ValueError: no such file, or not of its format."""
     require(path.is_file(), "task.data", path, "no such file")
     return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
 
 
-class JsonRows(Ordered[Row]):
+class JsonRows(Sequence[Row]):
     """A JSON list of objects, or one object a line. Opens the file for each row: may be pickled and shared by threads."""
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +63,7 @@ class JsonRows(Ordered[Row]):
         return _present(row)
 
 
-class ParquetRows(Ordered[Row]):
+class ParquetRows(Sequence[Row]):
     """The rows of a Parquet file, from its Arrow copy."""
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,7 @@
 """Looks at every row before a run starts: what is there, what a run cannot use, and what is only strange."""
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Ordered
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -47,7 +46,7 @@ class Survey:
             raise ValueError(self.errors[0] + others)
 
 
-def survey(examples: Ordered[Example], *, look: Look | None = None) -> Survey:
+def survey(examples: Sequence[Example], *, look: Look | None = None) -> Survey:
     """Read every question and the header of every picture; `look` may find more that is strange."""
     found = Survey(num_rows=len(examples))
     with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
@@ -65,7 +64,7 @@ def survey(examples: Ordered[Example], *, look: Look | None = None) -> Survey:
     return found
 
 
-def _read(examples: Ordered[Example], place: int) -> Example | ValueError:
+def _read(examples: Sequence[Example], place: int) -> Example | ValueError:
     try:
         return examples[place]
     except ValueError as error:

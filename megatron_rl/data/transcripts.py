@@ -7,8 +7,7 @@ then each <image> in a text, and each image part without a picture of its own, t
 and assistant take turns, and the assistant is last. Calls of tools stand in the assistant's words: `tools` and `tool_calls` are refused.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Ordered
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
@@ -26,7 +25,7 @@ ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"hum
 _CALLS = "write calls of tools into the assistant's content, as the words that it is to say"
 
 
-class Transcripts(Ordered[list[Message]]):
+class Transcripts(Sequence[list[Message]]):
     """Conversations that are read, and their pictures decoded, when they are asked for. A slice is a view."""
 
     def __init__(self, records: Records, *, places: range | None = None) -> None:
@@ -56,7 +55,7 @@ class Transcripts(Ordered[list[Message]]):
         return messages_of(self.records[self._places[index]])
 
 
-def transcripts(paths: Ordered[str], *, images_root: str) -> Transcripts:
+def transcripts(paths: Sequence[str], *, images_root: str) -> Transcripts:
     """The files' conversations, after a look at every row and the header of every picture. ValueError names file and row."""
     opened = Transcripts(Records(paths, images_root=images_root))
     for place in range(len(opened)):
@@ -67,7 +66,7 @@ def transcripts(paths: Ordered[str], *, images_root: str) -> Transcripts:
     return opened
 
 
-class Dealt(Ordered[Demonstration]):
+class Dealt(Sequence[Demonstration]):
     """Demonstrations in shuffled rounds of all conversations, read when they are asked for. Fewer are a prefix of more."""
 
     def __init__(self, shown: Transcripts, *, num: int, seed: int) -> None:

@@ -17,20 +17,20 @@ FOLDER = "rollouts"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class RecordedSequence:
-    """What is kept of a sequence: sizes and pictures, not the tokens."""
+class RecordedContext:
+    """What is kept of a context: sizes and pictures, not the tokens."""
 
     num_tokens: int
     num_sampled: int
     images: list[str]
-    """Paths of png files relative to the run folder, in the order of the sequence."""
+    """Paths of png files relative to the run folder, in the order of the context."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RecordedTurn:
     """A turn with its call; pictures by path."""
 
-    sequence: int
+    context: int
     span: tuple[int, int]
     text: str
     reward: float
@@ -63,7 +63,7 @@ class RecordedRollout:
     outcome: float
     rewards: dict[str, float]
     turns: list[RecordedTurn]
-    sequences: list[RecordedSequence]
+    contexts: list[RecordedContext]
 
 
 class Recorder:
@@ -103,16 +103,16 @@ class Recorder:
             reason=rollout.reason, reward=rollout.reward, outcome=rollout.outcome, rewards=rollout.rewards,
             turns=[
                 RecordedTurn(
-                    sequence=turn.sequence, span=turn.span, text=turn.text, reward=turn.reward, score=turn.score,
+                    context=turn.context, span=turn.span, text=turn.text, reward=turn.reward, score=turn.score,
                     call=None if turn.call is None else asdict(turn.call), images=self._store(turn.images),
                 )
                 for turn in rollout.turns
             ],
-            sequences=[
-                RecordedSequence(
-                    num_tokens=len(sequence.token_ids), num_sampled=sum(sequence.loss_mask), images=self._store(sequence.images)
+            contexts=[
+                RecordedContext(
+                    num_tokens=len(context.token_ids), num_sampled=sum(context.loss_mask), images=self._store(context.images)
                 )
-                for sequence in rollout.sequences
+                for context in rollout.contexts
             ],
         )  # fmt: skip
 
@@ -152,6 +152,6 @@ def _from_line(line: dict) -> RecordedRollout:
                 )
                 for turn in line["turns"]
             ],
-            "sequences": [RecordedSequence(**sequence) for sequence in line["sequences"]],
+            "contexts": [RecordedContext(**context) for context in line["contexts"]],
         }
     )

@@ -25,7 +25,7 @@ from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.qwen2_5_vl import build_chunks, uses_transformer_engine
-from megatron_rl.types import Batch, Sequence
+from megatron_rl.types import Batch, Context
 from megatron_rl.weights.adapters import adapter_table, load_peft, peft_config, start_adapters, write_peft
 from megatron_rl.weights.checkpoints import open_source
 from megatron_rl.weights.hf_config import read_config, rows_of
@@ -99,19 +99,19 @@ class Policy:
         self.adapters = Export(self.chunks, adapter_rows, shards, bucket_bytes=bucket_bytes)
         return text
 
-    def pack(self, pieces: list[Piece], *, max_tokens: int, restore: Callable[[Sequence], None] | None = None) -> list[Batch]:
+    def pack(self, pieces: list[Piece], *, max_tokens: int, restore: Callable[[Context], None] | None = None) -> list[Batch]:
         """Deal one optimizer step's pieces to data-parallel ranks and pack this rank's into micro-batches; at least one.
 
-        `restore` gives a sequence's images their patches, if they came without: only what this rank trains on is worth the memory.
+        `restore` gives a context's images their patches, if they came without: only what this rank trains on is worth the memory.
 
-        On a CPU a prompt is computed once for all sequences of a micro-batch that begin with it; a GPU's kernels take whole sequences.
+        On a CPU a prompt is computed once for all contexts of a micro-batch that begin with it; a GPU's kernels take whole contexts.
         """
         share = self.device.type == "cpu"
         mine = balance(loads_of(pieces, self.image_token_id, share_prompts=share), self.layout.dp)[self.layout.dp_rank]
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         if restore:
             for dealt in mine:
-                restore(dealt.piece.sequence)
+                restore(dealt.piece.context)
         return [
             pack(part, image_token_id=self.image_token_id, multiple_of=multiple, share_prompts=share, device=self.device)
             for part in cut(mine, max_tokens)

@@ -24,7 +24,7 @@ from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.checkpoint import load_weights
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.qwen2_5_vl import Qwen2_5_VL
-from megatron_rl.types import Image, Sequence
+from megatron_rl.types import Context, Image
 from megatron_rl.weights.hf_config import hf_shapes, read_config
 from megatron_rl.weights.source import WholeShards
 from megatron_rl.world import connect, place
@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 """Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""
 
 
-def prompts(config: Qwen2_5_VLConfig) -> dict[str, Sequence]:
+def prompts(config: Qwen2_5_VLConfig) -> dict[str, Context]:
     """A text and an image prompt of random token ids and patches; no two tokens of the images are alike."""
     generator = torch.Generator().manual_seed(0)
     special = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
@@ -48,15 +48,15 @@ def prompts(config: Qwen2_5_VLConfig) -> dict[str, Sequence]:
     for rows, columns in ((4, 6), (8, 4)):
         patch_PC = torch.randn(rows * columns, numbers, generator=generator)
         images.append(Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, rows, columns), key=f"{rows} x {columns}"))
-    shown = Sequence(text(5))
+    shown = Context(text(5))
     for image in images:
         placeholders = [config.vision_start_token_id, *[config.image_token_id] * image.num_tokens, config.vision_end_token_id]
         shown.token_ids += placeholders + text(3)
         shown.images.append(image)
-    read = Sequence(text(24))
-    for sequence in (read, shown):
-        sequence.loss_mask = [0] * len(sequence.token_ids)
-        sequence.engine_logprobs = [0.0] * len(sequence.token_ids)
+    read = Context(text(24))
+    for context in (read, shown):
+        context.loss_mask = [0] * len(context.token_ids)
+        context.engine_logprobs = [0.0] * len(context.token_ids)
     return {"text prompt": read, "two-image prompt": shown}
 
 
@@ -67,13 +67,13 @@ def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--h
     _check_memory(config, folder, key=key)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
     logits = {}
-    for name, sequence in prompts(config).items():
-        ids = torch.tensor([sequence.token_ids])
+    for name, context in prompts(config).items():
+        ids = torch.tensor([context.token_ids])
         images = {}
-        if sequence.images:
+        if context.images:
             images = {
-                "pixel_values": torch.cat([image.patch_PC for image in sequence.images]),
-                "image_grid_thw": torch.tensor([image.grid for image in sequence.images]),
+                "pixel_values": torch.cat([image.patch_PC for image in context.images]),
+                "image_grid_thw": torch.tensor([image.grid for image in context.images]),
                 "mm_token_type_ids": (ids == config.image_token_id).int(),
             }
         logits[name] = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
@@ -92,8 +92,8 @@ def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, to
         model = Qwen2_5_VL(config, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
         load_weights(nn.ModuleList([model]), checkpoint)
         logits = {}
-        for name, sequence in prompts(config).items():
-            batch = pack([Piece.uniform(sequence)], image_token_id=config.image_token_id)
+        for name, context in prompts(config).items():
+            batch = pack([Piece.uniform(context)], image_token_id=config.image_token_id)
             logits[name] = model.head(model(batch, torch.arange(batch.num_tokens)))
     return logits
 

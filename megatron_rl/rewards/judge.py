@@ -16,8 +16,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import openai
@@ -91,7 +90,7 @@ class Judge:
         self._endpoints.clear()
         self._verdicts.close()
 
-    async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Ordered[Picture] = ()) -> float:
+    async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
         """Raises HostFault, naming server and reason, after the last try."""
         urls = await asyncio.to_thread(lambda: [data_url(picture) for picture in images])
         key = key_of(self.model, prompt, fields, urls)
@@ -197,7 +196,7 @@ def judge_of(settings: JudgeSettings) -> Judge | None:
     return Judge(settings) if settings.urls or settings.cache else None
 
 
-def key_of(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: Ordered[str]) -> str:
+def key_of(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: Sequence[str]) -> str:
     """Of everything that a verdict depends on: the prompt's words too, so that a changed text under an old version is no trap."""
     words = [model, prompt.name, prompt.version, prompt.system, prompt.user, dict(sorted(fields.items())), list(urls)]
     return hashlib.blake2b(json.dumps(words).encode(), digest_size=20).hexdigest()

@@ -1,7 +1,7 @@
 """Groups of episodes over all engines: who rolls out what, retries, and the one gathering of finished rollouts."""
 
 import asyncio
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,7 +49,7 @@ def evaluation_settings(settings: Settings, *, temperature: float) -> EpisodeSet
     return replace(episode_settings(settings, step=-1), temperature=temperature, max_turns=turns)
 
 
-def deal(examples: Ordered[Example], num: int, *, seed: int, step: int) -> list[Example]:
+def deal(examples: Sequence[Example], num: int, *, seed: int, step: int) -> list[Example]:
     """The examples of one step, a function of seed and step alone, so that a resumed run deals what the unbroken one would have.
 
     Where the task states how often it deals each example, drawn with those probabilities; otherwise without repetition within an epoch.
@@ -65,7 +65,7 @@ def deal(examples: Ordered[Example], num: int, *, seed: int, step: int) -> list[
 
 
 def collect(
-    task: Task, examples: Ordered[Example], *, crew: Crew, samples: int, settings: EpisodeSettings, first_group: int = 0
+    task: Task, examples: Sequence[Example], *, crew: Crew, samples: int, settings: EpisodeSettings, first_group: int = 0
 ) -> list[Rollout]:
     """Roll out `samples` episodes of each example. Every rank calls it and receives all rollouts, ordered by group and sample.
 

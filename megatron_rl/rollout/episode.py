@@ -12,7 +12,7 @@ from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.engine import Engine, Sampling
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Env, Step, Task
-from megatron_rl.types import End, Example, HostFault, Image, Rollout, Sequence, Status, Turn
+from megatron_rl.types import Context, End, Example, HostFault, Image, Rollout, Status, Turn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ async def run_episode(
         prompt = renderer.prompt(await env.reset(seed_of(settings.seed, group)))
         _require_room(prompt, example, settings)
         shown = list(prompt.images)
-        rollout.sequences.append(prompt)
+        rollout.contexts.append(prompt)
         rollout.end = await _play(rollout, env, engine=engine, renderer=renderer, settings=settings, stop=tuple(task.stop))
         rollout.status = Status.COMPLETED if rollout.end in (End.DONE, End.TOOL_ERROR) else Status.TRUNCATED
         ended = time.monotonic()
@@ -66,9 +66,9 @@ async def run_episode(
 
 
 async def _play(rollout: Rollout, env: Env, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, stop: tuple[str, ...]) -> End:
-    """Fill the rollout's sequences and turns until it ends; returns why it did."""
+    """Fill the rollout's contexts and turns until it ends; returns why it did."""
     started = time.monotonic()
-    while len(rollout.sequences[-1].token_ids) < settings.max_context:
+    while len(rollout.contexts[-1].token_ids) < settings.max_context:
         turn = await _speak(rollout, engine=engine, renderer=renderer, settings=settings, stop=stop)
         asked = time.monotonic()
         step = await env.step(turn.text)
@@ -92,17 +92,17 @@ async def _play(rollout: Rollout, env: Env, *, engine: Engine, renderer: Rendere
 
 async def _speak(rollout: Rollout, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, stop: tuple[str, ...]) -> Turn:
     """Sample one reply after the last context, into it and into the turns."""
-    sequence = rollout.sequences[-1]
-    start = len(sequence.token_ids)
+    context = rollout.contexts[-1]
+    start = len(context.token_ids)
     sampling = Sampling(
         max_tokens=min(settings.max_tokens_per_turn, settings.max_context - start),
         temperature=settings.temperature,
         seed=seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns)),
         stop=stop,
     )
-    completion = await engine.generate(sequence.token_ids, sequence.images, sampling)
-    sequence.extend(completion.token_ids, logprobs=completion.logprobs)
-    turn = Turn(sequence=len(rollout.sequences) - 1, span=(start, len(sequence.token_ids)), text=renderer.text(completion.token_ids))
+    completion = await engine.generate(context.token_ids, context.images, sampling)
+    context.extend(completion.token_ids, logprobs=completion.logprobs)
+    turn = Turn(context=len(rollout.contexts) - 1, span=(start, len(context.token_ids)), text=renderer.text(completion.token_ids))
     rollout.turns.append(turn)
     return turn
 
@@ -111,36 +111,36 @@ def _observe(rollout: Rollout, turn: Turn, step: Step, *, renderer: Renderer, se
     """Show the policy what came of its turn, or say which limit forbids it."""
     if step.new_context:
         prompt = renderer.prompt(step.messages)
-        end = _limit(Sequence(), prompt, settings)
+        end = _limit(Context(), prompt, settings)
         if end is None:
             turn.images = list(prompt.images)
-            rollout.sequences.append(prompt)
+            rollout.contexts.append(prompt)
         return end
-    sequence = rollout.sequences[-1]
-    more = renderer.observation(sequence, step.messages)
-    end = _limit(sequence, more, settings)
+    context = rollout.contexts[-1]
+    more = renderer.observation(context, step.messages)
+    end = _limit(context, more, settings)
     if end is None:
         turn.images = list(more.images)
-        sequence.extend(more.token_ids, images=tuple(more.images))
+        context.extend(more.token_ids, images=tuple(more.images))
     return end
 
 
-def _require_room(prompt: Sequence, example: Example, settings: EpisodeSettings) -> None:
+def _require_room(prompt: Context, example: Example, settings: EpisodeSettings) -> None:
     """A question that does not fit is a matter of settings, and no failure of the policy. launch/doctor.py names such rows beforehand."""
-    end = _limit(Sequence(), prompt, settings)
+    end = _limit(Context(), prompt, settings)
     if end is not None:
         raised = {End.MAX_IMAGES: "engine.max_images", End.MAX_PIXELS: "task.max_pixels", End.MAX_TOKENS: "engine.max_model_len"}[end]
         size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {_pixels(prompt.images)} pixels"
         raise HostFault(f"example {example.id}: its prompt has {size}; raise {raised}, or leave it out")
 
 
-def _limit(sequence: Sequence, more: Sequence, settings: EpisodeSettings) -> End | None:
+def _limit(context: Context, more: Context, settings: EpisodeSettings) -> End | None:
     """The budget of the context that `more` would overrun."""
-    if len(sequence.images) + len(more.images) > settings.max_images:
+    if len(context.images) + len(more.images) > settings.max_images:
         return End.MAX_IMAGES
-    if settings.max_pixels and _pixels([*sequence.images, *more.images]) > settings.max_pixels:
+    if settings.max_pixels and _pixels([*context.images, *more.images]) > settings.max_pixels:
         return End.MAX_PIXELS
-    if len(sequence.token_ids) + len(more.token_ids) >= settings.max_context:
+    if len(context.token_ids) + len(more.token_ids) >= settings.max_context:
         return End.MAX_TOKENS
     return None
 

@@ -6,7 +6,7 @@ A picture is resized here, once, to its final grid; neither the engine nor the t
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 
 from PIL.Image import Image as Picture
 from PIL.Image import Resampling
@@ -14,7 +14,7 @@ from transformers import AutoProcessor, Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import ModelSettings, require
-from megatron_rl.types import Image, Message, Sequence
+from megatron_rl.types import Context, Image, Message
 
 _CACHED_BYTES = 1 << 30
 """Of patches that are remembered; a picture of 2,000,000 pixels has 48 MB of them."""
@@ -76,33 +76,33 @@ class Renderer:
         rows, columns = smart_resize(height, width, factor=self.vision_pixels, **limits)
         return columns, rows
 
-    def restore(self, sequence: Sequence) -> None:
+    def restore(self, context: Context) -> None:
         """Give images that came from another rank their patches back."""
-        for index, image in enumerate(sequence.images):
+        for index, image in enumerate(context.images):
             if image.patch_PC is None:
-                sequence.images[index] = self._final(image.picture, key=image.key)
+                context.images[index] = self._final(image.picture, key=image.key)
 
-    def prompt(self, messages: Ordered[Message]) -> Sequence:
+    def prompt(self, messages: Sequence[Message]) -> Context:
         """A new context that ends where the assistant speaks."""
-        sequence = Sequence()
-        self._observe(sequence, self._text(messages, speak=True), self._pictures(messages))
-        return sequence
+        context = Context()
+        self._observe(context, self._text(messages, speak=True), self._pictures(messages))
+        return context
 
-    def observation(self, sequence: Sequence, messages: Ordered[Message]) -> Sequence:
-        """What the environment said after the assistant's turn, as it continues `sequence`: only these messages are tokenized.
+    def observation(self, context: Context, messages: Sequence[Message]) -> Context:
+        """What the environment said after the assistant's turn, as it continues `context`: only these messages are tokenized.
 
         A turn that ran out of tokens is closed first; the closing token was not sampled and is masked.
         """
         whole = self._text([*self._dummy, *messages], speak=True)
         assert whole.startswith(self._dummy_text), "the chat template rewrites earlier messages; it cannot be continued"
-        closing = "" if sequence.token_ids[-1] == self.end_id else "<|im_end|>"
-        more = Sequence()
+        closing = "" if context.token_ids[-1] == self.end_id else "<|im_end|>"
+        more = Context()
         self._observe(more, closing + whole.removeprefix(self._dummy_text), self._pictures(messages))
         return more
 
-    def transcript(self, messages: Ordered[Message]) -> Sequence:
+    def transcript(self, messages: Sequence[Message]) -> Context:
         """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it."""
-        sequence, done = Sequence(), ""
+        context, done = Context(), ""
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -110,17 +110,17 @@ class Renderer:
             after = self._text(messages[: index + 1]).removesuffix("\n")
             assert before.startswith(done) and after.startswith(before), "the chat template rewrites earlier messages"
             answered = max((i for i in range(index) if messages[i]["role"] == "assistant"), default=-1)
-            self._observe(sequence, before.removeprefix(done), self._pictures(messages[answered + 1 : index]))
+            self._observe(context, before.removeprefix(done), self._pictures(messages[answered + 1 : index]))
             reply = self._ids(after.removeprefix(before))
-            sequence.extend(reply, logprobs=[0.0] * len(reply))
+            context.extend(reply, logprobs=[0.0] * len(reply))
             done = after
-        return sequence
+        return context
 
     def text(self, token_ids: list[int]) -> str:
         """What the policy said, without the token that ended it."""
         return self.tokenizer.decode(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids)
 
-    def _text(self, messages: Ordered[Message], *, speak: bool = False) -> str:
+    def _text(self, messages: Sequence[Message], *, speak: bool = False) -> str:
         plain = [self._plain(message) for message in messages]
         return self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=speak)
 
@@ -140,18 +140,18 @@ class Renderer:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _pictures(self, messages: Ordered[Message]) -> list[Image]:
+    def _pictures(self, messages: Sequence[Message]) -> list[Image]:
         parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
         return [self.image(part["image"]) for part in parts if part["type"] == "image"]
 
-    def _observe(self, sequence: Sequence, text: str, images: list[Image]) -> None:
+    def _observe(self, context: Context, text: str, images: list[Image]) -> None:
         expanded: list[int] = []
         remaining = iter(images)
         for token in self._ids(text):
             repeats = next(remaining).num_tokens if token == self.image_token_id else 1
             expanded.extend([token] * repeats)
         assert next(remaining, None) is None, "the chat template placed fewer images than the messages hold"
-        sequence.extend(expanded, images=tuple(images))
+        context.extend(expanded, images=tuple(images))
 
 
 def _digest(picture: Picture) -> str:

@@ -1,6 +1,6 @@
 """What a task is to the rest of the program: examples, single-use environments that speak messages, and a rubric."""
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class Task(Protocol):
 
     name: str
     rubric: Rubric
-    stop: Ordered[str]
+    stop: Sequence[str]
     """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""
 
     async def start(self) -> None:
@@ -48,11 +48,11 @@ class Task(Protocol):
 
     async def close(self) -> None: ...
 
-    def examples(self, split: str) -> Ordered[Example]: ...
+    def examples(self, split: str) -> Sequence[Example]: ...
 
     def env(self, example: Example) -> Env: ...
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> Ordered[Demonstration]:
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Each is asked for when it is trained on, and may be made only then."""
         ...
 

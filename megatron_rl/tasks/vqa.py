@@ -5,7 +5,7 @@ or in the last \\boxed{} of a reply that has no such block.
 """
 
 import asyncio
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.data.questions import split_of
@@ -45,7 +45,7 @@ class VqaTask:
         self.data = settings.data
         self.judge = judge_of(settings.judge)
         self.rubric = recipes.build("accuracy", judge=self.judge, protocol="")
-        self._splits: dict[str, Ordered[Example]] = {}
+        self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
         if self.judge is not None:
@@ -55,7 +55,7 @@ class VqaTask:
         if self.judge is not None:
             await self.judge.close()
 
-    def examples(self, split: str) -> Ordered[Example]:
+    def examples(self, split: str) -> Sequence[Example]:
         """Every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
             self._splits[split] = split_of(self.data, split)
@@ -64,7 +64,7 @@ class VqaTask:
     def env(self, example: Example) -> VqaEnv:
         return VqaEnv(example)
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> Ordered[Demonstration]:
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         return demonstrations_of(self.data, split, num=num, seed=seed)
 
     def gold(self, example: Example) -> list[str]:

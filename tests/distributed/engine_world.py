@@ -18,26 +18,26 @@ from safetensors.torch import load_file
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.engine import Completion, Engine, Sampling
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Sequence
+from megatron_rl.types import Context
 from tests.parity.packed import prompts
 
 TURNS = 3
 
 
-async def episode(engine: Engine, sequence: Sequence, *, delay: random.Random, index: int) -> list[Completion]:
+async def episode(engine: Engine, context: Context, *, delay: random.Random, index: int) -> list[Completion]:
     """Several turns on a growing context, with a tool of random duration between them."""
     completions = []
     for _ in range(TURNS):
         await asyncio.sleep(delay.random() * 0.05)
-        completions.append(await engine.generate(sequence.token_ids, sequence.images, Sampling(max_tokens=6, temperature=0.0, seed=index)))
-        sequence.extend(completions[-1].token_ids, logprobs=completions[-1].logprobs)
+        completions.append(await engine.generate(context.token_ids, context.images, Sampling(max_tokens=6, temperature=0.0, seed=index)))
+        context.extend(completions[-1].token_ids, logprobs=completions[-1].logprobs)
     return completions
 
 
 async def episodes(engine: Engine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
-    sequences = prompts(renderer) * 2
-    fresh = [Sequence(list(s.token_ids), list(s.loss_mask), list(s.engine_logprobs), list(s.images)) for s in sequences]
-    return await asyncio.gather(*(episode(engine, sequence, delay=delay, index=i) for i, sequence in enumerate(fresh)))
+    contexts = prompts(renderer) * 2
+    fresh = [Context(list(s.token_ids), list(s.loss_mask), list(s.engine_logprobs), list(s.images)) for s in contexts]
+    return await asyncio.gather(*(episode(engine, context, delay=delay, index=i) for i, context in enumerate(fresh)))
 
 
 async def fail_after_a_turn(engine: Engine, renderer: Renderer) -> None:

@@ -48,17 +48,17 @@ def test_engine_and_trainer_agree_on_a_context_with_two_images(folder: Path) -> 
 
 
 def test_the_context_was_continued(folder: Path) -> None:
-    """Three turns in one sequence, each after the other; the second picture is another one and keeps its shape."""
+    """Three turns in one context, each after the other; the second picture is another one and keeps its shape."""
     for records in rollouts(folder):
         assert len(records) == 12, "every rollout of the step is recorded"
         for record in records:
-            (sequence,) = record.sequences
-            assert [turn.sequence for turn in record.turns] == [0, 0, 0]
+            (context,) = record.contexts
+            assert [turn.context for turn in record.turns] == [0, 0, 0]
             spans = [turn.span for turn in record.turns]
             ends = [0, *(end for _, end in spans)]
             assert all(start > end for (start, _), end in zip(spans, ends[:-1], strict=True)), "an observation lies before each reply"
-            assert sequence.num_sampled == sum(end - start for start, end in spans) and spans[-1][1] == sequence.num_tokens
-            sizes = [Image.open(folder / name).size for name in sequence.images]
+            assert context.num_sampled == sum(end - start for start, end in spans) and spans[-1][1] == context.num_tokens
+            sizes = [Image.open(folder / name).size for name in context.images]
             assert sizes == [(112, 112), (168, 84)]
             assert record.reason == "asked thrice" and record.task == "mine"
         assert {record.example_id for record in records} == {"red", "green", "blue"}, "dealt without repetition"

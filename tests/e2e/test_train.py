@@ -147,10 +147,10 @@ def test_best_and_worst_rollouts_are_left_behind(run: Finished) -> None:
         assert [record.kind for record in records] == kinds
         assert records[0].reward >= step["reward/mean"] >= records[-1].reward or kinds == ["best"]
         for record in records:
-            assert record.num_rollouts == 16 and len(record.sequences) == len(record.turns), "every turn is its own context"
+            assert record.num_rollouts == 16 and len(record.contexts) == len(record.turns), "every turn is its own context"
             assert [turn.text for turn in record.turns] and record.weight_version == step["step"]
-            for sequence in record.sequences:
-                (name,) = sequence.images
+            for context in record.contexts:
+                (name,) = context.images
                 with Image.open(run.folder / name) as picture:
                     picture.load()
                     assert picture.size == (112, 112) and len(picture.getcolors(112 * 112)) > 2

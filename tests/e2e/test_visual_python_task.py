@@ -133,10 +133,10 @@ def test_an_answer_that_stands_only_in_a_picture_of_turn_two_is_found(renderer: 
     assert [rollout.reward for rollout in blind] == [1.0, 0.0, 0.0, 0.0]
     assert [task.success(rollout) for rollout in blind] == [True, False, False, False]
     for name, rollout in zip(COLORS, seen, strict=True):
-        (sequence,) = rollout.sequences
-        (image,) = sequence.images
+        (context,) = rollout.contexts
+        (image,) = context.images
         assert rollout.turns[0].images == [image] and color_of(image) == name
-        assert sequence.token_ids.count(renderer.image_token_id) == image.num_tokens == 2
+        assert context.token_ids.count(renderer.image_token_id) == image.num_tokens == 2
         assert (rollout.status, rollout.end, len(rollout.turns)) == (Status.COMPLETED, End.DONE, 2)
         assert rollout.turns[0].text.endswith("</code>") and rollout.turns[0].call.ran
 
@@ -222,8 +222,8 @@ def test_a_server_of_boxes_gives_what_boxes_of_ones_own_give(renderer: Renderer,
     remote, own = ([(r.reward, [turn.call and (turn.call.text, turn.call.error) for turn in r.turns]) for r in each] for each in played)
     assert remote == own and [reward for reward, _ in own] == pytest.approx([1.3] * 4), own
     for here, there in zip(*played, strict=True):
-        assert [image.patch_PC.tolist() for image in here.sequences[0].images] == [
-            image.patch_PC.tolist() for image in there.sequences[0].images
+        assert [image.patch_PC.tolist() for image in here.contexts[0].images] == [
+            image.patch_PC.tolist() for image in there.contexts[0].images
         ]
 
 
@@ -254,14 +254,14 @@ def test_demonstrations_are_the_users_transcripts_in_shuffled_rounds(renderer: R
             file.write(json.dumps({"messages": messages}) + "\n")
     data = DataSettings(demonstrations=[str(path)], images=str(questions.parent))
     task = VisualPythonTask(TaskSettings(name="visual_python", data=data))
-    sequences = [renderer.transcript(shown.messages) for shown in task.demonstrations("transcripts", num=10, seed=3)]
-    said = [renderer.tokenizer.decode([token for token, mask in zip(s.token_ids, s.loss_mask, strict=True) if mask]) for s in sequences]
+    contexts = [renderer.transcript(shown.messages) for shown in task.demonstrations("transcripts", num=10, seed=3)]
+    said = [renderer.tokenizer.decode([token for token, mask in zip(s.token_ids, s.loss_mask, strict=True) if mask]) for s in contexts]
     spoken = {f"<code>look {number}</code><|im_end|><answer>{name}</answer><|im_end|>" for number, name in enumerate(COLORS)}
     assert set(said[:4]) == set(said[4:8]) == spoken and set(said[8:]) < spoken
-    for sequence, words in zip(sequences, said, strict=True):
-        assert [color_of(image) for image in sequence.images] == re.findall("<answer>(.*)</answer>", words) * 2
+    for context, words in zip(contexts, said, strict=True):
+        assert [color_of(image) for image in context.images] == re.findall("<answer>(.*)</answer>", words) * 2
     (first,) = task.demonstrations("transcripts", num=1, seed=3)
-    assert renderer.transcript(first.messages).token_ids == sequences[0].token_ids, "fewer are a prefix of more"
+    assert renderer.transcript(first.messages).token_ids == contexts[0].token_ids, "fewer are a prefix of more"
     with pytest.raises(ValueError, match="sft.splits"):
         task.demonstrations("correct", num=1, seed=0)
 

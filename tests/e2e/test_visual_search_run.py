@@ -50,10 +50,10 @@ def test_the_sandbox_ran_the_policys_code_and_the_policy_saw_the_crop(finished: 
         assert first.call["ran"] and not first.call["error"]
         assert ".crop((x + 25, y + 25, x + 75, y + 75)).show()" in str(first.call["source"])
         assert first.text.endswith("</code>"), "the stop text stays in the reply"
-        (sequence,) = rollout.sequences
-        assert sequence.images[1:] == first.images
-        assert sequence.num_tokens - sequence.num_sampled >= 2 * 25
-        assert sequence.num_sampled == sum(turn.span[1] - turn.span[0] for turn in rollout.turns)
+        (context,) = rollout.contexts
+        assert context.images[1:] == first.images
+        assert context.num_tokens - context.num_sampled >= 2 * 25
+        assert context.num_sampled == sum(turn.span[1] - turn.span[0] for turn in rollout.turns)
         assert second.span[0] > first.span[1] + 25, "the crop's 25 image tokens stand between the turns"
 
 

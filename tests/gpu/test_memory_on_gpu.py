@@ -15,7 +15,7 @@ from megatron_rl.policy.activations import activations
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.shares import held_by
-from megatron_rl.types import Sequence
+from megatron_rl.types import Context
 from megatron_rl.weights.hf_config import read_config
 from megatron_rl.world import connect, place
 
@@ -41,10 +41,10 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
         settings, build_layout(parallel, seed=0), parallel=parallel, optimizer=AlgoSettings(), num_updates=2,
         banned_ids=[], image_token_id=7,
     )  # fmt: skip
-    sequence = Sequence()
-    sequence.extend([11] * (NUM_TOKENS - 2048))
-    sequence.extend([12] * 2048, logprobs=[0.0] * 2048)
-    batches = policy.pack([Piece.uniform(sequence)], max_tokens=NUM_TOKENS)
+    context = Context()
+    context.extend([11] * (NUM_TOKENS - 2048))
+    context.extend([12] * 2048, logprobs=[0.0] * 2048)
+    batches = policy.pack([Piece.uniform(context)], max_tokens=NUM_TOKENS)
 
     def step() -> None:
         policy.update(batches, lambda logprob_R, *_: (-logprob_R.sum(), LossMetrics(sums={}, maxima={})))

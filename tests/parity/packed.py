@@ -6,7 +6,7 @@ from PIL import Image as Pillow
 
 from megatron_rl.batch import Piece
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Sequence
+from megatron_rl.types import Context
 
 
 def picture(seed: int, width: int, height: int) -> Pillow.Image:
@@ -19,7 +19,7 @@ def user(text: str, *pictures: Pillow.Image) -> dict:
     return {"role": "user", "content": [*({"type": "image", "image": p} for p in pictures), {"type": "text", "text": text}]}
 
 
-def prompts(renderer: Renderer) -> list[Sequence]:
+def prompts(renderer: Renderer) -> list[Context]:
     wide, tall = picture(1, 112, 56), picture(2, 56, 140)
     return [
         renderer.prompt([user("No picture here, only words.")]),
@@ -32,12 +32,12 @@ def prompts(renderer: Renderer) -> list[Sequence]:
 
 
 def example_pieces(renderer: Renderer) -> list[Piece]:
-    """Sequences of different lengths with 40 to 70 sampled tokens each; weights and advantages differ by sequence."""
+    """Sequences of different lengths with 40 to 70 sampled tokens each; weights and advantages differ by context."""
     pieces = []
-    for index, sequence in enumerate(prompts(renderer)):
+    for index, context in enumerate(prompts(renderer)):
         generator = np.random.default_rng(index)
         sampled = generator.integers(0, 256, 40 + 6 * index).tolist()
-        sequence.extend(sampled, logprobs=[-1.0] * len(sampled))
+        context.extend(sampled, logprobs=[-1.0] * len(sampled))
         advantage = (1.5, -1.0, 0.5, -0.7, 0.9, -1.2)[index]
-        pieces.append(Piece.uniform(sequence, advantage=advantage, weight=0.5 + 0.25 * index, denominator=len(sampled)))
+        pieces.append(Piece.uniform(context, advantage=advantage, weight=0.5 + 0.25 * index, denominator=len(sampled)))
     return pieces

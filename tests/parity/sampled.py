@@ -7,15 +7,15 @@ from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.rollout.engine import Completion, Engine, Sampling
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Image, Sequence
+from megatron_rl.types import Context, Image
 
 BOUND = 1e-4
 """Absolute, in float32; typical is 3e-6, the largest seen 1.8e-5."""
 
 
-def generate(engine: Engine, sequences: list[Sequence], samplings: list[Sampling]) -> list[Completion]:
+def generate(engine: Engine, contexts: list[Context], samplings: list[Sampling]) -> list[Completion]:
     async def main() -> list[Completion]:
-        pairs = zip(sequences, samplings, strict=True)
+        pairs = zip(contexts, samplings, strict=True)
         return await asyncio.gather(*(engine.generate(s.token_ids, s.images, sampling) for s, sampling in pairs))
 
     return engine.run(main())
@@ -34,10 +34,10 @@ def policy_logits(hf: HF, token_ids: list[int], images: list[Image], *, renderer
     return logits.index_fill(1, torch.tensor(renderer.banned_ids), -torch.inf)
 
 
-def gap(hf: HF, sequence: Sequence, completion: Completion, *, temperature: float, renderer: Renderer) -> float:
+def gap(hf: HF, context: Context, completion: Completion, *, temperature: float, renderer: Renderer) -> float:
     """Largest difference between the engine's logprobs and HF's."""
-    token_ids = sequence.token_ids + completion.token_ids
-    logits = policy_logits(hf, token_ids, sequence.images, renderer=renderer) / (temperature or 1.0)
-    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[len(sequence.token_ids) - 1 :, 0]
+    token_ids = context.token_ids + completion.token_ids
+    logits = policy_logits(hf, token_ids, context.images, renderer=renderer) / (temperature or 1.0)
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[len(context.token_ids) - 1 :, 0]
     assert len(completion.logprobs) == len(completion.token_ids) == len(expected) > 0
     return (expected - torch.tensor(completion.logprobs, dtype=torch.float64)).abs().max().item()

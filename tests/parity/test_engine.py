@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration as HF
 from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Completion, Engine, Sampling, placeholder_offsets
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import HostFault, Sequence
+from megatron_rl.types import Context, HostFault
 from tests.parity.packed import picture, prompts, user
 from tests.parity.sampled import BOUND, gap, generate, policy_logits
 
@@ -20,42 +20,42 @@ from tests.parity.sampled import BOUND, gap, generate, policy_logits
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_the_policy(engine: Engine, hf: HF, renderer: Renderer, temperature: float) -> None:
     """Text only, one image, two images of different sizes; then a second turn with another image in the grown context."""
-    sequences = prompts(renderer)
+    contexts = prompts(renderer)
     for turn in range(2):
-        samplings = [Sampling(max_tokens=12, temperature=temperature, seed=10 * turn + i) for i in range(len(sequences))]
-        completions = generate(engine, sequences, samplings)
-        for index, (sequence, completion) in enumerate(zip(sequences, completions, strict=True)):
-            difference = gap(hf, sequence, completion, temperature=temperature, renderer=renderer)
+        samplings = [Sampling(max_tokens=12, temperature=temperature, seed=10 * turn + i) for i in range(len(contexts))]
+        completions = generate(engine, contexts, samplings)
+        for index, (context, completion) in enumerate(zip(contexts, completions, strict=True)):
+            difference = gap(hf, context, completion, temperature=temperature, renderer=renderer)
             print(f"temperature {temperature} turn {turn} sequence {index}: {difference:.1e}")
             assert difference <= BOUND
-            sequence.extend(completion.token_ids, logprobs=completion.logprobs)
-            more = renderer.observation(sequence, [user("And this?", picture(7 + index, 84, 56))])
-            sequence.extend(more.token_ids, images=tuple(more.images))
+            context.extend(completion.token_ids, logprobs=completion.logprobs)
+            more = renderer.observation(context, [user("And this?", picture(7 + index, 84, 56))])
+            context.extend(more.token_ids, images=tuple(more.images))
 
 
 def test_greedy_is_hf_argmax(engine: Engine, hf: HF, renderer: Renderer) -> None:
-    for sequence in prompts(renderer):
-        (completion,) = generate(engine, [sequence], [Sampling(max_tokens=8, temperature=0.0, seed=0)])
-        token_ids = list(sequence.token_ids)
+    for context in prompts(renderer):
+        (completion,) = generate(engine, [context], [Sampling(max_tokens=8, temperature=0.0, seed=0)])
+        token_ids = list(context.token_ids)
         for token in completion.token_ids:
-            logits = policy_logits(hf, token_ids, sequence.images, renderer=renderer)[-1]
+            logits = policy_logits(hf, token_ids, context.images, renderer=renderer)[-1]
             assert token == logits.argmax().item()
             token_ids.append(token)
 
 
 def test_frequencies_follow_the_probabilities(engine: Engine, hf: HF, renderer: Renderer) -> None:
     """3000 seeds at temperature 2: chi-squared of the first tokens, and of the second ones after the 20 most frequent first ones."""
-    sequence, num = prompts(renderer)[1], 3000
+    context, num = prompts(renderer)[1], 3000
 
     def probability(token_ids: list[int]) -> torch.Tensor:
-        return policy_logits(hf, token_ids, sequence.images, renderer=renderer)[-1].div(2).softmax(-1)
+        return policy_logits(hf, token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)
 
-    completions = generate(engine, [sequence] * num, [Sampling(max_tokens=2, temperature=2.0, seed=seed) for seed in range(num)])
+    completions = generate(engine, [context] * num, [Sampling(max_tokens=2, temperature=2.0, seed=seed) for seed in range(num)])
     first = Counter(c.token_ids[0] for c in completions)
     assert not {token for c in completions for token in c.token_ids} & set(renderer.banned_ids)
-    check_frequencies(num * probability(sequence.token_ids), first)
+    check_frequencies(num * probability(context.token_ids), first)
     contexts = [token for token, _ in first.most_common() if token not in renderer.stop_ids][:20]
-    expected = sum(first[token] * probability([*sequence.token_ids, token]) for token in contexts)
+    expected = sum(first[token] * probability([*context.token_ids, token]) for token in contexts)
     check_frequencies(expected, Counter(c.token_ids[1] for c in completions if c.token_ids[0] in contexts))
 
 
@@ -72,16 +72,16 @@ def check_frequencies(expected: torch.Tensor, counts: Counter[int]) -> None:
 
 def test_a_seed_decides_whatever_the_company(engine: Engine, renderer: Renderer) -> None:
     """Alone, and behind 70 prompts with images (more than one step holds: prompts are computed in parts); other seeds, other tokens."""
-    sequences = prompts(renderer)
-    samplings = [Sampling(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(sequences))]
-    alone = [generate(engine, [s], [sampling])[0].token_ids for s, sampling in zip(sequences, samplings, strict=True)]
+    contexts = prompts(renderer)
+    samplings = [Sampling(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(contexts))]
+    alone = [generate(engine, [s], [sampling])[0].token_ids for s, sampling in zip(contexts, samplings, strict=True)]
     engine.sleep()
     engine.wake()
     crowd = [renderer.prompt([user("Crowd.", picture(100 + i, 224, 224))]) for i in range(70)]
     others = [Sampling(max_tokens=3, temperature=1.0, seed=i) for i in range(70)]
-    together = generate(engine, crowd + sequences, others + samplings)
+    together = generate(engine, crowd + contexts, others + samplings)
     assert [c.token_ids for c in together[70:]] == alone
-    reseeded = generate(engine, sequences, [Sampling(max_tokens=16, temperature=1.0, seed=i) for i in range(len(sequences))])
+    reseeded = generate(engine, contexts, [Sampling(max_tokens=16, temperature=1.0, seed=i) for i in range(len(contexts))])
     assert all(c.token_ids != ids for c, ids in zip(reseeded, alone, strict=True))
 
 
@@ -115,8 +115,8 @@ def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: Engine, renderer: Rende
 
 
 def test_a_full_context_is_unfinished(engine: Engine, renderer: Renderer) -> None:
-    long = Sequence(token_ids=[65] * 1020)
-    full = Sequence(token_ids=[65] * 1024)
+    long = Context(token_ids=[65] * 1020)
+    full = Context(token_ids=[65] * 1024)
     room, none = generate(engine, [long, full], [Sampling(max_tokens=64, temperature=1.0, seed=1)] * 2)
     assert (len(room.token_ids), room.finished) == (4, False)
     assert (none.token_ids, none.finished) == ([], False)
@@ -126,45 +126,45 @@ def test_the_engine_sees_what_vllms_own_processor_would_make(engine: Engine, ren
     """vLLM's processor on the pictures and one placeholder each, against the expanded ids, patches and positions that we hand over."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-    sequence = prompts(renderer)[2]
+    context = prompts(renderer)[2]
     own = renderer.image_token_id
-    collapsed = [t for i, t in enumerate(sequence.token_ids) if t != own or sequence.token_ids[i - 1] != own]
+    collapsed = [t for i, t in enumerate(context.token_ids) if t != own or context.token_ids[i - 1] != own]
     limits = {"size": {"shortest_edge": renderer.min_pixels, "longest_edge": renderer.max_pixels}}
-    data = {"image": [image.picture for image in sequence.images]}
+    data = {"image": [image.picture for image in context.images]}
     raw = {"prompt_token_ids": collapsed, "multi_modal_data": data, "mm_processor_kwargs": limits}
     llm = engine._core._llm
     (theirs,) = llm.renderer.render_cmpl([parse_model_prompt(llm.model_config, raw)], llm.renderer.default_cmpl_tok_params)
-    assert theirs["prompt_token_ids"] == sequence.token_ids
-    offsets = placeholder_offsets(sequence.token_ids, sequence.images, image_token_id=own)
+    assert theirs["prompt_token_ids"] == context.token_ids
+    offsets = placeholder_offsets(context.token_ids, context.images, image_token_id=own)
     ranges = [(place.offset, place.length) for place in theirs["mm_placeholders"]["image"]]
-    assert ranges == [(offset, image.num_tokens) for offset, image in zip(offsets, sequence.images, strict=True)]
-    for item, image in zip(theirs["mm_kwargs"]["image"], sequence.images, strict=True):
+    assert ranges == [(offset, image.num_tokens) for offset, image in zip(offsets, context.images, strict=True)]
+    for item, image in zip(theirs["mm_kwargs"]["image"], context.images, strict=True):
         torch.testing.assert_close(item["pixel_values"].data, image.patch_PC, rtol=0, atol=1e-6)
         assert tuple(item["image_grid_thw"].data.tolist()) == image.grid
 
 
 def test_wrong_placeholders_are_refused(engine: Engine, renderer: Renderer) -> None:
     """One too few, an image too many, one too few: both lengths and the first difference are named."""
-    sequence = prompts(renderer)[2]
-    length, own = len(sequence.token_ids), renderer.image_token_id
-    start = sequence.token_ids.index(own)
-    first, second = sequence.images
+    context = prompts(renderer)[2]
+    length, own = len(context.token_ids), renderer.image_token_id
+    start = context.token_ids.index(own)
+    first, second = context.images
     cases = [
-        (sequence.token_ids[:start] + sequence.token_ids[start + 1 :], sequence.images, length - 1, length, start + first.num_tokens - 1),
-        (sequence.token_ids, [second, first], length, length, start + second.num_tokens),
-        (sequence.token_ids, [first], length, length - second.num_tokens, sequence.token_ids.index(own, start + first.num_tokens)),
+        (context.token_ids[:start] + context.token_ids[start + 1 :], context.images, length - 1, length, start + first.num_tokens - 1),
+        (context.token_ids, [second, first], length, length, start + second.num_tokens),
+        (context.token_ids, [first], length, length - second.num_tokens, context.token_ids.index(own, start + first.num_tokens)),
         ([5, 6], [second], 2, 2 + second.num_tokens, 2),
     ]
     for token_ids, images, given, expanded, difference in cases:
         with pytest.raises(RuntimeError, match=f"has {given} tokens, but {expanded} when .* differ at position {difference}$"):
-            generate(engine, [Sequence(token_ids=token_ids, images=images)], [Sampling(max_tokens=1, temperature=1.0, seed=0)])
+            generate(engine, [Context(token_ids=token_ids, images=images)], [Sampling(max_tokens=1, temperature=1.0, seed=0)])
 
 
 def test_a_refused_request_leaves_the_others_alone(engine: Engine, renderer: Renderer) -> None:
-    (sequence, *_) = prompts(renderer)
+    (context, *_) = prompts(renderer)
 
     async def main() -> list:
-        calls = (engine.generate(sequence.token_ids, [], Sampling(max_tokens=3, temperature=t, seed=0)) for t in (1.0, 5.0))
+        calls = (engine.generate(context.token_ids, [], Sampling(max_tokens=3, temperature=t, seed=0)) for t in (1.0, 5.0))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     completion, refused = engine.run(main())
@@ -174,10 +174,10 @@ def test_a_refused_request_leaves_the_others_alone(engine: Engine, renderer: Ren
 
 def test_an_exception_comes_out_of_run(engine: Engine, renderer: Renderer) -> None:
     """And the requests that were under way are gone."""
-    (sequence, *_) = prompts(renderer)
+    (context, *_) = prompts(renderer)
 
     async def main() -> None:
-        waiting = asyncio.create_task(engine.generate(sequence.token_ids, [], Sampling(max_tokens=900, temperature=1.0, seed=0)))
+        waiting = asyncio.create_task(engine.generate(context.token_ids, [], Sampling(max_tokens=900, temperature=1.0, seed=0)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         raise KeyError("mine")
@@ -190,7 +190,7 @@ def test_an_exception_comes_out_of_run(engine: Engine, renderer: Renderer) -> No
 def test_a_failing_step_fails_all_who_wait(engine: Engine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those in flight and those who come later, each with a HostFault; no one waits for ever."""
     monkeypatch.setattr(engine, "_error", None)
-    sequences, steps, step = prompts(renderer), 0, engine._core.step
+    contexts, steps, step = prompts(renderer), 0, engine._core.step
 
     def broken() -> list:
         nonlocal steps
@@ -201,14 +201,14 @@ def test_a_failing_step_fails_all_who_wait(engine: Engine, renderer: Renderer, m
 
     async def main() -> list:
         sampling = Sampling(max_tokens=50, temperature=1.0, seed=0)
-        outcomes = await asyncio.gather(*(engine.generate(s.token_ids, s.images, sampling) for s in sequences), return_exceptions=True)
-        late = await asyncio.gather(engine.generate(sequences[0].token_ids, [], sampling), return_exceptions=True)
+        outcomes = await asyncio.gather(*(engine.generate(s.token_ids, s.images, sampling) for s in contexts), return_exceptions=True)
+        late = await asyncio.gather(engine.generate(contexts[0].token_ids, [], sampling), return_exceptions=True)
         return outcomes + late
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._core, "step", broken)
         outcomes = engine.run(main())
-    assert len(outcomes) == len(sequences) + 1
+    assert len(outcomes) == len(contexts) + 1
     assert all(isinstance(outcome, HostFault) and "no more memory" in str(outcome) for outcome in outcomes)
     engine._core.abort([str(index) for index in range(next(engine._ids))])
     assert not engine._core.is_busy()
@@ -216,14 +216,14 @@ def test_a_failing_step_fails_all_who_wait(engine: Engine, renderer: Renderer, m
 
 def test_cancelling_aborts_the_request(engine: Engine, renderer: Renderer) -> None:
     """The others end as they would have without it."""
-    sequences = prompts(renderer)[1:3]
+    contexts = prompts(renderer)[1:3]
     sampling = Sampling(max_tokens=20, temperature=1.0, seed=5)
-    alone = [c.token_ids for c in generate(engine, sequences, [sampling] * 2)]
+    alone = [c.token_ids for c in generate(engine, contexts, [sampling] * 2)]
 
     async def main() -> list[Completion]:
         endless = Sampling(max_tokens=900, temperature=1.0, seed=1)
-        long = asyncio.create_task(engine.generate(sequences[0].token_ids, sequences[0].images, endless))
-        others = [asyncio.create_task(engine.generate(s.token_ids, s.images, sampling)) for s in sequences]
+        long = asyncio.create_task(engine.generate(contexts[0].token_ids, contexts[0].images, endless))
+        others = [asyncio.create_task(engine.generate(s.token_ids, s.images, sampling)) for s in contexts]
         await asyncio.sleep(0.02)
         long.cancel()
         completions = await asyncio.gather(*others)
@@ -236,7 +236,7 @@ def test_cancelling_aborts_the_request(engine: Engine, renderer: Renderer) -> No
 
 def test_a_slow_tool_delays_only_its_own(engine: Engine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And while nothing is in flight the pump sleeps."""
-    (sequence, *_) = prompts(renderer)
+    (context, *_) = prompts(renderer)
     turns, turn, order = 0, engine._turn, []
 
     def counted() -> object:
@@ -246,7 +246,7 @@ def test_a_slow_tool_delays_only_its_own(engine: Engine, renderer: Renderer, mon
 
     async def episode(name: str, delay: float) -> None:
         for index in range(2):
-            await engine.generate(sequence.token_ids, [], Sampling(max_tokens=4, temperature=1.0, seed=index))
+            await engine.generate(context.token_ids, [], Sampling(max_tokens=4, temperature=1.0, seed=index))
             await asyncio.sleep(delay)
         order.append(name)
 
@@ -260,12 +260,12 @@ def test_a_slow_tool_delays_only_its_own(engine: Engine, renderer: Renderer, mon
 
 
 def test_sleep_and_wake_change_nothing(engine: Engine, renderer: Renderer) -> None:
-    sequences = prompts(renderer)
-    samplings = [Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(len(sequences))]
-    before = generate(engine, sequences, samplings)
+    contexts = prompts(renderer)
+    samplings = [Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(len(contexts))]
+    before = generate(engine, contexts, samplings)
     engine.sleep()
     engine.wake()
-    after = generate(engine, sequences, samplings)
+    after = generate(engine, contexts, samplings)
     assert [c.token_ids for c in after] == [c.token_ids for c in before]
 
 

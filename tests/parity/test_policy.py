@@ -11,7 +11,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from megatron_rl.batch import Piece
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Sequence
+from megatron_rl.types import Context
 from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(1000)  # the first test waits for the walk of eight processes
@@ -38,14 +38,14 @@ EIGHT_PROCESSES = [
 LAYOUTS = ONE_PROCESS + EIGHT_PROCESSES
 
 
-def hf_logits(model: Qwen2_5_VLForConditionalGeneration, renderer: Renderer, sequence: Sequence) -> torch.Tensor:
-    """HF's own forward of one sequence: logits [L, vocabulary]."""
-    ids = torch.tensor([sequence.token_ids])
+def hf_logits(model: Qwen2_5_VLForConditionalGeneration, renderer: Renderer, context: Context) -> torch.Tensor:
+    """HF's own forward of one context: logits [L, vocabulary]."""
+    ids = torch.tensor([context.token_ids])
     images = {}
-    if sequence.images:
+    if context.images:
         images = {
-            "pixel_values": torch.cat([image.patch_PC for image in sequence.images]),
-            "image_grid_thw": torch.tensor([image.grid for image in sequence.images]),
+            "pixel_values": torch.cat([image.patch_PC for image in context.images]),
+            "image_grid_thw": torch.tensor([image.grid for image in context.images]),
             "mm_token_type_ids": (ids == renderer.image_token_id).int(),
         }
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
@@ -70,10 +70,10 @@ class HfRun:
         self.pieces: list[Piece] = example_pieces(self.renderer)
         logits, logprobs, loss = [], [], 0.0
         for piece in self.pieces:
-            rows = [t for t in range(piece.num_tokens - 1) if piece.sequence.loss_mask[t + 1]]
-            row_logits = hf_logits(self.model, self.renderer, piece.sequence)[rows]
+            rows = [t for t in range(piece.num_tokens - 1) if piece.context.loss_mask[t + 1]]
+            row_logits = hf_logits(self.model, self.renderer, piece.context)[rows]
             distribution = sampled_distribution(row_logits, self.renderer.banned_ids)
-            targets = torch.tensor([piece.sequence.token_ids[t + 1] for t in rows])
+            targets = torch.tensor([piece.context.token_ids[t + 1] for t in rows])
             logprob = distribution.gather(1, targets[:, None])[:, 0]
             entropy = -(distribution.exp() * distribution.masked_fill(distribution.isinf(), 0.0)).sum(-1)
             loss = loss - (piece.weight * (logprob + 0.3 * entropy)).sum()

@@ -27,8 +27,8 @@ def logits_of_hf(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     rows = []
     with torch.no_grad():
         for piece in example_pieces(renderer):
-            keep = [t for t in range(piece.num_tokens - 1) if piece.sequence.loss_mask[t + 1]]
-            rows.append(hf_logits(model, renderer, piece.sequence)[keep].float())
+            keep = [t for t in range(piece.num_tokens - 1) if piece.context.loss_mask[t + 1]]
+            rows.append(hf_logits(model, renderer, piece.context)[keep].float())
     return torch.cat(rows)
 
 

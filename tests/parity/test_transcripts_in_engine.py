@@ -1,4 +1,4 @@
-"""Random transcripts of agents through the real engine, observation images included: its logprobs are HF's on the whole sequence."""
+"""Random transcripts of agents through the real engine, observation images included: its logprobs are HF's on the whole context."""
 
 import asyncio
 from collections.abc import Iterator
@@ -62,12 +62,12 @@ def test_its_logprobs_are_those_of_hf_on_the_whole_sequence(rollouts: list[Rollo
     """One forward of HF a transcript: its own positions, all images, every turn; the engine went turn by turn, behind its caches."""
     gaps = []
     for rollout in rollouts:
-        (sequence,) = rollout.sequences
-        logits = policy_logits(hf, sequence.token_ids, sequence.images, renderer=renderer)
-        next_T = torch.tensor(sequence.token_ids[1:])
+        (context,) = rollout.contexts
+        logits = policy_logits(hf, context.token_ids, context.images, renderer=renderer)
+        next_T = torch.tensor(context.token_ids[1:])
         expected = logits.log_softmax(-1)[:-1].gather(1, next_T[:, None])[:, 0]
-        sampled = torch.tensor(sequence.loss_mask[1:], dtype=torch.bool)
-        claimed = torch.tensor(sequence.engine_logprobs[1:], dtype=torch.float64)
+        sampled = torch.tensor(context.loss_mask[1:], dtype=torch.bool)
+        claimed = torch.tensor(context.engine_logprobs[1:], dtype=torch.float64)
         gaps.append((expected - claimed)[sampled].abs().max().item())
     print(f"{len(gaps)} transcripts, {sum(rollout.num_sampled for rollout in rollouts)} sampled tokens, largest gap {max(gaps):.1e}")
     assert len(gaps) >= 200 and max(gaps) <= BOUND

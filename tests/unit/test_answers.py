@@ -15,7 +15,7 @@ from megatron_rl.types import End, Turn
 
 
 def said(*replies: str) -> Outcome:
-    return Outcome(payload={}, turns=[Turn(sequence=0, span=(0, 1), text=reply) for reply in replies], end=End.DONE)
+    return Outcome(payload={}, turns=[Turn(context=0, span=(0, 1), text=reply) for reply in replies], end=End.DONE)
 
 
 @pytest.mark.parametrize(

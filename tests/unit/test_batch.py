@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from megatron_rl.batch import Piece, balance, cut, cut_minibatches, loads_of, mrope_positions, pack
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Image, Rollout, Sequence, Turn
+from megatron_rl.types import Context, Image, Rollout, Turn
 
 PAD = 9
 
@@ -22,8 +22,8 @@ def image(rows: int, columns: int, key: str) -> Image:
     return Image(picture=Pillow.new("RGB", (1, 1)), patch_PC=patches, grid=(1, rows, columns), key=key)
 
 
-def sequence(prompt: list[int], sampled: list[int], *images: Image) -> Sequence:
-    made = Sequence()
+def sequence(prompt: list[int], sampled: list[int], *images: Image) -> Context:
+    made = Context()
     made.extend(prompt, images=images)
     made.extend(sampled, logprobs=[-0.5] * len(sampled))
     return made
@@ -119,7 +119,7 @@ def test_dealing_and_cutting_keep_every_piece(shapes: list[tuple[int, int]], ran
         for i, (kind, length) in enumerate(shapes)
     ]
     loads = loads_of(pieces, PAD, share_prompts=share)
-    kinds = [load.piece.sequence.token_ids[0] for load in loads]
+    kinds = [load.piece.context.token_ids[0] for load in loads]
     assert sorted(load.piece.advantages[-1] for load in loads) == [float(i) for i in range(len(pieces))]
     assert len([run for run, _ in groupby(kinds)]) == len(set(kinds)), "equal prompts are neighbors"
     dealt = balance(loads, ranks)
@@ -158,8 +158,8 @@ def test_minibatches_hold_whole_groups_and_leave_out_what_has_no_credit() -> Non
     rollouts = []
     for group, sample in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)):
         two_turns = [sequence([1], [2, 2]), sequence([1], [2])]
-        turns = [Turn(sequence=0, span=(1, 3), text=""), Turn(sequence=1, span=(1, 2), text="")]
-        rollouts.append(Rollout(task="t", example_id="e", group=group, sample=sample, weight_version=0, sequences=two_turns, turns=turns))
+        turns = [Turn(context=0, span=(1, 3), text=""), Turn(context=1, span=(1, 2), text="")]
+        rollouts.append(Rollout(task="t", example_id="e", group=group, sample=sample, weight_version=0, contexts=two_turns, turns=turns))
     algo = AlgoSettings(prompts_per_step=4, minibatches=2, aggregation="sequence_mean")
     advantages = [[1.0, 2.0], [-1.0, -2.0], [0.5, 0.1], None, [0.25, 0.1], [-0.25, 0.1]]
     first, second = cut_minibatches(rollouts, advantages, algo)
@@ -174,9 +174,9 @@ def test_what_cannot_move_the_policy_counts_in_the_denominator_alone() -> None:
     """Two groups of two: one with advantages 1 and -1, one whose rewards were equal."""
     rollouts = []
     for group in (0, 0, 1, 1):
-        turns = [Turn(sequence=0, span=(1, 4), text="")]
+        turns = [Turn(context=0, span=(1, 4), text="")]
         rollouts.append(
-            Rollout(task="t", example_id="e", group=group, sample=0, weight_version=0, sequences=[sequence([1], [2] * 3)], turns=turns)
+            Rollout(task="t", example_id="e", group=group, sample=0, weight_version=0, contexts=[sequence([1], [2] * 3)], turns=turns)
         )
     advantages = [[1.0], [-1.0], [0.0], [0.0]]
 

@@ -1,7 +1,7 @@
 """An episode's limits and ends, with an engine that says what the test tells it to. Real engines play in tests/e2e and tests/parity."""
 
 import asyncio
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class LooksTask:
     world: Looks
     rubric: Rubric = field(default_factory=lambda: Rubric(parts={"one": Part(one)}, turn_parts={"number": TurnPart(numbered, weight=0.5)}))
     name: str = "looks"
-    stop: Ordered[str] = ("</end>",)
+    stop: Sequence[str] = ("</end>",)
 
     def env(self, example: Example) -> Looks:
         return self.world
@@ -94,8 +94,8 @@ def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS)
     rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=settings, group=1, sample=2))
     assert world.closed == 1, "an environment is closed however the episode ends"
     assert all(sampling.stop == ("</end>",) for sampling in engine.asked)
-    for sequence in rollout.sequences:
-        assert sequence.token_ids.count(renderer.image_token_id) == sum(image.num_tokens for image in sequence.images)
+    for context in rollout.contexts:
+        assert context.token_ids.count(renderer.image_token_id) == sum(image.num_tokens for image in context.images)
     return rollout
 
 
@@ -107,8 +107,8 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
     assert (rollout.reward, rollout.outcome, rollout.rewards) == (1.75, 1.0, {"one": 1.0, "number": 1.5})
     assert [turn.score for turn in rollout.turns] == [0.0, 0.25, 0.5]
     assert [len(turn.images) for turn in rollout.turns] == [1, 1, 0]
-    assert [image.picture.getpixel((0, 0)) for image in rollout.sequences[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
-    assert rollout.turns[0].images[0] is rollout.sequences[0].images[1]
+    assert [image.picture.getpixel((0, 0)) for image in rollout.contexts[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert rollout.turns[0].images[0] is rollout.contexts[0].images[1]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
 def test_a_budget_that_runs_out_truncates(renderer: Renderer, change: dict, end: End, num_turns: int, num_images: int) -> None:
     rollout = play(renderer, Looks(delay_s=0.03 if "max_seconds" in change else 0.0), replace(SETTINGS, **change))
     assert (rollout.status, rollout.end) == (Status.TRUNCATED, end)
-    assert (len(rollout.turns), len(rollout.sequences[0].images)) == (num_turns, num_images)
+    assert (len(rollout.turns), len(rollout.contexts[0].images)) == (num_turns, num_images)
     assert rollout.reward is not None, "scored and trained on"
-    assert rollout.sequences[0].loss_mask[-1] == 1, "an observation that nobody answers is not shown"
+    assert rollout.contexts[0].loss_mask[-1] == 1, "an observation that nobody answers is not shown"
 
 
 def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(renderer: Renderer) -> None:
@@ -137,10 +137,10 @@ def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(
         if rollout.status is Status.FAILED:
             assert "raise engine.max_model_len" in rollout.reason and not lengths, "too short for the question, and only then"
             continue
-        (sequence,) = rollout.sequences
+        (context,) = rollout.contexts
         assert rollout.end is End.MAX_TOKENS and rollout.status is Status.TRUNCATED
-        assert sequence.loss_mask[-1] == 1
-        lengths.add(len(sequence.token_ids))
+        assert context.loss_mask[-1] == 1
+        lengths.add(len(context.token_ids))
     assert max(lengths) < 90 and len(lengths) > 2
 
 

@@ -18,7 +18,7 @@ from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.shares import Held, shares
 from megatron_rl.start import run
-from megatron_rl.types import Sequence
+from megatron_rl.types import Context
 from megatron_rl.weights.hf_config import read_config
 from megatron_rl.weights.released import known_config
 from megatron_rl.world import connect, place
@@ -52,10 +52,10 @@ def measured(settings: Settings) -> Held:
         settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optimizer=settings.algo, num_updates=1,
         lora=settings.lora, banned_ids=[], image_token_id=7,
     )  # fmt: skip
-    sequence = Sequence()
-    sequence.extend([11, 12])
-    sequence.extend([13, 14], logprobs=[0.0, 0.0])
-    batches = policy.pack([Piece.uniform(sequence)], max_tokens=10)
+    context = Context()
+    context.extend([11, 12])
+    context.extend([13, 14], logprobs=[0.0, 0.0])
+    batches = policy.pack([Piece.uniform(context)], max_tokens=10)
     policy.update(batches, lambda logprob_R, *_: (-logprob_R.sum(), LossMetrics(sums={}, maxima={})))
     parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.chunks.parameters()}
     gradients = {p.main_grad.untyped_storage().data_ptr(): p.main_grad.untyped_storage().nbytes() for p in trained(policy)}

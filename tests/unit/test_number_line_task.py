@@ -71,7 +71,7 @@ def play(task: Task, start: int, replies: list[str]) -> list[Step]:
 
 
 def scored(payload: dict, replies: list[str], steps: list[Step]) -> Score:
-    turns = [Turn(sequence=0, span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
+    turns = [Turn(context=0, span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
     return asyncio.run(TASK.rubric.score(Outcome(payload=payload, turns=turns, end=End.DONE)))
 
 

@@ -60,29 +60,29 @@ def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: T
 
 def check_sampled(rollout: Rollout, engine: RandomPolicy) -> None:
     """The mask is 1 on exactly what was sampled, in its order; the engine saw what is trained on, turn by turn, images included."""
-    (sequence,) = rollout.sequences
-    sampled = [0] * len(sequence.token_ids)
+    (context,) = rollout.contexts
+    sampled = [0] * len(context.token_ids)
     for turn, asked, shown, said in zip(rollout.turns, engine.asked, engine.shown, engine.said, strict=True):
         start, end = turn.span
-        assert sequence.token_ids[:start] == asked and sequence.token_ids[start:end] == said
-        assert sequence.images[: len(shown)] == shown
-        assert sequence.engine_logprobs[start:end] == [-1.0 - number for number in range(end - start)]
+        assert context.token_ids[:start] == asked and context.token_ids[start:end] == said
+        assert context.images[: len(shown)] == shown
+        assert context.engine_logprobs[start:end] == [-1.0 - number for number in range(end - start)]
         sampled[start:end] = [1] * (end - start)
-    assert sequence.loss_mask == sampled
-    assert [value for value, mask in zip(sequence.engine_logprobs, sampled, strict=True) if not mask] == [0.0] * sampled.count(0)
+    assert context.loss_mask == sampled
+    assert [value for value, mask in zip(context.engine_logprobs, sampled, strict=True) if not mask] == [0.0] * sampled.count(0)
 
 
 def check_text(rollout: Rollout, engine: RandomPolicy, world: RandomWorld, renderer: Renderer) -> None:
     """The ids decode to the conversation as it is written by hand."""
-    (sequence,) = rollout.sequences
+    (context,) = rollout.contexts
     names = [name for name in renderer.tokenizer.get_added_vocab() if name.startswith("<|")]
-    images = list(sequence.images)
+    images = list(context.images)
     text = written(world.said[0], images, names=names)
     for number, ids in enumerate(engine.said):
         text += renderer.tokenizer.decode(ids)
         if number + 1 < len(engine.said):
             text += ("" if ids[-1] == renderer.end_id else "<|im_end|>") + "\n" + written(world.said[number + 1], images, names=names)
-    assert renderer.tokenizer.decode(sequence.token_ids) == text
+    assert renderer.tokenizer.decode(context.token_ids) == text
     assert not images, "every image has its place"
 
 
@@ -91,14 +91,14 @@ def check_images(rollout: Rollout, world: RandomWorld, renderer: Renderer) -> No
 
     Qwen makes no side shorter than 28 pixels, whatever the area then is.
     """
-    (sequence,) = rollout.sequences
+    (context,) = rollout.contexts
     own = renderer.image_token_id
-    runs = [len(list(run)) for is_image, run in groupby(sequence.token_ids, key=lambda token: token == own) if is_image]
-    grids = np.array([image.grid for image in sequence.images]).reshape(-1, 3)
+    runs = [len(list(run)) for is_image, run in groupby(context.token_ids, key=lambda token: token == own) if is_image]
+    grids = np.array([image.grid for image in context.images]).reshape(-1, 3)
     assert runs == (grids.prod(1) // 4).tolist()
     shown = [part["image"] for messages in world.said for message in messages for part in message["content"] if part["type"] == "image"]
-    assert len(sequence.images) <= len(shown), "the last observation may not have fitted"
-    for image, picture in zip(sequence.images, shown, strict=False):
+    assert len(context.images) <= len(shown), "the last observation may not have fitted"
+    for image, picture in zip(context.images, shown, strict=False):
         frames, rows, columns = image.grid
         assert image.patch_PC.shape == (frames * rows * columns, 3 * 2 * 14 * 14)
         assert image.picture.size == (14 * columns, 14 * rows)
@@ -108,8 +108,8 @@ def check_images(rollout: Rollout, world: RandomWorld, renderer: Renderer) -> No
 
 
 def check_positions(rollout: Rollout, renderer: Renderer, hf: Qwen2_5_VLModel) -> None:
-    (sequence,) = rollout.sequences
-    ids = torch.tensor([sequence.token_ids])
-    grid = torch.tensor([image.grid for image in sequence.images]) if sequence.images else None
+    (context,) = rollout.contexts
+    ids = torch.tensor([context.token_ids])
+    grid = torch.tensor([image.grid for image in context.images]) if context.images else None
     expected, _ = hf.get_rope_index(ids, mm_token_type_ids=(ids == renderer.image_token_id).int(), image_grid_thw=grid)
-    assert torch.equal(mrope_positions(sequence.token_ids, sequence.images, renderer.image_token_id), expected[:, 0])
+    assert torch.equal(mrope_positions(context.token_ids, context.images, renderer.image_token_id), expected[:, 0])

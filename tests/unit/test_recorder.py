@@ -11,7 +11,7 @@ import torch
 from PIL import Image as pil
 
 from megatron_rl.observe.recorder import Recorder, read
-from megatron_rl.types import End, Image, Rollout, Sequence, Status, ToolCall, Turn
+from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Turn
 
 
 def picture(seed: int, *, width: int = 56, height: int = 28) -> Image:
@@ -21,12 +21,12 @@ def picture(seed: int, *, width: int = 56, height: int = 28) -> Image:
 
 
 def rollout(sample: int, reward: float | None, *, group: int = 0, images: tuple[Image, ...] = (), text: str = "+") -> Rollout:
-    sequence = Sequence()
-    sequence.extend([1, 2, 3], images=images)
-    sequence.extend([4, 5], logprobs=[-0.5, -1.5])
+    context = Context()
+    context.extend([1, 2, 3], images=images)
+    context.extend([4, 5], logprobs=[-0.5, -1.5])
     return Rollout(
-        task="number_line", example_id="1-4", group=group, sample=sample, weight_version=7, sequences=[sequence],
-        turns=[Turn(sequence=0, span=(3, 5), text=text, reward=reward)],
+        task="number_line", example_id="1-4", group=group, sample=sample, weight_version=7, contexts=[context],
+        turns=[Turn(context=0, span=(3, 5), text=text, reward=reward)],
         status=Status.FAILED if reward is None else Status.COMPLETED,
         reason="engine down" if reward is None else "goal", reward=reward, rewards={} if reward is None else {"return": reward},
     )  # fmt: skip
@@ -77,13 +77,13 @@ def test_everything_people_read_comes_back(tmp_path: Path):
     (record,) = read(tmp_path / "rollouts" / "step_000012.jsonl")
     (turn,) = record.turns
     call = {"tool": "move", "source": "+", "text": "moved", "error": "", "ran": True}
-    assert (turn.sequence, turn.span, turn.text, turn.reward, turn.score, turn.call) == (0, (3, 5), text, 0.75, 0.25, call)
-    assert turn.images == record.sequences[0].images
+    assert (turn.context, turn.span, turn.text, turn.reward, turn.score, turn.call) == (0, (3, 5), text, 0.75, 0.25, call)
+    assert turn.images == record.contexts[0].images
     for name in ("task", "example_id", "group", "sample", "weight_version", "status", "end", "reason", "reward", "outcome", "rewards"):
         assert getattr(record, name) == getattr(source, name), name
-    (sequence,) = record.sequences
-    assert (sequence.num_tokens, sequence.num_sampled) == (5, 2)
-    assert np.array_equal(np.asarray(pil.open(tmp_path / sequence.images[0])), np.asarray(image.picture))
+    (context,) = record.contexts
+    assert (context.num_tokens, context.num_sampled) == (5, 2)
+    assert np.array_equal(np.asarray(pil.open(tmp_path / context.images[0])), np.asarray(image.picture))
 
 
 def test_equal_images_are_stored_once_over_rollouts_and_steps(tmp_path: Path):
@@ -102,7 +102,7 @@ def test_the_run_folder_can_be_moved(tmp_path: Path):
     (tmp_path / "here").rename(tmp_path / "there")
     path = tmp_path / "there" / "rollouts" / "step_000000.jsonl"
     assert str(tmp_path) not in path.read_text()
-    ((name,),) = (sequence.images for sequence in read(path)[0].sequences)
+    ((name,),) = (context.images for context in read(path)[0].contexts)
     assert np.array_equal(np.asarray(pil.open(path.parents[1] / name)), np.asarray(image.picture))
 
 

@@ -35,26 +35,26 @@ def gradient(width: int, height: int) -> Pillow.Image:
 def test_a_prompt_is_what_the_processor_makes(renderer: Renderer, random_model: Path) -> None:
     """Already aligned pictures: HF's own processor call gives the same ids, patches and grids."""
     messages = [user("Compare.", gradient(56, 84), gradient(112, 56))]
-    sequence = renderer.prompt(messages)
+    context = renderer.prompt(messages)
     processor = AutoProcessor.from_pretrained(random_model)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = processor(text=[text], images=[gradient(56, 84), gradient(112, 56)], do_resize=False, return_tensors="pt")
-    assert sequence.token_ids == expected["input_ids"][0].tolist()
-    assert torch.equal(torch.cat([image.patch_PC for image in sequence.images]), expected["pixel_values"])
-    assert [list(image.grid) for image in sequence.images] == expected["image_grid_thw"].tolist()
-    assert not any(sequence.loss_mask)
+    assert context.token_ids == expected["input_ids"][0].tolist()
+    assert torch.equal(torch.cat([image.patch_PC for image in context.images]), expected["pixel_values"])
+    assert [list(image.grid) for image in context.images] == expected["image_grid_thw"].tolist()
+    assert not any(context.loss_mask)
 
 
 def test_images_travel_without_their_patches_and_get_them_back(renderer: Renderer, random_model: Path) -> None:
-    sequence = renderer.prompt([user("Look.", gradient(300, 300))])
-    sent = pickle.dumps(sequence)
-    assert len(sent) < sequence.images[0].patch_PC.nbytes / 2
+    context = renderer.prompt([user("Look.", gradient(300, 300))])
+    sent = pickle.dumps(context)
+    assert len(sent) < context.images[0].patch_PC.nbytes / 2
     elsewhere = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
     for receiver in (elsewhere, renderer):
         received = pickle.loads(sent)
         receiver.restore(received)
-        assert [image.key for image in received.images] == [image.key for image in sequence.images]
-        assert torch.equal(received.images[0].patch_PC, sequence.images[0].patch_PC)
+        assert [image.key for image in received.images] == [image.key for image in context.images]
+        assert torch.equal(received.images[0].patch_PC, context.images[0].patch_PC)
 
 
 def test_what_travelled_is_not_resized_again(random_model: Path) -> None:
@@ -62,12 +62,12 @@ def test_what_travelled_is_not_resized_again(random_model: Path) -> None:
     narrow = ModelSettings(path=str(random_model), min_pixels=19600, max_pixels=20000)
     near, far, moved = Renderer(narrow), Renderer(narrow), 0
     for width, height in [(60, 50), (50, 60), (400, 100), (70, 300), (140, 140)]:
-        sequence = near.prompt([user("Look.", gradient(width, height))])
-        (image,), received = sequence.images, pickle.loads(pickle.dumps(sequence))
+        context = near.prompt([user("Look.", gradient(width, height))])
+        (image,), received = context.images, pickle.loads(pickle.dumps(context))
         moved += near.final_size(*image.picture.size) != image.picture.size
         far.restore(received)
         assert received.images[0].grid == image.grid and torch.equal(received.images[0].patch_PC, image.patch_PC)
-        far.restore(again := pickle.loads(pickle.dumps(sequence)))
+        far.restore(again := pickle.loads(pickle.dumps(context)))
         assert again.images[0] is received.images[0], "remembered"
         assert far.image(image.picture).picture.size == near.final_size(*image.picture.size), "given anew it is a picture like any other"
     assert moved >= 3, "the pictures of this test show nothing"
@@ -106,13 +106,13 @@ def test_continuing_equals_rendering_the_whole(renderer: Renderer, replies: list
 
 
 def test_a_cut_off_turn_is_closed_by_an_unsampled_token(renderer: Renderer) -> None:
-    sequence = renderer.prompt([user("Go.")])
-    sequence.extend([40, 41], logprobs=[-1.0, -1.0])
-    more = renderer.observation(sequence, [user("Again.")])
+    context = renderer.prompt([user("Go.")])
+    context.extend([40, 41], logprobs=[-1.0, -1.0])
+    more = renderer.observation(context, [user("Again.")])
     assert more.token_ids[0] == renderer.end_id and set(more.loss_mask) == {0}
-    assert sequence.token_ids[-2:] == [40, 41], "what is observed is added by the episode, if it fits"
-    sequence.extend([renderer.end_id], logprobs=[-1.0])
-    assert renderer.observation(sequence, [user("Again.")]).token_ids == more.token_ids[1:]
+    assert context.token_ids[-2:] == [40, 41], "what is observed is added by the episode, if it fits"
+    context.extend([renderer.end_id], logprobs=[-1.0])
+    assert renderer.observation(context, [user("Again.")]).token_ids == more.token_ids[1:]
 
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>", "<|video_pad|>")
@@ -137,10 +137,10 @@ def test_tool_output_in_a_transcript_is_masked(renderer: Renderer) -> None:
         {"role": "tool", "content": [{"type": "text", "text": "done"}, {"type": "image", "image": gradient(56, 56)}]},
         assistant("seen"),
     ]
-    sequence = renderer.transcript(messages)
-    said = [token for token, mask in zip(sequence.token_ids, sequence.loss_mask, strict=True) if mask]
+    context = renderer.transcript(messages)
+    said = [token for token, mask in zip(context.token_ids, context.loss_mask, strict=True) if mask]
     assert renderer.tokenizer.decode(said) == "crop<|im_end|>seen<|im_end|>"
-    assert sequence.token_ids.count(renderer.image_token_id) == sequence.images[0].num_tokens == 4
+    assert context.token_ids.count(renderer.image_token_id) == context.images[0].num_tokens == 4
 
 
 def test_banned_are_vision_tokens_and_ids_beyond_the_tokenizer(renderer: Renderer) -> None:

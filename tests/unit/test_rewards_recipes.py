@@ -25,7 +25,7 @@ def shown(color: str) -> Image:
 
 
 def turn(text: str, call: ToolCall | None = None, *images: Image) -> Turn:
-    return Turn(sequence=0, span=(0, 1), text=text, call=call, images=list(images))
+    return Turn(context=0, span=(0, 1), text=text, call=call, images=list(images))
 
 
 def python(source: str = "crop()", *, error: str = "", ran: bool = True) -> ToolCall:

@@ -9,7 +9,7 @@ from megatron_rl.types import End, HostFault, Turn
 
 
 def outcome(*rewards: float) -> Outcome:
-    turns = [Turn(sequence=0, span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
+    turns = [Turn(context=0, span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
     return Outcome(payload={}, turns=turns, end=End.DONE)
 
 

@@ -4,16 +4,16 @@ import pytest
 
 from megatron_rl.algo.advantages import credit, credit_report
 from megatron_rl.run import check_failures, check_improvement, rollout_metrics
-from megatron_rl.types import Rollout, RunFailed, Sequence, Status
+from megatron_rl.types import Context, Rollout, RunFailed, Status
 
 
 def rollout(group: int, reward: float | None, sampled: int = 2) -> Rollout:
-    sequence = Sequence()
-    sequence.extend([1])
-    sequence.extend([2] * sampled, logprobs=[-1.0] * sampled)
+    context = Context()
+    context.extend([1])
+    context.extend([2] * sampled, logprobs=[-1.0] * sampled)
     failed = reward is None
     return Rollout(
-        task="t", example_id="e", group=group, sample=0, weight_version=0, sequences=[sequence], reward=reward,
+        task="t", example_id="e", group=group, sample=0, weight_version=0, contexts=[context], reward=reward,
         rewards={} if failed else {"return": reward}, status=Status.FAILED if failed else Status.COMPLETED,
         reason="sandbox down" if failed else "goal", wall_s=9.0 if failed else 1.0 + group, scoring_s=0.5,
     )  # fmt: skip

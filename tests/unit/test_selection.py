@@ -7,18 +7,18 @@ import pytest
 from megatron_rl.algo.advantages import credit, turn_credit
 from megatron_rl.algo.selection import select
 from megatron_rl.config import DROPS, ENDS
-from megatron_rl.types import End, Image, Rollout, Sequence, Status, Turn
+from megatron_rl.types import Context, End, Image, Rollout, Status, Turn
 
 
 def rollout(
     group: int, reward: float | None, *, end: End = End.DONE, scores: tuple[float, ...] = (0.0,), outcome: float = 0.0, image: bool = True
 ) -> Rollout:
-    sequence = Sequence(images=[Image(None, None, (1, 2, 2), "a")] if image else [])
-    turns = [Turn(sequence=0, span=(i, i + 1), text="", score=score) for i, score in enumerate(scores)]
+    context = Context(images=[Image(None, None, (1, 2, 2), "a")] if image else [])
+    turns = [Turn(context=0, span=(i, i + 1), text="", score=score) for i, score in enumerate(scores)]
     status = Status.FAILED if reward is None else Status.COMPLETED
     return Rollout(
         task="t", example_id="e", group=group, sample=0, weight_version=0, status=status, end=end,
-        reward=reward, outcome=outcome, turns=turns, sequences=[sequence],
+        reward=reward, outcome=outcome, turns=turns, contexts=[context],
     )  # fmt: skip
 
 

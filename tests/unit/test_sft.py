@@ -1,6 +1,6 @@
 """The warm start's demonstrations: rendered when needed, kept within a bound, and the same as if all had been rendered at once."""
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Demonstration
 
 
-class Counted(Ordered[Demonstration]):
+class Counted(Sequence[Demonstration]):
     """Three transcripts with one picture of 56 x 56 each, and how often each was asked for."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
     assert demonstrations.asked == [0, 0, 0], "nothing before it is needed"
     for number in range(9):
         piece, expected = shown[number], whole[number % 3]
-        assert (piece.sequence.token_ids, piece.sequence.loss_mask) == (expected.token_ids, expected.loss_mask)
+        assert (piece.context.token_ids, piece.context.loss_mask) == (expected.token_ids, expected.loss_mask)
         assert piece.denominator == sum(expected.loss_mask)
-        assert [image.patch_PC for image in piece.sequence.images] == [None], "patches are made for what a rank trains on"
-        renderer.restore(piece.sequence)
+        assert [image.patch_PC for image in piece.context.images] == [None], "patches are made for what a rank trains on"
+        renderer.restore(piece.context)
         batch = pack([piece], image_token_id=renderer.image_token_id)
         assert batch.patch_PC.equal(expected.images[0].patch_PC)
     assert demonstrations.asked == asked

@@ -112,12 +112,12 @@ def test_gold_earns_full_marks_and_a_guess_none() -> None:
             code, answer = made.gold(example)
             assert made.protocol.read(code) == Code(look(Canvas(example.id).scene.target.cell))
             assert made.protocol.read(answer) == Answer(str(example.payload["answer"]))
-            ran = Turn(sequence=0, span=(0, 1), text=code, call=ToolCall(tool="python", source=code, ran=True))
-            told = Turn(sequence=0, span=(1, 2), text=answer)
+            ran = Turn(context=0, span=(0, 1), text=code, call=ToolCall(tool="python", source=code, ran=True))
+            told = Turn(context=0, span=(1, 2), text=answer)
             gold = asyncio.run(made.rubric.score(Outcome(payload=example.payload, turns=[ran, told], end=End.DONE)))
             assert gold.reward == pytest.approx(full)
             wrong = made.protocol.write_answer(str(9 - int(str(example.payload["answer"]))))
-            guess = Turn(sequence=0, span=(0, 1), text=wrong)
+            guess = Turn(context=0, span=(0, 1), text=wrong)
             for turns, end in (([guess], End.DONE), ([ran, guess], End.DONE), ([ran], End.MAX_TURNS), ([ran, ran], End.MAX_TURNS)):
                 score = asyncio.run(made.rubric.score(Outcome(payload=example.payload, turns=turns, end=end)))
                 assert score.reward == 0.0

@@ -34,7 +34,7 @@ def task_of(tmp_path: Path, **data: object) -> VqaTask:
 
 
 def score(task: VqaTask, example: object, reply: str) -> float:
-    outcome = Outcome(payload=example.payload, turns=[Turn(sequence=0, span=(0, 1), text=reply)], end=End.DONE)
+    outcome = Outcome(payload=example.payload, turns=[Turn(context=0, span=(0, 1), text=reply)], end=End.DONE)
     return asyncio.run(task.rubric.score(outcome)).reward
 
 

@@ -9,7 +9,7 @@ CodeV's notices unless it counts on their absence. A picture is also a variable 
 told so; there it met with silence.
 """
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -46,7 +46,7 @@ class CodeV:
     name = "codev"
     stop = ("</code>",)
 
-    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         names = list(self.inputs(pictures))
         files = f"\nImage files: {', '.join(names)}. {sizes(names, pictures)}" if names else ""
         return [say("system", RULES), say("user", *place(question, pictures, lambda _, picture: [picture]), files)]
@@ -59,10 +59,10 @@ class CodeV:
             return read_answer(found.bodies[0])
         return read_python(found.bodies) if found.tag else nothing_found("code")
 
-    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
         return [say("user", f"<sandbox_output>\n{call.text}\n", *pictures, f"\n</sandbox_output>\n{REMINDER}")]
 
-    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         given = self.file_names[: len(pictures)]
         others = (name for name in (f"image_{index}.png" for index in count(len(given))) if name not in given)
         return dict(zip([*given, *(next(others) for _ in pictures[len(given) :])], pictures, strict=True))

@@ -10,8 +10,7 @@ reply with neither call nor answer ended the episode there; here it is an error 
 """
 
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
@@ -30,7 +29,7 @@ Look closer before you answer where details matter, as often as you need. The fi
 REMINDER = "Think about what this shows. Then call a tool again, or give the final answer in <answer> tags."
 
 
-def describe_tools(schemas: Ordered[Mapping[str, object]]) -> str:
+def describe_tools(schemas: Sequence[Mapping[str, object]]) -> str:
     """Functions in the words of Qwen2.5's own chat template (its tokenizer_config.json), which the model was trained on."""
     listed = "\n".join(json.dumps({"type": "function", "function": schema}) for schema in schemas)
     return (
@@ -55,7 +54,7 @@ class DeepEyes:
     name = "deepeyes"
     stop = ()
 
-    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         tools = describe_tools([schema(name, tool) for name, tool in TOOLS.items()])
         size = ["\n", sizes(["The original image"], pictures[:1])] if pictures else []
         return [say("system", tools, GUIDE), say("user", *place(question, pictures, lambda _, picture: [picture]), *size)]
@@ -68,10 +67,10 @@ class DeepEyes:
             return Malformed(f"there is no tool {call.name[:60]!r}; there are {', '.join(TOOLS)}")
         return Call(TOOLS[call.name], call.arguments)
 
-    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
         return [say("user", f"<tool_response>\n{call.text}", *pictures, f"\n</tool_response>\n{REMINDER}")]
 
-    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         return {}
 
     def write_code(self, source: str) -> str:

@@ -6,7 +6,7 @@ picture of the data set that cannot be read, a box that cannot be had, a box or 
 
 import asyncio
 import json
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 
 from PIL.Image import Image as Picture
 
@@ -107,7 +107,7 @@ class AgentEnv:
             return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=str(error)), []
 
 
-def describe(result: sandbox.Result, *, names: Ordered[str]) -> tuple[str, str]:
+def describe(result: sandbox.Result, *, names: Sequence[str]) -> tuple[str, str]:
     """What the policy is told of a call in words, and the error alone (empty without one). `names` are those of its pictures."""
     error = ""
     lines = [STATE_LOST] if result.state_lost else []
@@ -128,5 +128,5 @@ def _unicode(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _num_pictures(messages: Ordered[Message]) -> int:
+def _num_pictures(messages: Sequence[Message]) -> int:
     return sum(part["type"] == "image" for message in messages for part in message["content"])

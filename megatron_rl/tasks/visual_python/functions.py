@@ -7,8 +7,7 @@ r"""Function calls as OpenAI's servers know them, in the words of Qwen2.5's chat
 One call a reply: the reply ends at its closing tag.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
@@ -36,7 +35,7 @@ class Functions:
     name = "functions"
     stop = ("</tool_call>",)
 
-    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         tools = describe_tools([PYTHON, *(schema(tool, tool) for tool in IMAGE_TOOLS)])
         names = list(self.inputs(pictures))
         size = ["\n", sizes(names, pictures)] if names else []
@@ -51,10 +50,10 @@ class Functions:
             return Malformed(f"there is no function {call.name[:60]!r}; there are python, {', '.join(IMAGE_TOOLS)}")
         return read_python((code,)) if isinstance(code, str) else Malformed("python needs the argument code, a text")
 
-    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
         return [say("user", f"<tool_response>\n{call.text}\n", *pictures, "\n</tool_response>")]
 
-    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         return {f"image_{index}": picture for index, picture in enumerate(pictures)}
 
     def write_code(self, source: str) -> str:

@@ -1,7 +1,6 @@
 """Messages from texts and pictures. What a text holds is data: the renderer keeps the names of special tokens in it from being tokens."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Ordered
+from collections.abc import Callable, Sequence
 
 from PIL.Image import Image as Picture
 
@@ -26,7 +25,7 @@ def say(role: str, *parts: Part) -> Message:
     return {"role": role, "content": content}
 
 
-def place(question: str, pictures: Ordered[Picture], frame: Callable[[int, Picture], list[Part]]) -> list[Part]:
+def place(question: str, pictures: Sequence[Picture], frame: Callable[[int, Picture], list[Part]]) -> list[Part]:
     """The question with each picture, as `frame` shows it, where its `<image>` stands; pictures without a place come first.
 
     Raises ValueError when the question has places, but not one for each picture.
@@ -40,7 +39,7 @@ def place(question: str, pictures: Ordered[Picture], frame: Callable[[int, Pictu
     return [first, *(part for parts, text in zip(framed, rest, strict=True) for part in [*parts, text])]
 
 
-def sizes(names: Ordered[str], pictures: Ordered[Picture]) -> str:
+def sizes(names: Sequence[str], pictures: Sequence[Picture]) -> str:
     """Example: `image_clue_0 has 640 x 480 pixels (width x height).`"""
     return " ".join(
         f"{name} has {picture.width} x {picture.height} pixels (width x height)." for name, picture in zip(names, pictures, strict=True)

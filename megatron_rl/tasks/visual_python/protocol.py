@@ -1,7 +1,6 @@
 """How an agent's replies are read and how it is answered: the records, and what every protocol of tools can do."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,7 +48,7 @@ class ToolProtocol(Protocol):
     stop: tuple[str, ...]
     """A reply ends behind one of these."""
 
-    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """The first messages. Raises ValueError when the question places more pictures (`<image>`) than there are."""
         ...
 
@@ -57,11 +56,11 @@ class ToolProtocol(Protocol):
         """Never raises, in time linear in the length, whatever the text."""
         ...
 
-    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
         """What came of a call: its text or error and the pictures it returned; `num_before` pictures stand in the context already."""
         ...
 
-    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         """The names by which code finds the pictures: variables, or files with a suffix."""
         ...
 

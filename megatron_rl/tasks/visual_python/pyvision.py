@@ -9,7 +9,7 @@ there as image_hint_i) are the two values of `shown`. Differs from the original:
 are errors that the policy may mend; there, either ends the episode. Video is out of scope.
 """
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
@@ -46,7 +46,7 @@ class PyVision:
     name = "pyvision"
     stop = ("</code>",)
 
-    def prompt(self, question: str, pictures: Ordered[Picture]) -> list[Message]:
+    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         names = list(self.inputs(pictures))
         parts = place(question, pictures, self._frame)
         rules = self.rules.replace("IMAGES", SHOWN if self.shown else HIDDEN)
@@ -63,7 +63,7 @@ class PyVision:
         bare = last_fenced(reply)
         return nothing_found("code") if bare is None else read_python((bare,))
 
-    def observe(self, call: ToolCall, pictures: Ordered[Picture], *, num_before: int) -> list[Message]:
+    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
         parts: list[Part] = [f"<tool_response>\n<interpreter>\nText Result:\n{call.text}\n"]
         if pictures:
             parts.append("Image Result:\n")
@@ -71,7 +71,7 @@ class PyVision:
             parts += [*_clue(index, picture), "\n"]
         return [say("user", *parts, "</interpreter>\n</tool_response>")]
 
-    def inputs(self, pictures: Ordered[Picture]) -> dict[str, Picture]:
+    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         name = "image_clue" if self.shown else "image_hint"
         return {f"{name}_{index}": picture for index, picture in enumerate(pictures)}
 

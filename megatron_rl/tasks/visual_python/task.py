@@ -1,7 +1,6 @@
 """Questions about pictures, answered with tools: the user's data, a protocol, a sandbox, and a rubric by name."""
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from PIL.Image import Image as Picture
@@ -64,7 +63,7 @@ class VisualPythonTask:
         self.judge = judge_of(settings.judge)
         self.rubric = recipes.build(settings.reward, judge=self.judge, protocol=settings.protocol)
         self._pool = pool_of(settings.sandbox)
-        self._splits: dict[str, Ordered[Example]] = {}
+        self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
         await start_pool(self._pool)
@@ -76,7 +75,7 @@ class VisualPythonTask:
             await self.judge.close()
         await self._pool.close()
 
-    def examples(self, split: str) -> Ordered[Example]:
+    def examples(self, split: str) -> Sequence[Example]:
         """The user's questions; every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
             self._splits[split] = split_of(self.settings.data, split)
@@ -85,7 +84,7 @@ class VisualPythonTask:
     def env(self, example: Example) -> AgentEnv:
         return AgentEnv(example, protocol=PROTOCOLS[self.settings.protocol](example.payload), pool=self._pool)
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> Ordered[Demonstration]:
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """The user's transcripts. Tool output is the user's turn in them, so there is no loss on it."""
         return demonstrations_of(self.settings.data, split, num=num, seed=seed)
 

@@ -5,8 +5,7 @@ to the left and bluer to the top, so that a piece of it tells where it lies: a s
 """
 
 import random
-from collections.abc import Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -103,7 +102,7 @@ class Scene:
         return canvas
 
 
-def scene(level: Level, names: Ordered[str], *, seed: str, labels: str = LABELS) -> Scene:
+def scene(level: Level, names: Sequence[str], *, seed: str, labels: str = LABELS) -> Scene:
     """The scene of a seed: as many different names as the level has things, each in a cell of its own, labels drawn one by one."""
     require(len(names) >= level.things, "things", level.things, f"is more than the {len(names)} kinds of thing; choose an easier level")
     dice = random.Random(seed)

@@ -5,7 +5,7 @@ from files, and the rules in the prompt are one line, for a model of a million p
 """
 
 import random
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
@@ -80,7 +80,7 @@ def transcript(protocol: PyVision, canvas: Canvas, *, guess: str | None) -> list
 
 
 @dataclass(slots=True, frozen=True)
-class Transcripts(Ordered[Demonstration]):
+class Transcripts(Sequence[Demonstration]):
     """Drawn when they are asked for: a canvas and its crop take 2 MB."""
 
     protocol: PyVision

@@ -1,0 +1,116 @@
+"""Golden runs: short whole runs whose every number must stay the same, bit for bit, from commit to commit on one machine.
+
+    python tests/golden/runs.py record runs/golden            # makes the starts where they lack, plays every run, writes golden.json
+    python tests/golden/runs.py check runs/golden [NAME ...]  # plays them again; exit code 1 names the first number that differs
+
+What a run leaves that depends on the clock (time/*) is left out. Other machines round otherwise: there, tests/golden/test_recorded.py
+compares what recorded rollouts teach, to 1e-5.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl.observe.metrics import read_metrics  # noqa: E402 (the script's own tree comes first)
+from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
+
+SMALL = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
+SFT = (
+    "stage=sft", "sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60", "sft.lr=1e-3",
+    "sft.warmup_steps=5", "sft.beta2=0.95", *SMALL,
+)  # fmt: skip
+GRPO = (
+    "algo.lr=1e-3", "algo.prompts_per_step=4", "algo.group_size=4", "algo.kl_coef=0.01", "algo.micro_batch_tokens=1500",
+    "algo.minibatches=2", "algo.epochs=2", "algo.clip_high=0.28", "algo.temperature=0.9", "run.steps=6", *SMALL,
+)  # fmt: skip
+SEARCH = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.data.max_eval=8", "task.sandbox.size=4")
+LOOK = (
+    "experiment=visual_search_sft_cpu", "sft.splits=[correct]", "sft.steps=[80]", "sft.batch_size=12", "sft.num_demonstrations=48",
+    "sft.lr=2e-3", *SEARCH,
+)  # fmt: skip
+AGENT = ("experiment=visual_search_python_cpu", "algo.prompts_per_step=4", "algo.group_size=4", "run.steps=6", *SEARCH)
+LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,projector]")
+
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sft": ("nano", SFT),
+    "grpo": ("sft", (*GRPO, "algo.drop=[zero_std]", "algo.max_generations=2", "algo.credit=return_to_go", "algo.turn_discount=0.9")),
+    "lora": ("sft", (*GRPO, *LORA)),
+    "tp2": ("sft", (*GRPO, "parallel.tp=2", "parallel.sequence_parallel=true")),
+    "pp2": ("sft", (*GRPO, "parallel.pp=2", "engine.tp=2")),
+    "look": ("nano_search", LOOK),
+    "agent": ("look", AGENT),
+}
+"""Name: (the start, a preset or another run's final model; settings). Runs that others start from stand before them."""
+
+
+def play(name: str, home: Path) -> dict[str, object]:
+    """One run in a new folder: its steps' metrics and the checksum of its final weights."""
+    start, overrides = RUNS[name]
+    folder = home / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model = home / "starts" / start if (home / "starts" / start).exists() else home / start / "final"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(ROOT / "launch" / "train.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    overrides = (*overrides, f"model.path={model}", f"run.dir={folder}")
+    result = subprocess.run([*command, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if result.returncode:
+        raise SystemExit(f"{name}: exit code {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+    lines = read_metrics(folder / "metrics.jsonl")
+    steps = [{key: repr(value) for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    digest = hashlib.sha256()
+    for file in sorted((folder / "final").glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return {"steps": steps, "weights": digest.hexdigest()}
+
+
+def difference(old: dict, new: dict) -> str:
+    """The first number that differs, or ''. Metrics that only one side has are named last: a metric may come, not change."""
+    for before, after in zip(old["steps"], new["steps"], strict=True):
+        for key in before.keys() & after.keys():
+            if before[key] != after[key]:
+                return f"step {before['step']}, {key}: {before[key]} is now {after[key]}"
+    return "" if old["weights"] == new["weights"] else "the final weights differ"
+
+
+def keys_that_changed(old: dict, new: dict) -> str:
+    before, after = ({key for step in run["steps"] for key in step} for run in (old, new))
+    return "".join(
+        [f"; gone: {', '.join(sorted(before - after))}" * bool(before - after), f"; new: {sorted(after - before)}" * bool(after - before)]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("record", "check"))
+    parser.add_argument("home", type=Path, help="where starts and runs lie")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(RUNS)}; all when none is given")
+    asked = parser.parse_args()
+    home, file = asked.home.resolve(), asked.home.resolve() / "golden.json"
+    for preset, init in (("nano", "learn"), ("nano_search", "learn")):
+        if not (home / "starts" / preset).exists():
+            make(home / "starts" / preset, preset=preset, init=init, seed=0)
+    golden = json.loads(file.read_text()) if file.exists() else {}
+    failed = False
+    for name in asked.names or RUNS:
+        new = play(name, home)
+        if asked.verb == "record":
+            golden[name] = new
+            file.write_text(json.dumps(golden, indent=1))
+            print(f"{name}: recorded, {len(new['steps'])} lines, weights {new['weights'][:12]}", flush=True)
+            continue
+        found = difference(golden[name], new)
+        failed |= bool(found)
+        print(f"{name}: {found or 'equal, bit for bit'}{keys_that_changed(golden[name], new)}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
