@@ -20,11 +20,11 @@ from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.batch import Piece
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.models.hf_config import read_config
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.train import objective
 from megatron_rl.types import Context, Image
-from megatron_rl.weights.hf_config import read_config
 from megatron_rl.world import connect, place
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "L40S": 362e12, "A100": 312e12}

@@ -30,12 +30,12 @@ from megatron_rl.data.questions import open_questions
 from megatron_rl.data.records import PLACE
 from megatron_rl.data.survey import Size, Survey, survey
 from megatron_rl.data.transcripts import transcripts
+from megatron_rl.models.hf_config import hf_shapes, read_config
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Example
-from megatron_rl.weights.checkpoints import HfSource
-from megatron_rl.weights.hf_config import hf_shapes, read_config
+from megatron_rl.weights.formats.open import HfSource
 from sandbox.client import SandboxClient
 
 USES_SANDBOX = ("visual_python", "visual_search")
@@ -203,7 +203,7 @@ def look_at_sandbox(settings: Settings, report: Report) -> None:
     if chosen.url:
         try:
             asyncio.run(_greet(chosen.url))
-        except (sandbox.HostFault, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
+        except (sandbox.SandboxFault, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
             report.fail("sandbox", f"task.sandbox.url={chosen.url}: {one_line(fault)}; start it: python -m sandbox serve")
         else:
             report.say("sandbox", chosen.url)

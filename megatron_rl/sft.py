@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from megatron_rl.algo.losses import LossMetrics, sft_loss
 from megatron_rl.batch import Piece
-from megatron_rl.checkpoints import Checkpoints
 from megatron_rl.config import Settings
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Run
+from megatron_rl.run_states import Checkpoints
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Batch, Demonstration
 

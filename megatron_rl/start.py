@@ -6,16 +6,18 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2_5_VLConfig
 
-from megatron_rl.checkpoints import Checkpoints, find
 from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
-from megatron_rl.dry import dry_run
 from megatron_rl.evaluate import evaluate
+from megatron_rl.models.hf_config import read_config
+from megatron_rl.models.released import known_config
+from megatron_rl.plan.dry import dry_run
 from megatron_rl.policy.parallel import Layout, build_layout, check_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.collect import Crew
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Run, check_improvement, writing
+from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.sft import warm_start
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
@@ -24,8 +26,6 @@ from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.train import train
 from megatron_rl.types import RunFailed
-from megatron_rl.weights.hf_config import read_config
-from megatron_rl.weights.released import known_config
 from megatron_rl.world import World, connect, place
 
 TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {

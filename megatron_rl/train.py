@@ -10,12 +10,12 @@ from megatron_rl.algo.advantages import credit, credit_report, turn_credit
 from megatron_rl.algo.losses import LossMetrics, grpo_loss
 from megatron_rl.algo.selection import Selection, select
 from megatron_rl.batch import cut_minibatches
-from megatron_rl.checkpoints import Checkpoints
 from megatron_rl.config import DROPS, AlgoSettings, Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.policy.policy import Loss, Policy
-from megatron_rl.rollout.collect import Crew, collect, deal, episode_settings
+from megatron_rl.rollout.collect import Crew, choose_prompts, collect, episode_settings
 from megatron_rl.run import Run, check_failures, rollout_metrics
+from megatron_rl.run_states import Checkpoints
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Batch, Example, Rollout
 
@@ -81,7 +81,7 @@ def roll_out(
     algo = settings.algo
     rollouts: list[Rollout] = []
     for number in range(algo.max_generations):
-        dealt = deal(examples, algo.prompts_per_step, seed=settings.run.seed, step=first_round + number)
+        dealt = choose_prompts(examples, algo.prompts_per_step, seed=settings.run.seed, step=first_round + number)
         how = episode_settings(settings, step=step)
         rollouts += collect(task, dealt, crew=crew, samples=algo.group_size, settings=how, first_group=len(dealt) * number)
         check_failures(rollouts, limit=settings.run.max_failed)

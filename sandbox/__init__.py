@@ -8,9 +8,21 @@ async with Sandbox(size=8) as pool:
 from sandbox.box import Box
 from sandbox.layers import Layers
 from sandbox.pool import Sandbox
-from sandbox.types import BoxClosed, Dropped, Error, Fault, HostFault, Isolation, Limits, Picture, PoolFull, Result, Usage
+from sandbox.types import BoxClosed, Dropped, Error, Fault, Isolation, Limits, Picture, PoolFull, Result, SandboxFault, Usage
 
 __all__ = [
-    "Box", "BoxClosed", "Dropped", "Error", "Fault", "HostFault", "Isolation",
-    "Layers", "Limits", "Picture", "PoolFull", "Result", "Sandbox", "Usage",
+    "Box",
+    "BoxClosed",
+    "Dropped",
+    "Error",
+    "Fault",
+    "Isolation",
+    "Layers",
+    "Limits",
+    "Picture",
+    "PoolFull",
+    "Result",
+    "Sandbox",
+    "SandboxFault",
+    "Usage",
 ]  # fmt: skip

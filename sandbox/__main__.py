@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sandbox import doctor
 from sandbox.pool import Sandbox
-from sandbox.types import Fault, HostFault, Isolation, Limits, Result
+from sandbox.types import Fault, Isolation, Limits, Result, SandboxFault
 
 GOOD, CODE_FAILED, LIMIT, HOST = 0, 1, 2, 3
 """Exit statuses of `run`. A mistake in the arguments, an unreadable image included, is 1 with a message, or argparse's own 2."""
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         return CODE_FAILED
     try:
         result = asyncio.run(_run(code, images=images, isolation=arguments.isolation, timeout_s=arguments.timeout))
-    except HostFault as fault:
+    except SandboxFault as fault:
         print(f"sandbox run: {fault}", file=sys.stderr)
         return HOST
     except ValueError as error:
@@ -72,7 +72,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         serving = server.serve(pool, host=arguments.host, port=arguments.port, wait_s=arguments.wait, idle_s=arguments.idle)
         asyncio.run(serving)
-    except (HostFault, OSError) as fault:  # OSError: the port is taken
+    except (SandboxFault, OSError) as fault:  # OSError: the port is taken
         print(f"sandbox serve: {fault}", file=sys.stderr)
         return HOST
     return GOOD

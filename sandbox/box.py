@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from sandbox import frames, images, replies
 from sandbox.keeper import Exit, Life
-from sandbox.types import BoxClosed, Error, Fault, HostFault, Limits, Result, Usage
+from sandbox.types import BoxClosed, Error, Fault, Limits, Result, SandboxFault, Usage
 
 if TYPE_CHECKING:
     from sandbox.cgroups import Group
@@ -59,7 +59,7 @@ class Box:
                 return Result(id=self._calls, fault=Fault.CODE, limit="code", error=Error(type="CodeTooLong", message=reason))
             try:
                 life = await self._living()
-            except (HostFault, ValueError) as error:  # ValueError: what opened once does not open again
+            except (SandboxFault, ValueError) as error:  # ValueError: what opened once does not open again
                 return self._host_fault(str(error))
             lost, self._lost = self._lost, False
             try:
@@ -78,7 +78,7 @@ class Box:
             self._calls += 1
             try:
                 life = await self._living()
-            except (HostFault, ValueError):
+            except (SandboxFault, ValueError):
                 return {}
             try:
                 async with asyncio.timeout(self._limits.call_s):
@@ -182,13 +182,13 @@ class Box:
             shown = f"the call ran longer than {seconds:g} s" if late else MESSAGES[limit].format(limits=self._limits)
             return Fault.CODE, limit, Error(type="LimitExceeded", message=f"{shown}: {CONSEQUENCE}")
         if exit_.status is None:
-            return Fault.HOST, None, Error(type="HostFault", message="the zygote died, and the box with it")
+            return Fault.HOST, None, Error(type="SandboxFault", message="the zygote died, and the box with it")
         ended = os.waitstatus_to_exitcode(exit_.status)
         if life.killed:
             message = "the code closed the interpreter's channel" if trouble == "gone" else trouble
             return Fault.CODE, None, Error(type="InterpreterBroken", message=f"{message}: {CONSEQUENCE}")
         if ended == -signal.SIGKILL and self._keeper.layers.pid_ns:  # nothing inside a pid namespace can kill its first process
-            return Fault.HOST, None, Error(type="HostFault", message="somebody on the host killed the box: out of memory?")
+            return Fault.HOST, None, Error(type="SandboxFault", message="somebody on the host killed the box: out of memory?")
         how = signal.Signals(-ended).name if ended < 0 else f"exit status {ended}"
         return Fault.CODE, None, Error(type="InterpreterDied", message=f"the code ended its own interpreter ({how}): {CONSEQUENCE}")
 
@@ -206,4 +206,4 @@ class Box:
 
     def _host_fault(self, reason: str) -> Result:
         lost, self._lost = self._lost, True
-        return Result(id=self._calls, fault=Fault.HOST, error=Error(type="HostFault", message=reason), state_lost=lost)
+        return Result(id=self._calls, fault=Fault.HOST, error=Error(type="SandboxFault", message=reason), state_lost=lost)

@@ -4,7 +4,7 @@
         async with await pool.open(images={"image_0": picture}) as box:
             result = await box.run("print(image_0.size)")
 
-The host's trouble, the network included, is `PoolFull` or `HostFault` from `open`, and a result with `fault: host` from `run`. A call is
+The host's trouble, the network included, is `PoolFull` or `SandboxFault` from `open`, and a result with `fault: host` from `run`. A call is
 never sent twice: whether it ran is not known when the connection breaks, and the box is gone on the server then.
 """
 
@@ -23,7 +23,7 @@ import httpx
 from PIL import Image
 
 from sandbox.messages import decoded, encoded, result_from_wire
-from sandbox.types import BoxClosed, Error, Fault, HostFault, PoolFull, Result
+from sandbox.types import BoxClosed, Error, Fault, PoolFull, Result, SandboxFault
 
 GRACE_S = 30.0
 """On top of what the server itself allows for a call, before a client gives it up."""
@@ -35,7 +35,7 @@ RETRY_S = 1.0
 
 
 class SandboxClient:
-    """One server. `start` asks for its limits; raises HostFault when nobody answers."""
+    """One server. `start` asks for its limits; raises SandboxFault when nobody answers."""
 
     def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -47,20 +47,20 @@ class SandboxClient:
         try:
             self.call_s, self.open_s = float(health["limits"]["call_s"]), float(health["limits"]["open_s"])
         except (KeyError, TypeError, ValueError) as error:
-            raise HostFault(f"{self.http.base_url}: no sandbox server, or another version: {health!r:.200}") from error
+            raise SandboxFault(f"{self.http.base_url}: no sandbox server, or another version: {health!r:.200}") from error
 
     async def close(self) -> None:
         await self.http.aclose()
 
     async def ask(self, verb: str, path: str, body: dict[str, Any] | None = None, *, wait_s: float = CONNECT_S) -> Any:
-        """The JSON of a good answer. Raises PoolFull for 429, BoxClosed for 404, ValueError for what we sent, HostFault for all else."""
+        """The JSON of a good answer. Raises PoolFull for 429, BoxClosed for 404, ValueError for what we sent, SandboxFault for all else."""
         sent = None if body is None else json.dumps(body).encode("ascii")  # escaped: httpx has no bytes for half a surrogate pair
         timeout = httpx.Timeout(CONNECT_S, read=wait_s, write=wait_s)
         try:
             answer = await self.http.request(verb, path, content=sent, headers=JSON, timeout=timeout)
             content = answer.json() if answer.content else None
         except (httpx.HTTPError, ValueError) as error:  # ValueError: not JSON
-            raise HostFault(f"{self.http.base_url}: {type(error).__name__}: {error}") from error
+            raise SandboxFault(f"{self.http.base_url}: {type(error).__name__}: {error}") from error
         if answer.is_success:
             return content
         detail = content.get("detail") if isinstance(content, dict) else content
@@ -71,7 +71,7 @@ class SandboxClient:
                 raise BoxClosed(str(detail))
             case 409 | 413 | 422:
                 raise ValueError(str(detail))
-        raise HostFault(f"{self.http.base_url}: status {answer.status_code}: {detail}")
+        raise SandboxFault(f"{self.http.base_url}: status {answer.status_code}: {detail}")
 
     async def open(
         self,
@@ -135,7 +135,7 @@ class RemoteBox:
         body = {"call": secrets.token_hex(8), "code": code, "timeout_s": timeout_s}
         try:
             answer = await self.pool.ask("POST", f"/boxes/{self.name}/calls", body, wait_s=allowed + GRACE_S)
-        except HostFault as error:
+        except SandboxFault as error:
             return self._host_fault(str(error))
         try:
             return result_from_wire(answer)
@@ -143,7 +143,7 @@ class RemoteBox:
             return self._host_fault(f"{self.pool.http.base_url}: no result: {error}")
 
     def _host_fault(self, reason: str) -> Result:
-        return Result(id=self.calls, fault=Fault.HOST, error=Error(type="HostFault", message=reason[:2000]))
+        return Result(id=self.calls, fault=Fault.HOST, error=Error(type="SandboxFault", message=reason[:2000]))
 
     async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
         answer = await self.pool.ask("POST", f"/boxes/{self.name}/files", {"names": list(names)}, wait_s=GRACE_S)
@@ -154,7 +154,7 @@ class RemoteBox:
         if self.closed:
             return
         self.closed = True
-        with contextlib.suppress(BoxClosed, HostFault):  # gone already, or its server is: it closes what is idle
+        with contextlib.suppress(BoxClosed, SandboxFault):  # gone already, or its server is: it closes what is idle
             await self.pool.ask("DELETE", f"/boxes/{self.name}")
 
     async def __aenter__(self) -> Self:

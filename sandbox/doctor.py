@@ -4,7 +4,7 @@ import os
 import platform
 
 from sandbox.layers import NAMES, choose, offered
-from sandbox.types import HostFault
+from sandbox.types import SandboxFault
 
 MEANING = {
     "user_ns": "namespaces without root",
@@ -29,7 +29,7 @@ def report() -> tuple[str, bool]:
     offers = offered()
     try:
         taken, verdict = choose(offers).names(), "isolation: available"
-    except HostFault as fault:
+    except SandboxFault as fault:
         taken, verdict = [], str(fault)
     lines = [f"host: Linux {platform.release()} {platform.machine()}, uid {os.geteuid()}, {os.cpu_count()} cores", ""]
     for name in NAMES:

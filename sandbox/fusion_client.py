@@ -18,7 +18,7 @@ from sandbox import images as pictures
 from sandbox.client import GRACE_S, file_of
 from sandbox.fusion import CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
 from sandbox.messages import decoded, encoded
-from sandbox.types import BoxClosed, Dropped, Error, Fault, HostFault, Limits, Picture, Result, Usage
+from sandbox.types import BoxClosed, Dropped, Error, Fault, Limits, Picture, Result, SandboxFault, Usage
 
 CODE, PRELOAD, ERROR, SHOWN = "_call.py", "_preload.py", "_error.json", "_image_{}.png"
 WRAPPER = """
@@ -129,8 +129,8 @@ class FusionBox:
         )
         try:
             response = await self._post(request)
-        except HostFault as error:
-            return Result(id=self.calls, fault=Fault.HOST, error=Error(type="HostFault", message=str(error)))
+        except SandboxFault as error:
+            return Result(id=self.calls, fault=Fault.HOST, error=Error(type="SandboxFault", message=str(error)))
         return self._result(response)
 
     async def _post(self, request: RunCodeRequest) -> RunCodeResponse:
@@ -139,9 +139,9 @@ class FusionBox:
             answer.raise_for_status()
             response = RunCodeResponse.model_validate_json(answer.content)
         except (httpx.HTTPError, ValidationError) as error:
-            raise HostFault(f"SandboxFusion: {type(error).__name__}: {error}"[:2000]) from error
+            raise SandboxFault(f"SandboxFusion: {type(error).__name__}: {error}"[:2000]) from error
         if response.status is RunStatus.SANDBOX_ERROR or response.run_result is None:
-            raise HostFault(f"SandboxFusion: {response.message[:2000]}")
+            raise SandboxFault(f"SandboxFusion: {response.message[:2000]}")
         return response
 
     def _result(self, response: RunCodeResponse) -> Result:

@@ -18,7 +18,7 @@ import psutil
 from sandbox.frames import MAX_CONTROL
 from sandbox.layers import SOURCE, Layers
 from sandbox.mounts import BOX
-from sandbox.types import HostFault, Limits
+from sandbox.types import Limits, SandboxFault
 
 START_S = 60.0
 STOP_S = 10.0
@@ -76,7 +76,7 @@ class Keeper:
     _process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Raises HostFault when it does not come up."""
+        """Raises SandboxFault when it does not come up."""
         settings = json.dumps({"layers": asdict(self.layers), "limits": asdict(self.limits), "source": SOURCE})
         try:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -92,7 +92,7 @@ class Keeper:
                 await self._hear_first()
         except OSError as error:
             await self.stop()
-            raise HostFault(f"the zygote was not started: {error}") from error
+            raise SandboxFault(f"the zygote was not started: {error}") from error
         self.alive = True
 
     async def _hear_first(self) -> None:
@@ -104,15 +104,15 @@ class Keeper:
                 self.anonymous = await self._ready
         except TimeoutError as late:
             await self.stop()
-            raise HostFault(f"the zygote did not start within {START_S:g} s") from late
+            raise SandboxFault(f"the zygote did not start within {START_S:g} s") from late
         except BaseException:
             await self.stop()
             raise
 
     async def spawn(self, slot: int) -> Life:
-        """A fresh process that waits for its inputs. Raises HostFault, also when descriptors or room for files ran out."""
+        """A fresh process that waits for its inputs. Raises SandboxFault, also when descriptors or room for files ran out."""
         if not self.alive:
-            raise HostFault("the zygote is gone")
+            raise SandboxFault("the zygote is gone")
         loop = asyncio.get_running_loop()
         self._next += 1
         number = self._next
@@ -131,7 +131,7 @@ class Keeper:
                 reader, writer = await asyncio.open_unix_connection(sock=ours)
                 undo.pop_all()
         except OSError as error:
-            raise HostFault(f"no process for a box: {error}") from error
+            raise SandboxFault(f"no process for a box: {error}") from error
         return Life(number, pid, reader, writer, streams=streams, ended=ended, directory=directory)
 
     async def end(self, life: Life) -> Exit:
@@ -169,11 +169,11 @@ class Keeper:
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
         except OSError as error:
-            raise HostFault(f"the zygote does not listen: {error}") from error
+            raise SandboxFault(f"the zygote does not listen: {error}") from error
 
     def _kill(self, number: int) -> None:
         if self.alive and number in self._ended:
-            with contextlib.suppress(HostFault):  # it died just now, and its children with it
+            with contextlib.suppress(SandboxFault):  # it died just now, and its children with it
                 self._say({"kill": number}, [])
 
     def _hear(self) -> None:
@@ -190,7 +190,7 @@ class Keeper:
         if "ready" in message:
             self._ready.set_result(message["ready"])
         elif "host" in message:
-            self._ready.set_exception(HostFault(message["host"]))
+            self._ready.set_exception(SandboxFault(message["host"]))
         elif "spawned" in message:
             future = self._waiting.pop(message["spawned"])
             if not future.done():
@@ -199,17 +199,17 @@ class Keeper:
             del self._ended[message["failed"]]
             future = self._waiting.pop(message["failed"])
             if not future.done():
-                future.set_exception(HostFault(f"fork: {message['reason']}"))
+                future.set_exception(SandboxFault(f"fork: {message['reason']}"))
         else:
             self._ended.pop(message["exited"]).set_result(Exit(message["status"], message["cpu_s"]))
 
     def _lose(self) -> None:
         """The zygote is gone, and with it, by the kernel's hand, its children."""
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(HostFault("the zygote died while it started; its standard error says why"))
+            self._ready.set_exception(SandboxFault("the zygote died while it started; its standard error says why"))
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(HostFault("the zygote died"))
+                future.set_exception(SandboxFault("the zygote died"))
         for ended in self._ended.values():
             ended.set_result(Exit(None, 0.0))
         self._waiting.clear()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from sandbox.types import HostFault
+from sandbox.types import SandboxFault
 
 SOURCE = str(Path(__file__).resolve().parents[1])
 """Where this package is imported from."""
@@ -72,7 +72,7 @@ def offered() -> dict[str, str | None]:
 def choose(offers: Mapping[str, str | None]) -> Layers:
     """Every layer that helps of those on offer: the watchdog only without a cgroup, a user namespace only where the uid cannot be dropped.
 
-    Raises HostFault with each missing layer and its reason where what is left is no room.
+    Raises SandboxFault with each missing layer and its reason where what is left is no room.
     """
     taken = {name for name in NAMES if offers[name] is None}
     taken -= {"watchdog"} if "cgroup" in taken else set()
@@ -83,5 +83,5 @@ def choose(offers: Mapping[str, str | None]) -> Layers:
     if missing:
         reasons = "; ".join(f"{name}: {offers[name]}" for name in missing)
         remedy = 'isolation="none" runs the code unconfined, with all that this user may do'
-        raise HostFault(f"this host offers no isolation ({reasons}). {remedy}")
+        raise SandboxFault(f"this host offers no isolation ({reasons}). {remedy}")
     return Layers(**dict.fromkeys(taken, True))

@@ -15,7 +15,7 @@ from sandbox.box import MESSAGES, Box
 from sandbox.inputs import Input, collect
 from sandbox.keeper import Exit, Keeper, Life
 from sandbox.layers import Layers, choose, offered
-from sandbox.types import BoxClosed, HostFault, Isolation, Limits, PoolFull
+from sandbox.types import BoxClosed, Isolation, Limits, PoolFull, SandboxFault
 
 MAX_SIZE = 256
 WATCH_S = 0.1
@@ -52,7 +52,7 @@ class Sandbox:
         return len(self._boxes)
 
     async def start(self) -> None:
-        """Raises HostFault, with every missing layer and its reason, where the host offers no room and isolation is not "none", and where
+        """Raises SandboxFault, with every lacking layer and reason, where the host offers no room and isolation is not "none", and where
         this process may not open as many files as the pool needs (the soft limit is raised where the hard one allows)."""
         assert not self._started, "the pool is running"
         _raise_descriptors(self.size)
@@ -67,7 +67,7 @@ class Sandbox:
         try:
             self._groups = cgroups.Groups(size=self.size, limits=self.limits) if self.layers.cgroup else None
         except OSError as error:
-            raise HostFault(f"cgroup: {error}") from error
+            raise SandboxFault(f"cgroup: {error}") from error
         self._keeper = Keeper(self.layers, self.limits)
         try:
             await self._keeper.start()
@@ -109,7 +109,7 @@ class Sandbox:
 
         An image's name is an identifier (`image_0`: the variable and the file image_0.png) or a file's name (`photo.jpg`: the file, and the
         variable `photo`). Waits for a free place for ever, or `wait_s` seconds: then PoolFull. Raises ValueError for a name, an image or a
-        preload that is no good, HostFault when the host fails.
+        preload that is no good, SandboxFault when the host fails.
         """
         assert self._started, "open on a pool that is not running"
         inputs = collect(images=images or {}, files=files or {}, limits=self.limits)
@@ -155,7 +155,7 @@ class Sandbox:
             if "bad" in answer:
                 raise ValueError(str(answer["bad"]))
             if "host" in answer:
-                raise HostFault(str(answer["host"]))
+                raise SandboxFault(str(answer["host"]))
         except BaseException as error:
             exit_ = await asyncio.shield(self._end(life))
             if life.verdict is not None and isinstance(error, Exception):
@@ -188,14 +188,14 @@ class Sandbox:
         return await self._spawn(slot)
 
     async def _spawn(self, slot: int) -> Life:
-        """A process in its place's control group, waiting for inputs. Raises HostFault."""
+        """A process in its place's control group, waiting for inputs. Raises SandboxFault."""
         life = await self._keeper.spawn(slot)
         try:
             if self._groups:
                 self._groups.slots[slot].join(life.pid)
         except OSError as error:
             await self._end(life)
-            raise HostFault(f"cgroup: {error}") from error
+            raise SandboxFault(f"cgroup: {error}") from error
         return life
 
     def _prepare(self, slot: int) -> None:
@@ -204,7 +204,7 @@ class Sandbox:
         async def spare() -> Life | None:
             try:
                 return await self._spawn(slot)
-            except HostFault:  # whoever opens the next box will try again, and hear of it
+            except SandboxFault:  # whoever opens the next box will try again, and hear of it
                 return None
 
         self._spares[slot] = asyncio.create_task(spare())
@@ -236,11 +236,13 @@ class Sandbox:
 
 
 def _raise_descriptors(size: int) -> None:
-    """Room for the files of `size` boxes, beside those open now. Raises HostFault."""
+    """Room for the files of `size` boxes, beside those open now. Raises SandboxFault."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = psutil.Process().num_fds() + DESCRIPTORS_PER_BOX * size + DESCRIPTORS_BESIDE
     if needed > hard:
-        raise HostFault(f"size is {size}: that takes {needed} open files, {hard} are allowed (ulimit -Hn): raise it, or take fewer boxes")
+        raise SandboxFault(
+            f"size is {size}: that takes {needed} open files, {hard} are allowed (ulimit -Hn): raise it, or take fewer boxes"
+        )
     if needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -270,5 +272,5 @@ def _outgrown(pid: int, *, limits: Limits, shared: int) -> str | None:
 def _early_end(status: int | None) -> Exception:
     """A box that died while it opened: by its preload or by an image, unless the zygote went."""
     if status is None:
-        return HostFault("the zygote died while a box opened")
+        return SandboxFault("the zygote died while a box opened")
     return ValueError(f"the box died while it opened (exit {os.waitstatus_to_exitcode(status)}): the preload, or an image")

@@ -32,7 +32,7 @@ from sandbox.messages import BODY_BYTES, CallRequest, FetchRequest, OpenRequest,
 from sandbox.metrics import Metrics
 from sandbox.pool import Box, Sandbox
 from sandbox.rooms import Rooms
-from sandbox.types import BoxClosed, HostFault, PoolFull
+from sandbox.types import BoxClosed, PoolFull, SandboxFault
 
 T = TypeVar("T")
 RETRY_S = 1.0
@@ -110,7 +110,7 @@ class Service:
             except PoolFull as error:
                 self.metrics.refused.labels("full").inc()
                 raise busy(429, f"all {self.pool.size} boxes are taken: {error}") from error
-            except HostFault as error:
+            except SandboxFault as error:
                 self.metrics.refused.labels("host").inc()
                 raise busy(503, str(error)) from error
             except BoxClosed as error:
@@ -204,7 +204,7 @@ async def _unknown(_request: Request, error: BoxClosed) -> JSONResponse:
 
 
 async def serve(pool: Sandbox, *, host: str, port: int, wait_s: float, idle_s: float) -> None:
-    """Until SIGINT or SIGTERM. Port 0 is any free one: the address is printed as soon as requests are taken. Raises HostFault, OSError."""
+    """Until SIGINT or SIGTERM. Port 0 is any free one: the address is printed once it takes requests. Raises SandboxFault, OSError."""
     with socket.create_server((host, port)) as listener:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it; without it a reply takes 40 ms
         async with pool:

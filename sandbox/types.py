@@ -148,7 +148,7 @@ class Result:
     """The interpreter of the calls before was killed: this call began with the inputs and the preload only."""
 
 
-class HostFault(RuntimeError):
+class SandboxFault(RuntimeError):
     """The host could not make or keep a box: never the code's doing."""
 
 

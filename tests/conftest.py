@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.convert import converter_hf_to_mcore
 from tools.data.make_tiny_qwen2_5_vl import make
 
 ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = ROOT / "tests" / "support"
+"""Helpers of several tests, and the scripts that tests run as processes."""
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +29,15 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "tied"
     make(out, preset="nano", init="random", seed=1, tied=True)
     return out
+
+
+@pytest.fixture(scope="session")
+def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """'untied', 'tied': (Hugging Face folder, the checkpoint that the converter made of it)."""
+    folder = tmp_path_factory.mktemp("mcore")
+    for name, model in (("untied", random_model), ("tied", tied_model)):
+        assert converter_hf_to_mcore.main(["--hf", str(model), "--out", str(folder / name), "--tp", "2"]) == 0
+    return {"untied": (random_model, folder / "untied"), "tied": (tied_model, folder / "tied")}
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_rl.config import require
 from megatron_rl.data.images import StoredImage, stored_image
-from megatron_rl.data.rows import Row, open_rows
+from megatron_rl.data.rows import JsonRow, open_rows
 
 PLACE = "<image>"
 """Where a text shows a picture."""
@@ -16,7 +16,7 @@ CONTROL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    row: Row
+    row: JsonRow
     where: str
     """`train.parquet row 17`."""
     folder: Path

@@ -20,20 +20,20 @@ import pyarrow.parquet as pq
 
 from megatron_rl.config import require
 
-Row = Mapping[str, object]
+JsonRow = Mapping[str, object]
 MAX_ROW_BYTES = 256 << 20
 """Of JSON: what is longer is taken for a file without line ends or without its closing bracket."""
 _CHUNK = 1 << 20
 _SPACE = " \t\r\n"
 
 
-def open_rows(path: Path) -> Sequence[Row]:
+def open_rows(path: Path) -> Sequence[JsonRow]:
     """The file's rows; a row that is no JSON object raises when it is read. ValueError: no such file, or not of its format."""
     require(path.is_file(), "task.data", path, "no such file")
     return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
 
 
-class JsonRows(Sequence[Row]):
+class JsonRows(Sequence[JsonRow]):
     """A JSON list of objects, or one object a line. Opens the file for each row: may be pickled and shared by threads."""
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class JsonRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> JsonRow:
         start, end = self._starts[index], self._ends[index]
         with self.path.open("rb") as file:
             file.seek(start)
@@ -63,7 +63,7 @@ class JsonRows(Sequence[Row]):
         return _present(row)
 
 
-class ParquetRows(Sequence[Row]):
+class ParquetRows(Sequence[JsonRow]):
     """The rows of a Parquet file, from its Arrow copy."""
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class ParquetRows(Sequence[Row]):
     def __len__(self) -> int:
         return self._reader.num_record_batches
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> JsonRow:
         return _present(self._reader.get_batch(range(len(self))[index]).to_pylist()[0])
 
 

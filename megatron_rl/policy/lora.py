@@ -30,8 +30,8 @@ from torch import nn
 from torch.nn.functional import dropout, linear
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.weights.adapters import is_vision_target, projection
-from megatron_rl.weights.mapping import Heads, Tensors, fuse_halves, fuse_qkv
+from megatron_rl.models.mapping import Heads, Tensors, fuse_halves, fuse_qkv
+from megatron_rl.weights.formats.peft import is_vision_target, projection
 
 Fuse = Callable[[Tensors], torch.Tensor]
 Exchange = Callable[[torch.Tensor], torch.Tensor]

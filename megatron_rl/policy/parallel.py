@@ -64,7 +64,7 @@ def check_layout(parallel: ParallelSettings, model: Qwen2_5_VLConfig, world_size
 
 
 def is_imagined() -> bool:
-    """Whether this world is one of memory.py's: its process groups have no peers, and gloo would wait for them."""
+    """Whether this world is one of plan/memory.py's: its process groups have no peers, and gloo would wait for them."""
     return dist.get_backend() == "fake"
 
 

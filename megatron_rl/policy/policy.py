@@ -18,19 +18,19 @@ from megatron_rl.algo.losses import LossMetrics
 from megatron_rl.batch import Piece, balance, cut, loads_of, pack
 from megatron_rl.config import LoraSettings, ModelSettings, OptimizerSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
-from megatron_rl.policy.checkpoint import Save, TrainingState, load
+from megatron_rl.models.hf_config import read_config, rows_of
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.qwen2_5_vl import build_chunks, uses_transformer_engine
+from megatron_rl.policy.training_state import Save, TrainingState, load
+from megatron_rl.policy.transformer import build_chunks, uses_transformer_engine
 from megatron_rl.types import Batch, Context
-from megatron_rl.weights.adapters import adapter_table, load_peft, peft_config, start_adapters, write_peft
-from megatron_rl.weights.checkpoints import open_source
-from megatron_rl.weights.hf_config import read_config, rows_of
-from megatron_rl.weights.stream import Export, Shards, load_hf
-from megatron_rl.weights.write_hf import write_hf_folder
+from megatron_rl.weights.formats.open import open_source
+from megatron_rl.weights.formats.peft import adapter_table, load_peft, peft_config, start_adapters, write_peft
+from megatron_rl.weights.formats.write_hf import write_hf_folder
+from megatron_rl.weights.stream import Export, Placement, load_hf
 
 Loss = Callable[[torch.Tensor, torch.Tensor, Batch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """(logprob_R, entropy_R, batch, rows_R) -> the summed loss and its metrics; rows_R are the entries of the batch with a sampled target."""
@@ -83,20 +83,20 @@ class Policy:
         if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
             self.chunks.cuda()
         rows = rows_of(config)
-        shards = Shards(
+        placement = Placement(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
             layers_per_chunk=text.num_hidden_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
         )  # fmt: skip
-        load_hf(self.chunks, rows, shards, open_source(Path(settings.path), config, key="model.path").read)
+        load_hf(self.chunks, rows, placement, open_source(Path(settings.path), config, key="model.path").read)
         targets = lora.targets if lora.rank else []
         vision_names = [row.mcore.removeprefix("vision.") for row in rows if row.mcore.startswith("vision.")]
         adapter_rows = adapter_table(targets=targets, num_layers=text.num_hidden_layers, vision_names=vision_names)
         if lora.path:
-            load_peft(self.chunks, adapter_rows, shards, Path(lora.path), rank=lora.rank, alpha=lora.alpha)
+            load_peft(self.chunks, adapter_rows, placement, Path(lora.path), rank=lora.rank, alpha=lora.alpha)
         else:
-            start_adapters(self.chunks, adapter_rows, shards, seed=seed)
-        self.export = Export(self.chunks, rows, shards, bucket_bytes=bucket_bytes, merged=merged_weights(self.chunks))
-        self.adapters = Export(self.chunks, adapter_rows, shards, bucket_bytes=bucket_bytes)
+            start_adapters(self.chunks, adapter_rows, placement, seed=seed)
+        self.export = Export(self.chunks, rows, placement, bucket_bytes=bucket_bytes, merged=merged_weights(self.chunks))
+        self.adapters = Export(self.chunks, adapter_rows, placement, bucket_bytes=bucket_bytes)
         return text
 
     def pack(self, pieces: list[Piece], *, max_tokens: int, restore: Callable[[Context], None] | None = None) -> list[Batch]:
@@ -215,12 +215,12 @@ class Policy:
 
     @on_cpu_too
     def save(self, folder: Path, *, optimizer: str, background: bool) -> Save:
-        """Begin to write the training state into `folder`, which exists; see checkpoint.Save. The policy may be trained on at once."""
+        """Begin to write the training state into `folder`, which exists; see training_state.Save. The policy may be trained on at once."""
         return Save(self._training_state(), folder, optimizer=optimizer, background=background)
 
     @on_cpu_too
     def load(self, folder: Path, *, seed: int) -> None:
-        """Go on from a training state, written at whatever layout; see checkpoint.load. The reference stays what settings.path holds."""
+        """Go on from a training state, written at whatever layout; see training_state.load. The reference stays that of settings.path."""
         load(self._training_state(), folder, seed=seed)
 
     def _training_state(self) -> TrainingState:

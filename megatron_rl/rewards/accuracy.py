@@ -12,7 +12,7 @@ from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.rubric import Outcome
 
 MATHS_SOURCES = ("thinklite_eureka", "xince")
-"""Mathematics by DeepEyes' rules (recipes.py)."""
+"""Mathematics by DeepEyes' rules (rubrics.py)."""
 FAMILIES = {
     "search": ("vstar", "hrbench", "high_res", "deepeyes", "minio3", "visual_search", "vl_agent"),
     "chart": ("chart", "ecd"),

@@ -49,7 +49,7 @@ def evaluation_settings(settings: Settings, *, temperature: float) -> EpisodeSet
     return replace(episode_settings(settings, step=-1), temperature=temperature, max_turns=turns)
 
 
-def deal(examples: Sequence[Example], num: int, *, seed: int, step: int) -> list[Example]:
+def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, step: int) -> list[Example]:
     """The examples of one step, a function of seed and step alone, so that a resumed run deals what the unbroken one would have.
 
     Where the task states how often it deals each example, drawn with those probabilities; otherwise without repetition within an epoch.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import EngineSettings, require
-from megatron_rl.rollout.vllm_core import Completion, Request, Sampling, Shown, VllmCore
+from megatron_rl.rollout.vllm.core import Completion, ImageInput, Request, Sampling, VllmCore
 from megatron_rl.types import HostFault, Image
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ HEARTBEAT_S = 20.0
 
 
 @dataclass(slots=True)
-class _News:
+class _Announcement:
     """What the leader tells the followers before a step."""
 
     requests: list[Request] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Engine:
         self.busy_s = 0.0
         """Seconds spent preparing requests and inside vLLM's step, since construction."""
         self._ids = itertools.count()
-        self._news = _News()
+        self._news = _Announcement()
         self._woken = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._error: BaseException | None = None
@@ -90,7 +90,7 @@ class Engine:
         offsets = placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
         if len(token_ids) >= self._settings.max_model_len:
             return Completion([], [], finished=False, weight_version=self.weight_version)
-        shown = [Shown(image.key, image.grid, offset, image.patch_PC) for image, offset in zip(images, offsets, strict=True)]
+        shown = [ImageInput(image.key, image.grid, offset, image.patch_PC) for image, offset in zip(images, offsets, strict=True)]
         request = Request(str(next(self._ids)), token_ids, shown, sampling)
         future = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
@@ -137,7 +137,7 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        self._news = _News()
+        self._news = _Announcement()
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
@@ -160,7 +160,7 @@ class Engine:
             if news.stop:
                 return
 
-    def _turn(self) -> _News:
+    def _turn(self) -> _Announcement:
         """What every rank does in step: hear the news, add and abort, compute."""
         news = self._exchange()
         started = time.perf_counter()
@@ -173,9 +173,9 @@ class Engine:
         self.busy_s += time.perf_counter() - started
         return news
 
-    def _exchange(self) -> _News:
+    def _exchange(self) -> _Announcement:
         """Take the news and, as the leader of several ranks, broadcast it; as a follower, receive it."""
-        news, self._news = self._news, _News()
+        news, self._news = self._news, _Announcement()
         if self._group is None:
             return news
         leads = self._group.rank() == 0
@@ -194,7 +194,7 @@ class Engine:
             news = news if leads else pickle.loads(payload.numpy().tobytes())
         return news
 
-    def _admit(self, news: _News) -> None:
+    def _admit(self, news: _Announcement) -> None:
         if self._error is not None:
             return
         for request in news.requests:
@@ -208,7 +208,7 @@ class Engine:
         self._core.trim_images()
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights in place (every tensor exactly once, proven: transfer.Weights.load) and forget what the old ones computed.
+        """Replace the weights in place (every tensor exactly once, proven: vllm/weights.py) and forget what the old ones computed.
 
         On a sleeping CUDA engine this wakes the weights' memory, not yet the cache's.
         """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.data.questions import split_of
 from megatron_rl.data.transcripts import demonstrations_of
-from megatron_rl.rewards import recipes
+from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
 from megatron_rl.rewards.rubric import CORRECT
 from megatron_rl.tasks.base import Step
@@ -44,7 +44,7 @@ class VqaTask:
         self.stop = ("</answer>",)
         self.data = settings.data
         self.judge = judge_of(settings.judge)
-        self.rubric = recipes.build("accuracy", judge=self.judge, protocol="")
+        self.rubric = rubrics.build("accuracy", judge=self.judge, protocol="")
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:

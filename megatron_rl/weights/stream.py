@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.weights.mapping import Row, Tensors
+from megatron_rl.models.mapping import Row, Tensors
 
 
 @dataclass(slots=True, frozen=True)
-class Shards:
+class Placement:
     """Where this process stands among those that hold the model."""
 
     tp_rank: int
@@ -57,27 +57,27 @@ def _layer(row: Row) -> int:
     return int(row.stage.removeprefix("layer:"))
 
 
-def load_hf(chunks: nn.ModuleList, rows: list[Row], shards: Shards, read: Callable[[str], torch.Tensor]) -> None:
+def load_hf(chunks: nn.ModuleList, rows: list[Row], placement: Placement, read: Callable[[str], torch.Tensor]) -> None:
     """Fill this rank's parameters; `read` gives a whole Hugging Face tensor by its name in the table, of a source proven complete."""
     base = {name: parameter for name, parameter in chunks.named_parameters() if not is_adapter(name)}
-    fill(base, rows, shards, lambda row, _shape: tuple(map(read, row.hf)))
+    fill(base, rows, placement, lambda row, _shape: tuple(map(read, row.hf)))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, or a key of a distributed checkpoint, is a LoRA adapter's (weights/adapters.py)."""
+    """Whether a parameter, or a key of a distributed checkpoint, is a LoRA adapter's (weights/formats/peft.py)."""
     return ".lora_" in name
 
 
-def fill(parameters: dict[str, nn.Parameter], rows: list[Row], shards: Shards, tensors: Callable[[Row, torch.Size], Tensors]) -> None:
+def fill(parameters: dict[str, nn.Parameter], rows: list[Row], placement: Placement, tensors: Callable[[Row, torch.Size], Tensors]) -> None:
     """Give every one of these parameters its value. `tensors` gives a row's full HF tensors; it is told the size of the whole parameter.
 
     Raises ValueError where the shapes differ.
     """
     left = dict(parameters)
-    for row in _mine(rows, shards, parameters):
-        parameter = left.pop(shards.local_name(row))
-        whole = [size * shards.tp if dim == row.shard_dim else size for dim, size in enumerate(parameter.shape)]
-        value = row.to_mcore(tensors(row, torch.Size(whole)), shards.tp_rank, shards.tp)
+    for row in _mine(rows, placement, parameters):
+        parameter = left.pop(placement.local_name(row))
+        whole = [size * placement.tp if dim == row.shard_dim else size for dim, size in enumerate(parameter.shape)]
+        value = row.to_mcore(tensors(row, torch.Size(whole)), placement.tp_rank, placement.tp)
         if value.shape != parameter.shape:
             shapes = f"shape {tuple(value.shape)} after conversion, but {row.mcore} has {tuple(parameter.shape)}"
             raise ValueError(f"{', '.join(row.hf)}: {shapes}")
@@ -88,10 +88,10 @@ def fill(parameters: dict[str, nn.Parameter], rows: list[Row], shards: Shards, t
     assert not left, f"parameters in no row of the table: {sorted(left)}"
 
 
-def _mine(rows: list[Row], shards: Shards, parameters: dict[str, nn.Parameter]) -> Iterator[Row]:
+def _mine(rows: list[Row], placement: Placement, parameters: dict[str, nn.Parameter]) -> Iterator[Row]:
     """The rows whose parameter lies on this stage (tied embeddings on one stage have no second copy)."""
     for row in rows:
-        if shards.owner(row) == shards.pp_rank and (row.exported or shards.local_name(row) in parameters):
+        if placement.owner(row) == placement.pp_rank and (row.exported or placement.local_name(row) in parameters):
             yield row
 
 
@@ -102,23 +102,23 @@ class Export:
     """
 
     def __init__(
-        self, chunks: nn.ModuleList, rows: list[Row], shards: Shards, *,
+        self, chunks: nn.ModuleList, rows: list[Row], placement: Placement, *,
         bucket_bytes: int, merged: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
         """`merged`: for parameters that leave in another form than they are stored (adapters merged in), by local name, their makers."""
-        self.shards = shards
+        self.placement = placement
         parameters = dict(chunks.named_parameters())
         rows = [row for row in rows if row.exported]
-        mine = {row.mcore: parameters[shards.local_name(row)] for row in rows if shards.owner(row) == shards.pp_rank}
-        plans: list[dict[str, torch.Size]] = [{}] * shards.pp
-        dist.all_gather_object(plans, {name: parameter.shape for name, parameter in mine.items()}, group=shards.pp_group)
+        mine = {row.mcore: parameters[placement.local_name(row)] for row in rows if placement.owner(row) == placement.pp_rank}
+        plans: list[dict[str, torch.Size]] = [{}] * placement.pp
+        dist.all_gather_object(plans, {name: parameter.shape for name, parameter in mine.items()}, group=placement.pp_group)
         shapes = {name: shape for plan in plans for name, shape in plan.items()}
         any_parameter = next(iter(parameters.values()))
         self.dtype, self.device = any_parameter.dtype, any_parameter.device
         self.parameters = mine
-        names = {row.mcore: shards.local_name(row) for row in rows}
+        names = {row.mcore: placement.local_name(row) for row in rows}
         self.merged = {name: merged[names[name]] for name in mine if merged and names[name] in merged}
-        self.buckets = _buckets(rows, shapes, shards, bucket_bytes // self.dtype.itemsize)
+        self.buckets = _buckets(rows, shapes, placement, bucket_bytes // self.dtype.itemsize)
         self.shapes = shapes
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,31 +134,31 @@ class Export:
 
     def _gather(self, bucket: list[Row]) -> dict[str, list[torch.Tensor]]:
         """Every tensor-parallel shard of each row of the bucket, in rank order (replicated rows: one)."""
-        owner = self.shards.owner(bucket[0])
+        owner = self.placement.owner(bucket[0])
         is_cut = bucket[0].shard_dim is not None
-        copies = self.shards.tp if is_cut else 1
-        if self.shards.pp == 1 and copies == 1:
+        copies = self.placement.tp if is_cut else 1
+        if self.placement.pp == 1 and copies == 1:
             return {row.mcore: [self._value(row)] for row in bucket}
         sizes = [self.shapes[row.mcore].numel() for row in bucket]
         flat = torch.empty(copies, sum(sizes), dtype=self.dtype, device=self.device)
-        if owner == self.shards.pp_rank:
+        if owner == self.placement.pp_rank:
             local = torch.cat([self._value(row).flatten() for row in bucket])
             if copies > 1:
-                dist.all_gather(list(flat.unbind(0)), local, group=self.shards.tp_group)
+                dist.all_gather(list(flat.unbind(0)), local, group=self.placement.tp_group)
             else:
                 flat[0] = local
-        if self.shards.pp > 1:
-            dist.broadcast(flat, src=dist.get_process_group_ranks(self.shards.pp_group)[owner], group=self.shards.pp_group)
+        if self.placement.pp > 1:
+            dist.broadcast(flat, src=dist.get_process_group_ranks(self.placement.pp_group)[owner], group=self.placement.pp_group)
         pieces = zip(bucket, flat.split(sizes, 1), strict=True)
         return {row.mcore: [piece.view(self.shapes[row.mcore]) for piece in part.unbind(0)] for row, part in pieces}
 
 
-def _buckets(rows: list[Row], shapes: dict[str, torch.Size], shards: Shards, max_numel: int) -> list[list[Row]]:
+def _buckets(rows: list[Row], shapes: dict[str, torch.Size], placement: Placement, max_numel: int) -> list[list[Row]]:
     """Cut the rows into runs of one owner and one kind (cut or replicated) that hold at most max_numel numbers of this rank."""
     buckets: list[list[Row]] = []
     kinds: dict[tuple[int, bool], tuple[list[Row], int]] = {}
     for row in rows:
-        kind = (shards.owner(row), row.shard_dim is not None)
+        kind = (placement.owner(row), row.shard_dim is not None)
         bucket, numel = kinds.get(kind, ([], 0))
         if bucket and numel + shapes[row.mcore].numel() > max_numel:
             buckets.append(bucket)

@@ -24,18 +24,19 @@ MAY_IMPORT = {
     "data": {"types", "config"},
     "observe": {"types", "config"},
     "rollout": {"tasks", "rewards", *DATA},
-    "weights": {"cpu"},
-    "policy": {"weights", "cpu", "algo", "batch", *DATA},
+    "models": {"cpu"},
+    "weights": {"models", "cpu"},
+    "policy": {"weights", "models", "cpu", "algo", "batch", *DATA},
+    "plan": {"policy", "models", "weights", "algo", "batch", "cpu", *DATA},
     "run": {"observe", "algo", "rollout", *DATA},
     "evaluate": {"rollout", "tasks", *DATA},
-    "checkpoints": {"policy", "run", "weights", *DATA},
-    "sft": {"algo", "batch", "checkpoints", "policy", "rollout", "run", "tasks", *DATA},
-    "train": {"algo", "batch", "checkpoints", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
-    "dry": {"policy", *DATA},
-    "start": {"dry", "weights", "checkpoints", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
+    "run_states": {"policy", "run", "weights", *DATA},
+    "sft": {"algo", "batch", "run_states", "policy", "rollout", "run", "tasks", *DATA},
+    "train": {"algo", "batch", "run_states", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
+    "start": {"plan", "models", "weights", "run_states", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
 }
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
-DOORS = {"vllm": ("rollout/vllm_core.py", "rollout/sampler.py", "rollout/transfer.py"), "megatron": ("policy/", "weights/", "cpu.py")}
+DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/", "cpu.py")}
 HEAVY = ["vllm", "megatron"]
 NEVER_LOADS = {
     "config": [*HEAVY, "torch", "transformers"],
@@ -47,7 +48,9 @@ NEVER_LOADS = {
     "observe": [*HEAVY, "transformers", "tensorboard", "wandb"],
     "run": [*HEAVY, "tensorboard", "wandb", "matplotlib"],
     "rollout": HEAVY,
+    "models": HEAVY,
     "weights": ["vllm"],
+    "plan": ["vllm"],
     "policy": ["vllm"],
     "start": ["vllm"],
 }

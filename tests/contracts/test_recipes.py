@@ -6,10 +6,10 @@ import re
 import pytest
 
 from megatron_rl.config import Settings
-from megatron_rl.policy.memory import GPUS, plan
+from megatron_rl.models.hf_config import hf_shapes
+from megatron_rl.models.released import known_config
+from megatron_rl.plan.memory import GPUS, plan
 from megatron_rl.start import check_sizes
-from megatron_rl.weights.hf_config import hf_shapes
-from megatron_rl.weights.released import known_config
 from tests.contracts.test_configs import EXPERIMENTS, settings_of, train
 
 RECIPES = [name for name in EXPERIMENTS if not name.endswith("_cpu")]

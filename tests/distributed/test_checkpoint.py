@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.weights.hf_config import read_config, rows_of
-from megatron_rl.weights.torch_dist import McoreTensors
-from tests.distributed.checkpoint_world import LAYOUTS, VARIANTS
+from megatron_rl.models.hf_config import read_config, rows_of
+from megatron_rl.weights.formats.torch_dist import McoreTensors
+from tests.conftest import SUPPORT
+from tests.support.checkpoint_world import LAYOUTS, VARIANTS
 
-SCRIPT = Path(__file__).with_name("checkpoint_world.py")
+SCRIPT = SUPPORT / "checkpoint_world.py"
 READ = {  # by a world of two at each of its four layouts, and by one process: a covering choice
     "one": ("tp2", "dp2"),
     "tp2": ("tp2", "pp2"),

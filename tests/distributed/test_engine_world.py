@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("engine_world.py")
+from tests.conftest import SUPPORT
+
+SCRIPT = SUPPORT / "engine_world.py"
 
 
 @pytest.fixture(scope="module")

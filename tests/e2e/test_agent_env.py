@@ -19,8 +19,8 @@ from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.types import Example, HostFault
 from sandbox import Limits, Sandbox
 from sandbox.client import SandboxClient
-from tests.e2e.agent_room import NOISE, Held, env_of, pictures, play, run, same, text
-from tests.e2e.sandbox_room import Room, started
+from tests.support.agent_room import NOISE, Held, env_of, pictures, play, run, same, text
+from tests.support.sandbox_room import Room, started
 
 CALL_S = 3.0
 

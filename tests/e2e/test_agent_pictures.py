@@ -15,8 +15,8 @@ from megatron_rl.data.images import StoredImage
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.types import HostFault
-from tests.e2e.agent_room import NOISE, Held, env_of, play, text
-from tests.e2e.sandbox_room import Room, started
+from tests.support.agent_room import NOISE, Held, env_of, play, text
+from tests.support.sandbox_room import Room, started
 
 
 @pytest.fixture(scope="module")

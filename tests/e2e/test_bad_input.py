@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, start
+from tests.conftest import ROOT, SUPPORT, start
 
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(random_model: Path, tmp_pa
     shutil.copytree(random_model, run / "final")
     before = {path.name: path.read_bytes() for path in (run / "final").iterdir()}
     overrides = (f"model.path={random_model}", f"run.dir={run}", "run.steps=1", *TINY)
-    output = together(*overrides, within_s=200, script=Path(__file__).with_name("small_disk.py"))
+    output = together(*overrides, within_s=200, script=SUPPORT / "small_disk.py")
     key, value, remedy = the_one_error(output)
     assert (key, value) == ("run.dir", str(run)) and "File too large" in remedy and "free space" in remedy
     assert {path.name: path.read_bytes() for path in (run / "final").iterdir()} == before

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoints import published, recall
 from megatron_rl.observe.metrics import read_metrics
-from tests.conftest import ROOT
+from megatron_rl.run_states import published, recall
+from tests.conftest import ROOT, SUPPORT
 
 
 def test_what_was_trained_is_saved(random_model: Path, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("failed_evaluation.py")
+    script = SUPPORT / "failed_evaluation.py"
     result = subprocess.run(
         [sys.executable, str(script), str(random_model), str(tmp_path / "run")], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

@@ -21,8 +21,8 @@ from PIL import Image
 from megatron_rl.config import JudgeSettings
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.recipes import build
 from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rewards.rubrics import build
 from megatron_rl.types import End, HostFault, ToolCall, Turn
 from megatron_rl.types import Image as Shown
 

@@ -12,8 +12,9 @@ from PIL import Image
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import RecordedRollout, read
+from tests.conftest import SUPPORT
 
-OWN = Path(__file__).with_name("own_task.py")
+OWN = SUPPORT / "own_task.py"
 
 
 @pytest.fixture(scope="module")

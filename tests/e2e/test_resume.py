@@ -16,11 +16,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.observe.metrics import read_metrics
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SUPPORT
 from tools.data.make_tiny_qwen2_5_vl import make
 
 TRAIN = ROOT / "launch" / "train.py"
-SMALL_DISK = Path(__file__).with_name("small_disk.py")
+SMALL_DISK = SUPPORT / "small_disk.py"
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = (
     "algo.lr=3e-4", "algo.prompts_per_step=4", "algo.group_size=3", "algo.minibatches=2", "algo.epochs=2", "algo.kl_coef=0.05",

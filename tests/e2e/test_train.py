@@ -14,9 +14,10 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
+from tests.conftest import SUPPORT
 from tools.data.make_tiny_qwen2_5_vl import make
 
-WITNESSED = Path(__file__).with_name("witnessed_train.py")
+WITNESSED = SUPPORT / "witnessed_train.py"
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = ("algo.lr=1e-3", "algo.prompts_per_step=4", "algo.group_size=4", "algo.kl_coef=0.01", "algo.micro_batch_tokens=1500")
 SEVERAL = ("algo.minibatches=2", "algo.epochs=2")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.weights.adapters import WEIGHTS
-from megatron_rl.weights.tensors import HfTensors
+from megatron_rl.weights.formats.peft import WEIGHTS
+from megatron_rl.weights.formats.tensors import HfTensors
 from tests.conftest import ROOT
 from tools.convert.merger import Merge, merge
 from tools.data.make_tiny_qwen2_5_vl import make

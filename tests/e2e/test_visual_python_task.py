@@ -21,11 +21,11 @@ from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.task import PROTOCOLS, VisualPythonTask
 from megatron_rl.types import End, Example, HostFault, Image, Rollout, Status
-from sandbox import HostFault as NoRoom
+from sandbox import SandboxFault
 from sandbox.layers import choose, offered
 from tests.conftest import ROOT
-from tests.unit.judges import Reply, completion, serving
-from tests.unit.judges import settings as judged_by
+from tests.support.judges import Reply, completion, serving
+from tests.support.judges import settings as judged_by
 
 COLORS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220), "yellow": (230, 220, 20)}
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=4000, max_context=9000, max_images=6, seed=0)
@@ -88,7 +88,7 @@ def task_of(questions: Path, **given: object) -> VisualPythonTask:
 def room_or_skip() -> None:
     try:
         choose(offered())
-    except NoRoom as fault:
+    except SandboxFault as fault:
         pytest.skip(str(fault))
 
 

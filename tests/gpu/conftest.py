@@ -1,12 +1,9 @@
-"""The packed example and Hugging Face's run of it are those of tests/parity."""
+"""What needs a GPU says so where there is none."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,12 +11,12 @@ from megatron.core import parallel_state
 from megatron_rl.algo.losses import LossMetrics
 from megatron_rl.batch import Piece
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
-from megatron_rl.policy.activations import activations
+from megatron_rl.models.hf_config import read_config
+from megatron_rl.plan.activations import activations
+from megatron_rl.plan.shares import held_by
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.policy.shares import held_by
 from megatron_rl.types import Context
-from megatron_rl.weights.hf_config import read_config
 from megatron_rl.world import connect, place
 
 pytestmark = pytest.mark.gpu

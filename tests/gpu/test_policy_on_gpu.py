@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import full_logits
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
-from packed import example_pieces
-from test_precision import logits_of_hf
 
 from megatron_rl.batch import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
@@ -18,6 +15,9 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.train import objective
 from megatron_rl.world import connect, place
+from tests.support.hf_run import logits_of_hf
+from tests.support.layouts import full_logits
+from tests.support.packed import example_pieces
 
 pytestmark = pytest.mark.gpu
 

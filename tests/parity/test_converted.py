@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SUPPORT
 from tools.convert.converter_hf_to_mcore import main
 from tools.data.make_tiny_qwen2_5_vl import make
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +16,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, di
     folder = tmp_path_factory.mktemp("planted")
     make(folder / "model", init="random", seed=5, layers=2, kv_heads=4, vocab=300)
     (folder / "out").mkdir()
-    torchrun(1, HERE / "planted.py", folder / "model", folder / "out")
+    torchrun(1, SUPPORT / "planted.py", folder / "model", folder / "out")
     return {path.stem: json.loads(path.read_text()) for path in (folder / "out").glob("*.json")}
 
 
@@ -43,6 +42,6 @@ def test_megatron_loads_what_the_policy_loads(tmp_path: Path, torchrun) -> None:
         make(tmp_path / name / "model", init="random", seed=6, tied=name == "tied")
         written = ("--hf", str(tmp_path / name / "model"), "--out", str(tmp_path / name / "checkpoint"), "--tp", "2", "--pp", "2")
         assert main(written) == 0
-    said = torchrun(4, HERE / "loaded.py", "2,2", "1,4", "2,1", "--", tmp_path / "untied", tmp_path / "tied")
+    said = torchrun(4, SUPPORT / "loaded.py", "2,2", "1,4", "2,1", "--", tmp_path / "untied", tmp_path / "tied")
     wanted = [f"[{name}] equal at {layout}\n" for name in ("untied", "tied") for layout in ("tp2 pp2", "tp1 pp4", "tp2 pp1")]
     assert [said.count(line) for line in wanted] == [4] * 6

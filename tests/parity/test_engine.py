@@ -13,8 +13,8 @@ from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Completion, Engine, Sampling, placeholder_offsets
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, HostFault
-from tests.parity.packed import picture, prompts, user
-from tests.parity.sampled import BOUND, gap, generate, policy_logits
+from tests.support.packed import picture, prompts, user
+from tests.support.sampled import BOUND, gap, generate, policy_logits
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])

@@ -8,9 +8,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.rollout.engine import Engine, Sampling
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.transfer import checksum
-from tests.parity.packed import prompts
-from tests.parity.sampled import BOUND, gap, generate
+from megatron_rl.rollout.vllm.weights import checksum
+from tests.support.packed import prompts
+from tests.support.sampled import BOUND, gap, generate
 
 Tensors = list[tuple[str, torch.Tensor]]
 

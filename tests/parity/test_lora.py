@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_policy import HfRun, hf_logits, relative
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.weights.mapping import canonical
+from megatron_rl.models.mapping import canonical
+from tests.conftest import SUPPORT
+from tests.support.hf_run import HfRun, hf_logits, relative
 from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the walk of four processes
-HERE = Path(__file__).parent
 ONE_PROCESS = ["1,1,1,0,none,tied"]
 FOUR_PROCESSES = ["2,2,1,0,none,tied", "4,1,1,1,selective,tied", "2,1,1,0,none,tied", "1,2,2,0,full,tied", "2,2,1,1,none,tied"]
 FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (4, FOUR_PROCESSES)) for layout in layouts]
@@ -53,7 +53,7 @@ def results(models: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactor
     out = tmp_path_factory.mktemp("layouts")
     for world, layouts in ((1, ONE_PROCESS), (4, FOUR_PROCESSES)):
         (out / str(world)).mkdir()
-        torchrun(world, HERE / "lora_layouts.py", models, adapter, out / str(world), *layouts)
+        torchrun(world, SUPPORT / "lora_layouts.py", models, adapter, out / str(world), *layouts)
     folders = {file: (out / file).parent / f"adapter {Path(file).name}" for file in FILES}
     return {file: {**torch.load(out / f"{file}.pt", weights_only=True), "folder": folder} for file, folder in folders.items()}
 

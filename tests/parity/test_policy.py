@@ -4,19 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed import example_pieces, picture, user
-from peft import PeftModel
-from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.batch import Piece
-from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context
+from tests.conftest import SUPPORT
+from tests.support.hf_run import HfRun, hf_logits, relative
+from tests.support.packed import picture, user
 from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(1000)  # the first test waits for the walk of eight processes
-HERE = Path(__file__).parent
-TEMPERATURE = 0.7
 ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]
 EIGHT_PROCESSES = [
     # tp, pp, vpp, sequence parallel, recomputation, model; data parallel: what remains of 8
@@ -38,59 +32,6 @@ EIGHT_PROCESSES = [
 LAYOUTS = ONE_PROCESS + EIGHT_PROCESSES
 
 
-def hf_logits(model: Qwen2_5_VLForConditionalGeneration, renderer: Renderer, context: Context) -> torch.Tensor:
-    """HF's own forward of one context: logits [L, vocabulary]."""
-    ids = torch.tensor([context.token_ids])
-    images = {}
-    if context.images:
-        images = {
-            "pixel_values": torch.cat([image.patch_PC for image in context.images]),
-            "image_grid_thw": torch.tensor([image.grid for image in context.images]),
-            "mm_token_type_ids": (ids == renderer.image_token_id).int(),
-        }
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
-
-
-def sampled_distribution(logits: torch.Tensor, banned_ids: list[int]) -> torch.Tensor:
-    """log softmax at the sampling temperature over the ids that may be sampled."""
-    keep = torch.ones(logits.shape[-1], dtype=torch.bool)
-    keep[banned_ids] = False
-    return (logits / TEMPERATURE).masked_fill(~keep, float("-inf")).log_softmax(-1)
-
-
-class HfRun:
-    """What HF computes on the same pieces, one sequence at a time, with torch's own autograd."""
-
-    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
-        """With the LoRA adapter of a PEFT folder, its gradients alone."""
-        self.renderer = Renderer(ModelSettings(path=str(folder)))
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        if adapter:
-            self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
-        self.pieces: list[Piece] = example_pieces(self.renderer)
-        logits, logprobs, loss = [], [], 0.0
-        for piece in self.pieces:
-            rows = [t for t in range(piece.num_tokens - 1) if piece.context.loss_mask[t + 1]]
-            row_logits = hf_logits(self.model, self.renderer, piece.context)[rows]
-            distribution = sampled_distribution(row_logits, self.renderer.banned_ids)
-            targets = torch.tensor([piece.context.token_ids[t + 1] for t in rows])
-            logprob = distribution.gather(1, targets[:, None])[:, 0]
-            entropy = -(distribution.exp() * distribution.masked_fill(distribution.isinf(), 0.0)).sum(-1)
-            loss = loss - (piece.weight * (logprob + 0.3 * entropy)).sum()
-            logits.append(row_logits.detach())
-            logprobs.append(logprob.detach())
-        loss = loss / sum(piece.denominator for piece in self.pieces)
-        loss.backward()
-        self.logits, self.logprobs, self.loss = torch.cat(logits), torch.cat(logprobs), loss.item()
-        # transformers 5 names its modules the newer way; checkpoints, and our stream, the released way.
-        rename = {"model.language_model.": "model.", "model.visual.": "visual."}
-        self.gradients = {}
-        for name, parameter in self.model.named_parameters():
-            for newer, released in rename.items():
-                name = released + name.removeprefix(newer) if name.startswith(newer) else name
-            self.gradients[name] = parameter.grad
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four key/value heads, so that tensor parallelism reaches 4; embeddings tied and not."""
@@ -108,13 +49,9 @@ def hf(models: Path) -> dict[str, HfRun]:
 @pytest.fixture(scope="module")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("layouts")
-    torchrun(1, HERE / "layouts.py", models, out, *ONE_PROCESS)
-    torchrun(8, HERE / "layouts.py", models, out, *EIGHT_PROCESSES, timeout_s=900)
+    torchrun(1, SUPPORT / "layouts.py", models, out, *ONE_PROCESS)
+    torchrun(8, SUPPORT / "layouts.py", models, out, *EIGHT_PROCESSES, timeout_s=900)
     return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def model_of(layout: str) -> str:

@@ -4,32 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed import example_pieces
-from test_policy import hf_logits
-from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.renderer import Renderer
-
-HERE = Path(__file__).parent
+from tests.conftest import SUPPORT
+from tests.support.hf_run import logits_of_hf
 
 
 @pytest.fixture(scope="module")
 def results(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("precision")
-    torchrun(1, HERE / "precision.py", random_model, out)
+    torchrun(1, SUPPORT / "precision.py", random_model, out)
     return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
-
-
-def logits_of_hf(folder: Path, dtype: torch.dtype) -> torch.Tensor:
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
-    renderer = Renderer(ModelSettings(path=str(folder)))
-    rows = []
-    with torch.no_grad():
-        for piece in example_pieces(renderer):
-            keep = [t for t in range(piece.num_tokens - 1) if piece.context.loss_mask[t + 1]]
-            rows.append(hf_logits(model, renderer, piece.context)[keep].float())
-    return torch.cat(rows)
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_hf_is(results: dict, random_model: Path) -> None:

@@ -13,8 +13,8 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
-from tests.parity.sampled import BOUND, policy_logits
-from tests.random_transcripts import PROTOCOLS, play
+from tests.support.random_transcripts import PROTOCOLS, play
+from tests.support.sampled import BOUND, policy_logits
 
 NUM = 240
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=16, max_context=1500, max_images=6, seed=0)

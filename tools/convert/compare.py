@@ -14,9 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.weights.checkpoints import HfSource, hf_part, kind_of, open_source
-from megatron_rl.weights.hf_config import hf_shapes, read_config
-from megatron_rl.weights.source import NamedSource, Source
+from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.weights.formats.open import HfSource, hf_part, kind_of, open_source
+from megatron_rl.weights.formats.source import NamedSource, Source
 from tools.commands import in_words, quiet_libraries
 
 PART = 1 << 24
@@ -109,7 +109,7 @@ def compare(first: Path, second: Path, *, atol: float, show_all: bool, logits: b
 
 def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
     """A text and a two-image prompt through both models in fp32; True where no logit differs by more than atol."""
-    from megatron_rl.policy.verify import hf_logits, mcore_logits  # Megatron takes seconds and memory to import
+    from tools.convert.verify import hf_logits, mcore_logits  # Megatron takes seconds and memory to import
 
     sides = [(hf_logits if kind_of(folder, key="folder") == "hf" else mcore_logits)(folder, key="folder") for folder in (first, second)]
     gaps = {prompt: (sides[0][prompt] - sides[1][prompt]).abs().max().item() for prompt in sides[0]}

@@ -17,11 +17,11 @@ from rich.console import Console
 from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import ParallelSettings, require
-from megatron_rl.weights.checkpoints import HfSource, as_dtype
-from megatron_rl.weights.folders import copy_companions, whole_or_absent
-from megatron_rl.weights.hf_config import hf_shapes, read_config, rows_of
-from megatron_rl.weights.source import EMBEDDINGS, NamedSource
-from megatron_rl.weights.to_mcore import Import
+from megatron_rl.models.hf_config import hf_shapes, read_config, rows_of
+from megatron_rl.weights.formats.folders import copy_companions, whole_or_absent
+from megatron_rl.weights.formats.open import HfSource, as_dtype
+from megatron_rl.weights.formats.source import EMBEDDINGS, NamedSource
+from megatron_rl.weights.formats.to_mcore import Import
 from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
 
 PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
@@ -45,7 +45,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             described = partial / "hf" / "config.json"
             described.write_text(json.dumps(as_dtype(json.loads(described.read_text()), dtype), indent=2))
         if check_logits:
-            from megatron_rl.policy.verify import verify
+            from tools.convert.verify import verify
 
             console.print(verify(hf, partial, dtype=dtype), **PLAIN)
     padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]

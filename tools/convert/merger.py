@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.weights.checkpoints import HfSource, as_dtype, hf_part, kind_of, open_source
-from megatron_rl.weights.hf_config import hf_shapes, read_config
-from megatron_rl.weights.mapping import nested
-from megatron_rl.weights.merge_lora import Merged
-from megatron_rl.weights.reading import made_ahead
-from megatron_rl.weights.source import NamedSource, Source, Spec, check_names
-from megatron_rl.weights.tensors import HfTensors
-from megatron_rl.weights.write_hf import INDEX, write_hf_folder
+from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.models.mapping import nested
+from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.weights.formats.open import HfSource, as_dtype, hf_part, kind_of, open_source
+from megatron_rl.weights.formats.reading import made_ahead
+from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names
+from megatron_rl.weights.formats.tensors import HfTensors
+from megatron_rl.weights.formats.write_hf import INDEX, write_hf_folder
 from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
 
 STYLES = {"released": str, "nested": nested}
@@ -109,7 +109,7 @@ def _check_verify(asked: Merge, kind: str, *, is_merged: bool) -> None:
 
 
 def _verify(partial: Path, checkpoint: Path) -> str:
-    from megatron_rl.policy.verify import verify  # Megatron takes seconds and memory to import
+    from tools.convert.verify import verify  # Megatron takes seconds and memory to import
 
     return verify(partial, checkpoint)
 

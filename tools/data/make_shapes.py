@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import require
-from megatron_rl.weights.hf_config import hf_shapes, read_config
-from megatron_rl.weights.released import SIZES, released_config
-from megatron_rl.weights.write_hf import write_hf_folder
+from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.models.released import SIZES, released_config
+from megatron_rl.weights.formats.write_hf import write_hf_folder
 from tools.commands import in_words
 
 BLOCK = 1 << 25

@@ -79,7 +79,7 @@ class AgentEnv:
             if self._box is None:
                 self._box = await self._open()
             result = await self._box.run(source)
-        except (sandbox.HostFault, sandbox.PoolFull, sandbox.BoxClosed) as error:
+        except (sandbox.SandboxFault, sandbox.PoolFull, sandbox.BoxClosed) as error:
             raise HostFault(f"sandbox: {error}") from error
         if result.fault is sandbox.Fault.HOST:
             assert result.error is not None, f"{result}"

@@ -9,7 +9,7 @@ import sandbox
 from megatron_rl.config import SandboxSettings, TaskSettings
 from megatron_rl.data.questions import split_of
 from megatron_rl.data.transcripts import demonstrations_of
-from megatron_rl.rewards import recipes
+from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
 from megatron_rl.rewards.rubric import CORRECT
 from megatron_rl.tasks.visual_python.codev import CodeV
@@ -61,7 +61,7 @@ class VisualPythonTask:
         self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}})
         self.stop = self.protocol.stop
         self.judge = judge_of(settings.judge)
-        self.rubric = recipes.build(settings.reward, judge=self.judge, protocol=settings.protocol)
+        self.rubric = rubrics.build(settings.reward, judge=self.judge, protocol=settings.protocol)
         self._pool = pool_of(settings.sandbox)
         self._splits: dict[str, Sequence[Example]] = {}
 
@@ -111,7 +111,7 @@ def look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
 async def start_pool(pool: sandbox.Sandbox | SandboxClient) -> None:
     try:
         await pool.start()
-    except sandbox.HostFault as fault:
+    except sandbox.SandboxFault as fault:
         raise HostFault(f"sandbox: {fault}") from fault
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require, require_choice
-from megatron_rl.rewards import recipes
+from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.rubric import CORRECT
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.messages import say
@@ -103,7 +103,7 @@ class VisualSearchTask:
         require(settings.protocol == "pyvision", "task.protocol", settings.protocol, remedy)
         self.name = "visual_search"
         self.protocol = PyVision(rules=RULES)
-        self.rubric = recipes.build(settings.reward, judge=None, protocol="pyvision")
+        self.rubric = rubrics.build(settings.reward, judge=None, protocol="pyvision")
         self.stop = self.protocol.stop
         self.num_eval = min(settings.data.max_eval or NUM_EVAL, NUM_EVAL)
         self._pool = pool_of(settings.sandbox)

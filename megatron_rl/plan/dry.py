@@ -1,0 +1,70 @@
+"""run.dry: what a run would need of every GPU and of the host, as tables; nothing is loaded, no GPU and no weights are needed."""
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.config import Settings, require
+from megatron_rl.plan.memory import GB, GPUS, PROCESS, USABLE, Plan, SharePlan, in_gb, plan
+
+GPUS_A_NODE = 8
+
+
+def dry_run(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> Plan:
+    """Print the plan. Raises ValueError where it does not fit the GPU."""
+    planned = plan(model, settings, world_size=world_size)
+    console = Console(highlight=False)
+    replicas = world_size // len(planned.ranks)
+    title = f"{settings.model.path}: GB on each GPU; {replicas} replicas, micro-batches of up to {planned.num_tokens:,} tokens"
+    console.print(title, soft_wrap=True)
+    console.print(_ranks(planned))
+    console.print(_engine(planned, settings), soft_wrap=True)
+    console.print(_host(planned), soft_wrap=True)
+    peak, room = max(rank.peak for rank in planned.ranks), USABLE * GPUS[planned.gpu]
+    remedy = f"its {in_gb(room)} ({USABLE:.0%}) are less than the {in_gb(peak)} needed; raise parallel.tp, offload, or lower the tokens"
+    require(planned.fits, "run.gpu", planned.gpu, remedy)
+    console.print(f"fits: {in_gb(peak)} of the {in_gb(room)} that are {USABLE:.0%} of a {planned.gpu}; {world_size} GPUs", soft_wrap=True)
+    return planned
+
+
+def _ranks(planned: Plan) -> Table:
+    """A column for each run of tensor-parallel ranks with equal shares."""
+    equal = [list(ranks) for _, ranks in groupby(planned.ranks, key=lambda rank: (rank.share.pp_rank, rank.share.held, rank.peak))]
+    table = Table("")
+    for ranks in equal:
+        first, last = ranks[0].share, ranks[-1].share
+        table.add_column(f"stage {first.pp_rank}, tp {first.tp_rank}" + (f"-{last.tp_rank}" if len(ranks) > 1 else ""), justify="right")
+    columns = [_column(ranks[0]) for ranks in equal]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
+
+
+def _column(rank: SharePlan) -> dict[str, str]:
+    share, held = rank.share, rank.share.held
+    sizes = {
+        "weights": held.parameters, "gradients": held.gradients, "optimizer": rank.optimizer, "activations": rank.activations.total,
+        "update": rank.update, "sync": rank.sync, "rollout": rank.rollout,
+    }  # fmt: skip
+    counts = {"parameters": f"{share.num_parameters:,}", "of them trained": f"{share.num_trained:,}"}
+    return {**counts, **{name: f"{size / GB:.1f}" for name, size in sizes.items()}}
+
+
+def _engine(planned: Plan, settings: Settings) -> str:
+    engine = planned.engine
+    contexts = engine.cache_tokens / settings.engine.max_model_len
+    return (
+        f"engine: {in_gb(engine.budget)} = weights {in_gb(engine.weights)}, largest step {in_gb(engine.working)}, "
+        f"cache {in_gb(engine.cache)}: {engine.cache_tokens:,} tokens, {contexts:.1f} full contexts"
+    )
+
+
+def _host(planned: Plan) -> str:
+    host, ranks = planned.host, min(planned.world_size, GPUS_A_NODE)
+    return (
+        f"host, a node of {ranks}: up to {in_gb(ranks * host.total)} = {ranks} x (processes {in_gb(PROCESS)}, "
+        f"optimizer {in_gb(host.optimizer)}, copies of weights {in_gb(host.copies)}, a step's pictures at most {in_gb(host.pictures)}; "
+        "engine.max_images and task.max_pixels bound these)"
+    )

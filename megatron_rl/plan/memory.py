@@ -1,0 +1,178 @@
+"""The plan of a run's memory on GPUs: policy and engine share each of them and take turns.
+
+Three phases, of which the largest counts. Rollout: the engine has its share (engine.gpu_memory_utilization), beside it lies what of the
+policy is not on the host. Update: the engine sleeps (its weights discarded, its cache given back). Sync: the new weights go from one to
+the other. Weights, gradients and optimizer are counted on the real model (shares.py), activations are a formula (activations.py), and the
+constants below are what neither covers. It was never compared with a GPU: tests/gpu/test_memory_on_gpu.py is there to do it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.config import Settings, require
+from megatron_rl.models.hf_config import hf_shapes
+from megatron_rl.plan.activations import Activations, activations
+from megatron_rl.plan.shares import Share, shares
+
+GB = 10**9
+GPUS = {"l4": 24 * GB, "l40s": 48 * GB, "a100": 80 * GB, "h100": 80 * GB, "h200": 141 * GB}
+"""Memory as it is sold; the devices report up to 7% more."""
+USABLE = 0.9
+"""Of a GPU: the rest is left to fragmentation."""
+RESIDUE = 2 * GB
+"""CUDA's context, the libraries' workspaces, NCCL's buffers, and what a sleeping engine keeps (CUDA graphs)."""
+PROCESS = 6 * GB
+"""On the host: Python, torch and vLLM in one process."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EnginePlan:
+    """Bytes of an engine on one GPU."""
+
+    budget: int
+    weights: int
+    working: int
+    """Of its largest step, which vLLM measures when it starts."""
+    cache_tokens: int
+    """Keys and values in what is left."""
+
+    @property
+    def cache(self) -> int:
+        return self.budget - self.weights - self.working
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SharePlan:
+    """Bytes on the GPU of one rank, by phase."""
+
+    share: Share
+    activations: Activations
+    optimizer: int
+    """What of the optimizer's state is on the GPU."""
+    rollout: int
+    sync: int
+    update: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.rollout, self.sync, self.update)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HostPlan:
+    """Bytes of main memory for each rank of a node."""
+
+    optimizer: int
+    copies: int
+    """Of parameters: those that leave the GPU while the engine rolls out, and those of the reference policy."""
+    pictures: int
+    """Of a step, if every episode had as many and as large ones as it may: every rank has them all, and patches of what it trains on."""
+
+    @property
+    def total(self) -> int:
+        return PROCESS + self.optimizer + self.copies + self.pictures
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Plan:
+    gpu: str
+    world_size: int
+    num_tokens: int
+    """Of the largest micro-batch."""
+    engine: EnginePlan
+    host: HostPlan
+    """Of the rank with most."""
+    ranks: list[SharePlan]
+    """One data-parallel replica's; the others hold the same."""
+
+    @property
+    def fits(self) -> bool:
+        return max(rank.peak for rank in self.ranks) <= USABLE * GPUS[self.gpu]
+
+
+def plan(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> Plan:
+    """Raises ValueError where the engine has no room for its weights and one context."""
+    micro_batch = (settings.sft if settings.stage == "sft" else settings.algo).micro_batch_tokens
+    num_tokens = max(micro_batch, settings.engine.max_model_len)
+    engine = plan_engine(model, settings)
+    found = shares(model, settings, world_size=world_size)
+    return Plan(
+        gpu=settings.run.gpu,
+        world_size=world_size,
+        num_tokens=num_tokens,
+        engine=engine,
+        host=max((_plan_host(share, settings, replicas=world_size // len(found)) for share in found), key=lambda host: host.total),
+        ranks=[_plan_share(share, model, settings, engine=engine, num_tokens=num_tokens) for share in found],
+    )
+
+
+def plan_engine(model: Qwen2_5_VLConfig, settings: Settings) -> EnginePlan:
+    """vLLM's own division of its share: weights, the largest step, and a cache of the rest."""
+    given, text = settings.engine, model.text_config
+    width = getattr(torch, given.dtype).itemsize
+    budget = int(given.gpu_memory_utilization * GPUS[settings.run.gpu])
+    weights = sum(math.prod(shape) for shape in hf_shapes(model).values()) * width // given.tp
+    working = _engine_step(model, settings, width=width)
+    token = 2 * text.num_hidden_layers * text.num_key_value_heads * (text.hidden_size // text.num_attention_heads) * width // given.tp
+    cache_tokens = (budget - weights - working) // token
+    require(
+        cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
+        f"{in_gb(budget)} of a {settings.run.gpu} have no room for the engine's weights ({in_gb(weights)}), its largest step "
+        f"({in_gb(working)}) and one context ({in_gb(token * given.max_model_len)}); raise it or engine.tp, or lower engine.max_model_len",
+    )  # fmt: skip
+    return EnginePlan(budget=budget, weights=weights, working=working, cache_tokens=cache_tokens)
+
+
+def _engine_step(model: Qwen2_5_VLConfig, settings: Settings, *, width: int) -> int:
+    """Layer inputs and MLP of all batched tokens, or those of the tower for images of as many tokens; and three fp32 copies of the logits.
+    vLLM 0.32.0 batches 16,384 tokens offline on an H100 or H200, 8,192 on smaller GPUs (engine/arg_utils.py)."""
+    text, vision, tp = model.text_config, model.vision_config, settings.engine.tp
+    batched = 16384 if settings.run.gpu in ("h100", "h200") else 8192
+    language = batched * (4 * text.hidden_size + 3 * text.intermediate_size // tp) * width
+    tower = 4 * batched * (4 * vision.hidden_size + 2 * vision.intermediate_size // tp) * width
+    return max(language, tower) + settings.engine.max_num_seqs * text.vocab_size * 12
+
+
+def _plan_share(share: Share, model: Qwen2_5_VLConfig, settings: Settings, *, engine: EnginePlan, num_tokens: int) -> SharePlan:
+    held, parallel = share.held, settings.parallel
+    width = getattr(torch, settings.model.dtype).itemsize
+    # Megatron keeps the main weights on the GPU and offloads a copy of them with the moments (optimizer/distrib_optimizer.py, 0.16.1).
+    optimizer = held.main if parallel.offload_optimizer else held.main + held.moments
+    awake = held.parameters + held.gradients
+    max_patches = settings.model.max_pixels // model.vision_config.patch_size**2
+    passing = activations(
+        model, parallel, stage=share.pp_rank, num_tokens=num_tokens, max_patches=max_patches,
+        width=width, lora=settings.lora, frozen=settings.model.frozen,
+    )  # fmt: skip
+    step = 0 if parallel.offload_optimizer else held.moments // 2  # torch's AdamW holds the roots of all second moments at once
+    largest = model.text_config.vocab_size * model.text_config.hidden_size * width
+    buckets = 2 * (settings.engine.bucket_mib << 20) + largest
+    return SharePlan(
+        share=share,
+        activations=passing,
+        optimizer=optimizer,
+        rollout=RESIDUE + optimizer + engine.budget + (0 if parallel.offload_parameters else awake),
+        sync=RESIDUE + optimizer + awake + engine.weights + buckets,
+        update=RESIDUE + optimizer + awake + max(passing.total, step),
+    )
+
+
+def _plan_host(share: Share, settings: Settings, *, replicas: int) -> HostPlan:
+    held, parallel, algo = share.held, settings.parallel, settings.algo
+    state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
+    references = 2 if settings.stage == "grpo" and algo.kl_coef > 0 and not settings.lora.rank else 0  # its own, and the current ones aside
+    copies = held.parameters * (references + (1 if parallel.offload_parameters else 0))
+    pixels = settings.engine.max_images * settings.model.max_pixels
+    pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * 28 * 28)
+    rolled_out = algo.prompts_per_step * algo.group_size * algo.max_generations
+    trained = algo.prompts_per_step * algo.group_size if algo.rank_by_std else rolled_out
+    # Of each color a byte, and two frames of fp32 for the image and again for its micro-batch.
+    pictures = pixels * (3 * rolled_out + 48 * trained // replicas)
+    return HostPlan(optimizer=state, copies=copies, pictures=pictures)
+
+
+def in_gb(size: float) -> str:
+    return f"{size / GB:.1f} GB"

@@ -1,0 +1,99 @@
+"""What each rank of a layout would hold, counted on the real model: built on the meta device in a world that is made up.
+
+Every (tensor, pipeline) share is built as the first of its data-parallel replicas, whose part of the optimizer is the fullest.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.config import Settings
+from megatron_rl.cpu import megatron_without_memory
+from megatron_rl.policy.optimizer import build_optimizer, with_gradients
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.transformer import build_chunks
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Footprint:
+    """Bytes behind a rank's share for as long as it trains."""
+
+    parameters: int
+    gradients: int
+    """fp32, whatever the parameters are; padded as Megatron pads them."""
+    main: int
+    """fp32 weights of this data-parallel rank's part of the optimizer; 0 where the parameters are fp32 themselves."""
+    moments: int
+    """Adam's two, of the same part."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Share:
+    tp_rank: int
+    pp_rank: int
+    num_parameters: int
+    num_trained: int
+    held: Footprint
+
+
+def shares(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> list[Share]:
+    """One for each rank of the first data-parallel replica, stage by stage."""
+    assert not dist.is_initialized(), "a plan makes up its own world"
+    parallel = settings.parallel
+    found = []
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tp):
+            # Megatron numbers tensor-parallel ranks first, then data-parallel, then stages (parallel_state.py, order "tp-cp-ep-dp-pp").
+            with _world(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
+                found.append(_share(model, settings))
+            assert (found[-1].tp_rank, found[-1].pp_rank) == (tp_rank, pp_rank), found[-1]
+    return found
+
+
+@contextmanager
+def _world(rank: int, *, size: int) -> Iterator[None]:
+    """A process group whose other members do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _share(model: Qwen2_5_VLConfig, settings: Settings) -> Share:
+    layout = build_layout(settings.parallel, seed=0)
+    optimizer = settings.sft if settings.stage == "sft" else settings.algo
+    with megatron_without_memory():
+        chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=settings.lora)
+        parallel = with_gradients(chunks, settings.model.frozen, lora=settings.lora)
+        held = held_by(parallel, build_optimizer(optimizer, parallel, offload=False))
+    return Share(
+        tp_rank=layout.tp_rank,
+        pp_rank=layout.pp_rank,
+        num_parameters=sum(parameter.numel() for parameter in chunks.parameters()),
+        num_trained=sum(parameter.numel() for parameter in chunks.parameters() if parameter.requires_grad),
+        held=held,
+    )
+
+
+def held_by(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Footprint:
+    """Of a model with or without memory behind it; parameters that share a buffer are counted with the whole buffer, once."""
+    parameters = {storage._cdata: storage.nbytes() for chunk in chunks for p in chunk.parameters() for storage in [p.untyped_storage()]}
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    parts = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {p.untyped_storage()._cdata: p for p in parts}
+    return Footprint(
+        parameters=sum(parameters.values()),
+        gradients=sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        main=sum(p.untyped_storage().nbytes() for storage, p in own.items() if storage not in parameters),
+        moments=sum(2 * 4 * p.numel() for p in parts),
+    )

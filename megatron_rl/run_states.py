@@ -1,0 +1,227 @@
+"""A run's checkpoints: begun after a step's updates, published when they are complete, thinned out, found again by the run's next life.
+
+    RUN/checkpoints/step_00000003/            complete, after 3 steps: the policy's training state (policy/training_state.py) beside
+        hf/                                   the Hugging Face folder without its weights, for tools/convert/merger.py
+        adapter/                              of a run that trains a LoRA adapter: this, in PEFT's format
+        run/state.json                        what the run itself remembers, and the size of every other file
+    RUN/checkpoints/.step_00000004.partial/   on its way, or on its way out; what a kill leaves of it the next start removes
+What is a function of seed and step (who is dealt, how is sampled) needs no state.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.config import Settings, require
+from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.training_state import Save
+from megatron_rl.run import History, writing
+from megatron_rl.types import RunFailed
+from megatron_rl.weights.formats.folders import copy_companions, flush
+from megatron_rl.world import on_main_rank
+
+FOLDER = "checkpoints"
+_STATE = "run/state.json"
+_SUCCESS = "eval/greedy_success"
+_REMEDY = "remove this folder to go on from the checkpoint before it, or from the beginning"
+_FIXED = ("stage", "task.name", "model.dtype", "model.frozen", "lora.rank", "lora.alpha", "lora.targets")
+"""Settings without which a checkpoint is that of another run. The sizes of the model are checked by its tensors."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunState:
+    """What a run knows beside its policy when `step` steps are done; without arguments, at its beginning."""
+
+    step: int = 0
+    history: History = field(default_factory=History)
+    success: float | None = None
+    """Greedy success of the evaluation that followed this step, if there was one."""
+    settings: dict = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    """Bytes of every file of the checkpoint but this one, by its name relative to the checkpoint."""
+
+
+def published(folder: Path) -> list[Path]:
+    """The complete checkpoints of RUN/checkpoints, oldest first."""
+    return sorted(folder.glob("step_*"))
+
+
+def recall(checkpoint: Path) -> RunState:
+    """Its state. ValueError: a file is missing or has changed its size."""
+    try:
+        read = json.loads((checkpoint / _STATE).read_text())
+        state = RunState(**{**read, "history": History(**read["history"])})
+        sizes = {name: (checkpoint / name).stat().st_size for name in state.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{checkpoint}: damaged ({error}); {_REMEDY}") from error
+    for name, size in state.files.items():
+        if sizes[name] != size:
+            raise ValueError(f"{checkpoint}: damaged ({name} has {sizes[name]} bytes, not {size}); {_REMEDY}")
+    return state
+
+
+def find(settings: Settings) -> tuple[Path | None, RunState]:
+    """Where a run goes on: its newest checkpoint with its state, or nowhere. All ranks together; leftovers of a kill are removed."""
+    folder = Path(settings.run.dir) / FOLDER
+    with writing(folder.parent):
+        on_main_rank(partial(_remove_partial, folder))
+    found: list = [published(folder)[-1:] if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    if not found[0]:
+        return None, RunState()
+    (newest,) = found[0]
+    remedy = f"{newest} is there; resume, choose another run.dir, or remove {folder}"
+    require(settings.checkpoint.resume, "checkpoint.resume", False, remedy)
+    state = recall(newest)
+    changes = _changes(state.settings, asdict(settings))
+    for key, (old, new) in changes.items():
+        require(key not in _FIXED, key, new, f"was {old} when {newest} was written; resume with that, or choose another run.dir")
+    if dist.get_rank() == 0:
+        told = ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
+        print(f"resume: {newest}" + (f"; changed since: {told}" if told else ""), flush=True)
+    return newest, state
+
+
+def surplus(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
+    """Which checkpoints go, given {step: greedy success, None without an evaluation}. Of equally good ones the later is the better.
+
+    Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1}, keep_last 1, keep_best 1 -> {1, 3}.
+    """
+    last = sorted(successes)[-keep_last:]
+    evaluated = [step for step, success in successes.items() if success is not None]
+    best = sorted(evaluated, key=lambda step: (-successes[step], -step))[:keep_best]
+    return successes.keys() - {*last, *best}
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A checkpoint that is on its way."""
+
+    folder: Path
+    step: int
+    save: Save
+    state: RunState | None = None
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run. Every rank calls every method, together with the others."""
+
+    def __init__(self, settings: Settings, policy: Policy, *, start: Path | None) -> None:
+        """`start` is the checkpoint that `find` found."""
+        self._settings, self._policy, self._start = settings, policy, start
+        self._run = Path(settings.run.dir)
+        self._pending: _Pending | None = None
+
+    def restore(self) -> None:
+        """Let the policy go on where the run's last life stopped. After all else is built: that may draw from the generators."""
+        if self._start is not None:
+            self._policy.load(self._start, seed=self._settings.run.seed)
+
+    def begin(self, step: int) -> None:
+        """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
+        settings = self._settings.checkpoint
+        if settings.every == 0 or step % settings.every != 0:
+            return
+        self.settle()
+        folder = self._run / FOLDER / _hidden(step)
+        with writing(self._run):
+            on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path)))
+            if self._settings.lora.rank:
+                self._policy.save_adapter(folder / "adapter")
+        save = self._policy.save(folder, optimizer=settings.optimizer, background=settings.background)
+        self._pending = _Pending(folder, step, save)
+
+    def step_done(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
+        """A step is recorded: what was begun learns how it ended, and is published as soon as it is written."""
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.step == step:
+            pending.state = RunState(step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings))
+        if not self._settings.checkpoint.background or pending.save.is_written():
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is on its way, if any, and publish it. OSError on every rank where it could not be written."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with writing(self._run):
+            try:
+                pending.save.finish()
+                on_main_rank(lambda: self._publish(pending))
+            except OSError:
+                if dist.get_rank() == 0:
+                    shutil.rmtree(pending.folder, ignore_errors=True)
+                raise
+
+    @contextmanager
+    def settled_on_failure(self) -> Iterator[None]:
+        """A run that stops by its own judgement (RunFailed, which every rank sees alike) keeps the checkpoint that is on its way."""
+        try:
+            yield
+        except RunFailed:
+            if self._pending is not None and self._pending.state is not None:
+                self.settle()
+            raise
+
+    def _publish(self, pending: _Pending) -> None:
+        """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""
+        folder, checkpoint = pending.folder, pending.folder.with_name(_name(pending.step))
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+        (folder / _STATE).write_text(json.dumps({**asdict(pending.state), "files": files}, indent=1))
+        for root, _, names in os.walk(folder):
+            for path in (*(Path(root, name) for name in names), Path(root)):
+                flush(path)
+        folder.rename(checkpoint)
+        flush(checkpoint.parent)
+        self._thin_out(checkpoint.parent)
+
+    def _thin_out(self, folder: Path) -> None:
+        keep = self._settings.checkpoint
+        states = [json.loads((path / _STATE).read_text()) for path in published(folder)]
+        successes = {state["step"]: state["success"] for state in states}
+        for step in surplus(successes, keep_last=keep.keep_last, keep_best=keep.keep_best):
+            going = folder / _hidden(step)
+            (folder / _name(step)).rename(going)
+            shutil.rmtree(going)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _hidden(step: int) -> str:
+    """The name while it is not complete: on its way, or on its way out."""
+    return f".{_name(step)}.partial"
+
+
+def _remove_partial(folder: Path) -> None:
+    for leftover in folder.glob(".step_*.partial"):
+        shutil.rmtree(leftover)
+
+
+def _make(folder: Path, *, hf: Path) -> None:
+    """An empty checkpoint but for its copy of the Hugging Face folder's small files."""
+    (folder / Path(_STATE).parent).mkdir(parents=True)
+    copy_companions(hf, folder / "hf")
+
+
+def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
+    """{dotted key: (old, new)} of the settings that both know and that differ."""
+    changes: dict[str, tuple[object, object]] = {}
+    for key in sorted(old.keys() & new.keys()):
+        before, after = old[key], new[key]
+        if isinstance(before, dict) and isinstance(after, dict):
+            changes |= _changes(before, after, f"{prefix}{key}.")
+        elif before != after:
+            changes[prefix + key] = (before, after)
+    return changes

@@ -1,0 +1,182 @@
+"""Reading Megatron's classic checkpoints: a folder of `mp_rank_TT` or `mp_rank_TT_PPP` folders, one file of torch.save in each.
+
+Read are Megatron-LM's files (`model_optim_rng.pt`: the state dict under "model", or "model0", "model1" ... of an interleaved pipeline)
+and verl's (`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one a model chunk). Optimizer and random states in them are ignored.
+Layers count from the chunk's first; the chunks of an interleaved pipeline go round the stages.
+
+The language model's names are the table's, under `language_model.` or no prefix, norms in either spelling. The vision tower lies on the
+first stage under `vision_model.`, `visual.` or `vision.`, either as Hugging Face's tower, replicated, or as Megatron's, which tensor
+parallelism cuts (the names are those of Megatron's TransformerBlock and MultimodalProjector with biases, as mbridge's and verl's
+Qwen2.5-VL have them). No file of theirs was at hand: the names follow their descriptions, and an unknown name is an error, never skipped.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+
+from megatron_rl.models.mapping import Heads, Row, fuse_halves, fuse_qkv, split_halves, split_qkv
+from megatron_rl.weights.formats import pickled
+from megatron_rl.weights.formats.pickled import StoredTensor
+from megatron_rl.weights.formats.source import Spec
+
+FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
+PREFIXES = {
+    "language_model.": "language.", "language.": "language.", "embedding.": "language.embedding.", "decoder.": "language.decoder.",
+    "output_layer.": "language.output_layer.", "vision_model.": "vision.", "visual.": "vision.", "vision.": "vision.",
+}  # fmt: skip
+LAYER = re.compile(r"^(language\.decoder\.layers\.)(\d+)(\..*)$")
+
+
+class ClassicShards:
+    """The parameters of a classic checkpoint under their global names. Raises ValueError for a missing rank, file or tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = _rank_files(folder)
+        tp, pp = max(rank for rank, _ in files) + 1, max(stage for _, stage in files) + 1
+        absent = [f"tensor rank {rank}, stage {stage}" for rank in range(tp) for stage in range(pp) if (rank, stage) not in files]
+        if absent:
+            raise ValueError(f"{folder}: no mp_rank folder for {'; '.join(absent)}; copy the whole checkpoint")
+        chunks = {place: _chunks(path) for place, path in files.items()}
+        if len({len(parts) for parts in chunks.values()}) > 1:
+            counts = {files[place].parent.name: len(parts) for place, parts in chunks.items()}
+            raise ValueError(f"{folder}: the ranks hold different numbers of model chunks: {counts}; copy the whole checkpoint")
+        self._pieces: dict[str, list[StoredTensor]] = {}
+        first_layer = 0
+        for chunk in range(len(chunks[0, 0])):
+            for stage in range(pp):
+                first_layer += self._add([chunks[rank, stage][chunk] for rank in range(tp)], first_layer)
+        self.has_megatron_tower = any(name.startswith("vision.decoder.") for name in self._pieces)
+
+    def _add(self, ranks: list[dict[str, StoredTensor]], first_layer: int) -> int:
+        """Take over one model chunk, given by tensor-parallel rank; returns its number of layers."""
+        num_layers = 0
+        for name in sorted(set().union(*ranks)):
+            lacking = [rank for rank, part in enumerate(ranks) if name not in part]
+            present = next(part[name] for part in ranks if name in part)
+            if lacking:
+                raise ValueError(
+                    f"{self.folder}: {name} stands in {_place(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint"
+                )
+            layer = LAYER.match(name)
+            if layer:
+                num_layers = max(num_layers, int(layer[2]) + 1)
+            whole = f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
+            if whole in self._pieces:
+                raise ValueError(f"{self.folder}: {whole} stands both in {_place(self._pieces[whole][0])} and in {_place(present)}")
+            self._pieces[whole] = [part[name] for part in ranks]
+        return num_layers
+
+    def names(self) -> set[str]:
+        return set(self._pieces)
+
+    def specs(self, name: str) -> list[Spec]:
+        return [Spec(piece.dtype, piece.shape) for piece in self._pieces[name]]
+
+    def where(self, name: str) -> str:
+        return ", ".join(str(piece.path) for piece in self._pieces[name])
+
+    def read(self, name: str, rank: int) -> torch.Tensor:
+        return self._pieces[name][rank].read()
+
+
+def _place(piece: StoredTensor) -> str:
+    return f"{piece.path.parent.name}/{piece.path.name}"
+
+
+def rank_folders(folder: Path) -> list[Path]:
+    """The mp_rank folders of a checkpoint; verl puts them into its subfolder `model`."""
+    return sorted([*folder.glob("mp_rank_*"), *folder.glob("model/mp_rank_*")])
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """(tensor rank, pipeline stage) -> file."""
+    files: dict[tuple[int, int], Path] = {}
+    for path in rank_folders(folder):
+        name = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
+        if name is None:
+            raise ValueError(f"{path}: is neither mp_rank_TT nor mp_rank_TT_PPP (experts have no place in Qwen2.5-VL)")
+        file = next((path / each for each in FILES if (path / each).is_file()), None)
+        if file is None:
+            raise ValueError(f"{path}: holds none of {', '.join(FILES)}; copy the whole checkpoint")
+        place = (int(name[1]), int(name[2] or 0))
+        if place in files:
+            raise ValueError(f"{path}: the same rank as {files[place].parent}; remove one of the two")
+        files[place] = file
+    return files
+
+
+def _chunks(path: Path) -> list[dict[str, StoredTensor]]:
+    """The state dict of each model chunk in a file, under the table's prefixes, layers still counted from the chunk's first."""
+    state = pickled.load(path)
+    if isinstance(state, dict) and "model" in state:
+        state = state["model"]
+    elif isinstance(state, dict) and "model0" in state:
+        state = [state[f"model{chunk}"] for chunk in range(sum(re.fullmatch(r"model\d+", str(key)) is not None for key in state))]
+    chunks = state if isinstance(state, list) else [state]
+    return [_pieces(chunk, path) for chunk in chunks]
+
+
+def _pieces(state: object, path: Path) -> dict[str, StoredTensor]:
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: holds a {type(state).__name__} where a state dict was expected")
+    pieces: dict[str, StoredTensor] = {}
+    spelled: dict[str, str] = {}
+    for name, value in state.items():
+        if str(name).endswith("_extra_state"):  # Transformer Engine's fp8 scales: no weights
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{path}: {name} is no tensor but a {type(value).__name__}; give a checkpoint of a Qwen2.5-VL in Megatron-Core"
+            )
+        plain = str(name)
+        while plain.startswith("module."):
+            plain = plain.removeprefix("module.")
+        prefix = next((prefix for prefix in PREFIXES if plain.startswith(prefix)), "")
+        whole = PREFIXES[prefix] + plain.removeprefix(prefix) if prefix else plain
+        if whole in pieces:
+            raise ValueError(f"{path}: {spelled[whole]} and {name} are one tensor under two names; give a checkpoint that holds it once")
+        pieces[whole], spelled[whole] = pickled.piece(value, path), str(name)
+    return pieces
+
+
+def megatron_tower_rows(*, depth: int, heads: Heads) -> list[Row]:
+    """The vision tower as Megatron builds it: q, k and v one block a head, gate and up one block a rank, the merger a projector."""
+
+    def qkv(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return fuse_qkv(tensors[0].chunk(3, 0), heads)
+
+    def unqkv(fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(split_qkv(fused, heads)),)
+
+    rows = [
+        Row("vision.patch_embed.proj.weight", ("visual.patch_embed.proj.weight",), "first"),
+        Row("vision.decoder.final_layernorm.weight", ("visual.merger.ln_q.weight",), "first"),
+    ]
+    for layer, linear in (("linear_fc1", "0"), ("linear_fc2", "2")):
+        mcore, hf, is_column = f"vision.projection.encoder.{layer}", f"visual.merger.mlp.{linear}", layer == "linear_fc1"
+        rows.append(Row(f"{mcore}.weight", (f"{hf}.weight",), "first", shard_dim=0 if is_column else 1))
+        rows.append(Row(f"{mcore}.bias", (f"{hf}.bias",), "first", shard_dim=0 if is_column else None))
+    for block in range(depth):
+        mcore, hf = f"vision.decoder.layers.{block}.", f"visual.blocks.{block}."
+        rows += [
+            Row(
+                f"{mcore}input_layernorm.weight",
+                (f"{hf}norm1.weight",),
+                "first",
+                fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight",
+            ),
+            Row(f"{mcore}pre_mlp_layernorm.weight", (f"{hf}norm2.weight",), "first", fused_norm=f"{mcore}mlp.linear_fc1.layer_norm_weight"),
+            Row(f"{mcore}self_attention.linear_proj.weight", (f"{hf}attn.proj.weight",), "first", shard_dim=1),
+            Row(f"{mcore}self_attention.linear_proj.bias", (f"{hf}attn.proj.bias",), "first"),
+            Row(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), "first", shard_dim=1),
+            Row(f"{mcore}mlp.linear_fc2.bias", (f"{hf}mlp.down_proj.bias",), "first"),
+        ]
+        for kind in ("weight", "bias"):
+            halves = (f"{hf}mlp.gate_proj.{kind}", f"{hf}mlp.up_proj.{kind}")
+            rows += [
+                Row(f"{mcore}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), "first", fuse=qkv, split=unqkv, shard_dim=0),
+                Row(f"{mcore}mlp.linear_fc1.{kind}", halves, "first", fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
+            ]
+    return rows

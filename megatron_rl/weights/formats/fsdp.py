@@ -1,0 +1,128 @@
+"""Reading FSDP shards as verl writes them: `model_world_size_N_rank_R.pt`, in each a state dict of DTensors under Hugging Face's names.
+
+A DTensor is cut along one dimension (Shard) over the mesh's last dimension and replicated over a first one (ddp x fsdp), or not at all.
+Ranks are numbered row by row over the mesh, as init_device_mesh does, so that a tensor's parts stand in the order of the ranks, replicas
+of the whole after one another; the parts' sizes must add up to the tensor's, which is checked before anything is written. Replicas are
+copies: their shapes are checked, the first is read. A plain tensor (a world of one, or parameters that FSDP left alone) is whole.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+
+from megatron_rl.models.mapping import canonical
+from megatron_rl.weights.formats import pickled
+from megatron_rl.weights.formats.pickled import StoredTensor
+from megatron_rl.weights.formats.source import Spec, check_names
+
+FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+class FsdpTensors:
+    """FSDP shards under Hugging Face's names. Raises ValueError for a missing rank, tensor or part, and for layouts that are not read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ranks = [_pieces(path) for path in _rank_files(folder)]
+        for rank, pieces in enumerate(ranks[1:], start=1):
+            check_names(pieces, ranks[0], source=f"{folder}: rank {rank}", target="rank 0")
+        lora = sorted(name for name in ranks[0] if "lora_" in name)
+        if lora:
+            raise ValueError(
+                f"{folder}: holds a LoRA adapter ({lora[0]}); give the base model's checkpoint, and the exported adapter as --lora"
+            )
+        self._parts = {name: _parts(name, [pieces[name] for pieces in ranks]) for name in ranks[0]}
+        self.specs = {name: Spec(parts[0].dtype, _whole(parts[0])) for name, parts in self._parts.items()}
+
+    def where(self, name: str) -> str:
+        return str(self._parts[name][0].path)
+
+    def read(self, name: str) -> torch.Tensor:
+        parts, spec = self._parts[name], self.specs[name]
+        if len(parts) == 1:
+            return parts[0].read()
+        dimension = _shard_dimension(parts[0])
+        tensor, start = torch.empty(spec.shape, dtype=spec.dtype), 0
+        for part in parts:
+            tensor.narrow(dimension, start, part.shape[dimension]).copy_(part.read())
+            start += part.shape[dimension]
+        return tensor
+
+
+def rank_paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    """The file of every rank, in order."""
+    numbers = {tuple(map(int, FILE.fullmatch(path.name).groups())): path for path in rank_paths(folder)}
+    sizes = {size for size, _ in numbers}
+    if len(sizes) > 1:
+        raise ValueError(f"{folder}: holds the shards of worlds of {', '.join(map(str, sorted(sizes)))} processes; leave those of one")
+    size = sizes.pop()
+    absent = [f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size) if (size, rank) not in numbers]
+    if absent:
+        raise ValueError(f"{folder}: {', '.join(absent[:4])} missing ({len(absent)} of {size} ranks); copy the whole checkpoint")
+    return [numbers[size, rank] for rank in range(size)]
+
+
+def _pieces(path: Path) -> dict[str, StoredTensor]:
+    state = pickled.load(path)
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: holds a {type(state).__name__} where a state dict was expected")
+    pieces: dict[str, StoredTensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{path}: {name} is no tensor but a {type(value).__name__}; save a sharded state dict of DTensors")
+        if canonical(name) in pieces:
+            raise ValueError(f"{path}: {name} stands there under both spellings")
+        pieces[canonical(name)] = pickled.piece(value, path)
+    return pieces
+
+
+def _shard_dimension(piece: StoredTensor) -> int | None:
+    """The dimension it is cut along; None for a whole tensor."""
+    kinds = [kind for kind, _ in piece.placements]
+    if kinds in ([], ["Replicate"], ["Replicate", "Replicate"]):
+        return None
+    if kinds in (["Shard"], ["Replicate", "Shard"]):
+        return piece.placements[-1][1]
+    raise ValueError(
+        f"{piece.path}: placements {kinds} are not read: only a cut over the last dimension of a (fsdp) or (ddp, fsdp) mesh is"
+    )
+
+
+def _parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
+    """The pieces that make up the tensor once, in order; ValueError unless they do and the other ranks repeat them."""
+    first = pieces[0]
+    for piece in pieces:
+        if (piece.dtype, piece.whole, piece.placements) != (first.dtype, first.whole, first.placements):
+            raise ValueError(f"{first.path.parent}: {name} is not the same tensor in {first.path.name} and in {piece.path.name}")
+    whole, dimension = _whole(first), _shard_dimension(first)
+    cut = [whole] if dimension is None else _cut(whole, dimension, [piece.shape[dimension] for piece in pieces])
+    shapes = [piece.shape for piece in pieces]
+    if not cut or shapes != cut * (len(pieces) // len(cut)):
+        held = [list(shape) for shape in shapes]
+        raise ValueError(f"{first.path.parent}: {name} is {list(whole)} as a whole, but its ranks hold {held}; copy the shards of one save")
+    for rank, piece in enumerate(pieces):
+        if dimension is not None and piece.coordinate is not None and piece.coordinate[-1] != rank % len(cut):
+            raise ValueError(
+                f"{piece.path}: was saved by another rank, at {list(piece.coordinate)} of the mesh; files were mixed up, copy them again"
+            )
+    return pieces[: len(cut)]
+
+
+def _cut(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size]:
+    """The parts' shapes as torch cuts them (the last ones smaller or empty). No parts where the sizes are no multiple of the whole."""
+    replicas = sum(sizes) // whole[dimension]
+    if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:
+        return []
+    num_parts = len(sizes) // replicas
+    chunks = [chunk.shape for chunk in torch.empty(whole, device="meta").chunk(num_parts, dimension)]
+    empty = torch.Size(0 if index == dimension else size for index, size in enumerate(whole))
+    return chunks + [empty] * (num_parts - len(chunks))
+
+
+def _whole(piece: StoredTensor) -> torch.Size:
+    return piece.shape if piece.whole is None else piece.whole

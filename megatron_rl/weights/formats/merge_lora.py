@@ -1,0 +1,62 @@
+"""Merging a LoRA adapter in PEFT's format into a base model's tensors, one at a time: W + scale * B @ A, computed in fp32.
+
+PEFT's format: adapter_config.json, and adapter_model.safetensors with `base_model.model.<module>.lora_A.weight` [rank, in] and
+`.lora_B.weight` [out, rank]; the scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft 0.21, tuners/lora/layer.py).
+"""
+
+import math
+from pathlib import Path
+
+import torch
+
+from megatron_rl.weights.formats.peft import read_peft_config
+from megatron_rl.weights.formats.source import Source
+from megatron_rl.weights.formats.tensors import HfTensors
+
+HALVES = (".lora_A.weight", ".lora_B.weight")
+
+
+class Merged:
+    """A source with an adapter added to it. Raises ValueError under the option's name `key` unless all of the adapter has its place."""
+
+    def __init__(self, base: Source, adapter: Path, *, key: str) -> None:
+        self.base, self.specs = base, base.specs
+        self.rank, self.scale = _settings(adapter, key=key)
+        self.adapter = HfTensors(adapter, key=key)
+        halves: dict[str, set[str]] = {}
+        for name in sorted(self.adapter.names()):
+            end = next((end for end in HALVES if name.endswith(end)), "")
+            target = name.removesuffix(end) + ".weight"
+            if not end or target not in self.specs:
+                raise ValueError(f"{key}={adapter}: {self.adapter.stored_name(name)} has no place in the base model; give its own base")
+            halves.setdefault(target, set()).add(end)
+        self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
+
+    def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
+        """The names of A and B that are added to a tensor of the base."""
+        a, b = (target.removesuffix(".weight") + end for end in HALVES)
+        missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
+        if missing is not None:
+            raise ValueError(f"{self.adapter.key}={self.adapter.folder}: {missing} is missing beside the other half, for {target}")
+        outputs, *inputs = self.specs[target].shape
+        sizes = [list(self.adapter.shape(name)) for name in (a, b)]
+        if sizes != [[self.rank, *inputs], [outputs, self.rank]]:
+            raise ValueError(
+                f"{self.adapter.key}={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} "
+                f"do not fit {target} {self.specs[target]}"
+            )
+        return a, b
+
+    def read(self, name: str) -> torch.Tensor:
+        weight = self.base.read(name)
+        if name not in self.pairs:
+            return weight
+        a, b = (self.adapter.read(half).float() for half in self.pairs[name])
+        return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)
+
+
+def _settings(adapter: Path, *, key: str) -> tuple[int, float]:
+    """(rank, scale)."""
+    config = read_peft_config(adapter, key=key)
+    rank = config["r"]
+    return rank, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

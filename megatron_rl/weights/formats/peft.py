@@ -1,0 +1,184 @@
+"""LoRA adapters (arXiv 2106.09685) in and out of PEFT's format, through a table of their own.
+
+PEFT keeps one adapter for each Hugging Face linear layer: lora_A [rank, inputs] and lora_B [outputs, rank]; the layer's output grows by
+alpha / rank * B A x. Ours sit beside Megatron's (fused) linears under the same cut: `<linear>.adapter.lora_a.<projection>`.
+"""
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from megatron_rl.models.mapping import PEFT_PREFIX, Row, Tensors, nested
+from megatron_rl.weights.formats.folders import whole_or_absent
+from megatron_rl.weights.formats.tensors import HfTensors
+from megatron_rl.weights.stream import Placement, fill, is_adapter
+
+FOREIGN = (
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "layer_replication",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
+    "kasa_config", "use_bdlora", "monteclora_config", "arrow_config", "velora_config",
+)  # fmt: skip
+"""Settings of PEFT's (0.21) that change what an adapter means; if they are set to anything, it is not plain LoRA."""
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take their start out of the base's weights
+(PEFT 0.21, tuners/lora/layer.py), so that what they train is no addition to the released ones."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+LANGUAGE = {
+    "attention": (
+        ("self_attention.linear_qkv", "self_attn.q_proj", 0),
+        ("self_attention.linear_qkv", "self_attn.k_proj", 0),
+        ("self_attention.linear_qkv", "self_attn.v_proj", 0),
+        ("self_attention.linear_proj", "self_attn.o_proj", 1),
+    ),
+    "mlp": (
+        ("mlp.linear_fc1", "mlp.gate_proj", 0),
+        ("mlp.linear_fc1", "mlp.up_proj", 0),
+        ("mlp.linear_fc2", "mlp.down_proj", 1),
+    ),
+}
+"""Targets in the language model: Megatron's linear, HF's projection, the dimension of its weight that tensor parallelism cuts."""
+VISION = {
+    "vision": r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(gate_proj|up_proj|down_proj))",
+    "projector": r"merger\.mlp\.[02]",
+}
+"""Targets in the vision tower, as patterns over the names of its modules, which are HF's own and not cut."""
+
+
+def projection(module: str) -> str:
+    """The last part of an HF module's name, by which an adapter is called: model.layers.0.self_attn.q_proj -> q_proj."""
+    return module.rpartition(".")[2]
+
+
+def is_vision_target(module: str, targets: Sequence[str]) -> bool:
+    return any(re.fullmatch(pattern, module) for target, pattern in VISION.items() if target in targets)
+
+
+def adapter_table(*, targets: Sequence[str], num_layers: int, vision_names: Sequence[str]) -> list[Row]:
+    """Every adapter tensor once; `vision_names` are the HF vision tower's parameters (without the `visual.` prefix)."""
+    rows = []
+    for layer in range(num_layers):
+        for linear, hf, cut in (entry for target, entries in LANGUAGE.items() if target in targets for entry in entries):
+            rows.extend(_pair(f"language.decoder.layers.{layer}.{linear}", f"model.layers.{layer}.{hf}", f"layer:{layer}", cut=cut))
+    modules = sorted(name.removesuffix(".weight") for name in vision_names if name.endswith(".weight"))
+    for module in modules:
+        if is_vision_target(module, targets):
+            rows.extend(_pair(f"vision.{module}", f"visual.{module}", "first", cut=None))
+    return rows
+
+
+def _pair(linear: str, hf: str, stage: str, *, cut: int | None) -> list[Row]:
+    """Rows of the weight cut: the ranks' own outputs, hence of B. Columns cut: their own inputs, hence of A."""
+    name = projection(hf)
+    return [
+        Row(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
+        Row(f"{linear}.adapter.lora_b.{name}", (f"{hf}.lora_B.weight",), stage, shard_dim=0 if cut == 0 else None),
+    ]
+
+
+def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in chunks.named_parameters() if is_adapter(name)}
+
+
+def start_adapters(chunks: nn.ModuleList, rows: list[Row], placement: Placement, *, seed: int) -> None:
+    """PEFT's start: B zero, A uniform in +-1 / sqrt(inputs). The numbers depend on the seed and the layer's name, not on the layout."""
+
+    def value(row: Row, shape: Sequence[int]) -> Tensors:
+        whole = torch.zeros(shape)
+        if ".lora_a." in row.mcore:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {row.hf[0]}".encode()))
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        return (whole,)
+
+    fill(_parameters(chunks), rows, placement, value)
+
+
+def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: Placement, folder: Path, *, rank: int, alpha: float) -> None:
+    """Fill the adapters from a PEFT folder. Raises ValueError where rank, alpha, targets or kind differ from what is asked for."""
+    config = read_peft_config(folder, key="lora.path")
+    if config.get("use_rslora"):
+        raise ValueError(f"lora.path={folder}: its scale is alpha / sqrt(rank) (use_rslora); only alpha / rank can be trained on")
+    for setting, stated, theirs in (("lora.rank", rank, config["r"]), ("lora.alpha", alpha, config["lora_alpha"])):
+        if theirs != stated:
+            raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {theirs}; state the same")
+    source = HfTensors(folder, key="lora.path")
+    wanted = {name for row in rows for name in row.hf}
+    missing, unknown = sorted(wanted - source.names()), sorted(source.names() - wanted)
+    if missing or unknown:
+        raise ValueError(
+            f"lora.path={folder}: the adapter and lora.targets differ. Missing in the adapter: {missing[:3]} ({len(missing)}); "
+            f"not among the targets: {unknown[:3]} ({len(unknown)}). State the adapter's own targets"
+        )
+    fill(_parameters(chunks), rows, placement, lambda row, _shape: tuple(source.read(name) for name in row.hf))
+
+
+def read_peft_config(folder: Path, *, key: str) -> dict:
+    """adapter_config.json of a plain LoRA: `r` a positive integer, `lora_alpha` a number, nothing more than that.
+
+    Raises ValueError under the setting's or option's name `key`, naming what is wrong.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{key}={folder}: there is no {CONFIG}; give a folder in PEFT's format")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy it again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{key}={folder}: its {CONFIG} holds a {type(config).__name__}, no settings; copy it again")
+    foreign = [name for name in FOREIGN if config.get(name)]
+    foreign += ["bias"] if config.get("bias", "none") != "none" else []
+    foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
+    if foreign:
+        told = ", ".join(f"{name}={config.get(name)}" for name in foreign)
+        raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is more than plain LoRA; merge the adapter with PEFT itself")
+    start = config.get("init_lora_weights")
+    if start not in STARTS:
+        raise ValueError(
+            f"{key}={folder}: init_lora_weights={start} in its {CONFIG} may have changed the base when training started; "
+            "save it anew with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is no rank (a positive integer); copy it again")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise ValueError(f"{key}={folder}: lora_alpha={alpha} in its {CONFIG} is no number; copy it again")
+    return config
+
+
+def peft_config(*, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str) -> dict[str, object]:
+    """adapter_config.json. `target_modules` is a pattern over whole module names: a list of endings would meet both towers' gate_proj."""
+    language = "|".join(re.escape(hf) for target, entries in LANGUAGE.items() if target in targets for _, hf, _ in entries)
+    vision = "|".join(pattern for target, pattern in VISION.items() if target in targets)
+    parts = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": "|".join(parts),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def write_peft(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object]) -> None:
+    """Write a PEFT folder at `out`, whole or not at all; tensors by canonical name. Raises OSError as write_hf_folder does."""
+    with whole_or_absent(out) as partial:
+        copies = {PEFT_PREFIX + nested(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        try:
+            save_file(copies, partial / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{WEIGHTS}: {error}") from error
+        (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")

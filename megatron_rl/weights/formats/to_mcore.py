@@ -1,0 +1,85 @@
+"""A checkpoint into Megatron's distributed format, tensor by tensor, with the proof that nothing was lost or doubled."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_rl.models.mapping import Row, Tensors
+from megatron_rl.weights.formats.reading import made_ahead
+from megatron_rl.weights.formats.source import Source, Spec, check_names
+from megatron_rl.weights.formats.torch_dist import McoreTensors
+from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+
+
+class Import:
+    """One conversion: what is read, what is written, and its size, known from headers alone before anything is read."""
+
+    def __init__(self, source: Source, rows: list[Row], *, dtype: torch.dtype | None = None) -> None:
+        """`source` was held against the model already; `dtype` None: every tensor as it is stored. Raises ValueError."""
+        self.source, self.dtype = source, dtype
+        self.rows = [row for row in rows if row.exported]
+        self.written = {row.key: self._written(row) for row in self.rows}
+
+    def _written(self, row: Row) -> Spec:
+        """What the row's tensor will be, computed on tensors without data."""
+        specs = [self.source.specs[name] for name in row.hf]
+        tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            differ = ", ".join(f"{name} {spec}" for name, spec in zip(row.hf, specs, strict=True))
+            raise ValueError(f"{row.key} is made of tensors of different types: {differ}; give --dtype")
+        whole = row.to_mcore(tensors, 0, 1)
+        return Spec(whole.dtype, whole.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the result's tensors, counted on the source's side."""
+        return sum(spec.shape.numel() * (self.dtype or spec.dtype).itemsize for spec in self.source.specs.values())
+
+    def write(self, into: Path, *, tp: int, progress: Callable[[int], None]) -> None:
+        """Fill an empty folder; `progress` hears the bytes of each tensor. Chunks are cut so that a rank at tensor parallel size tp reads
+        its own bytes only; the result loads at every layout. Raises OSError (disk full) and ValueError (damage)."""
+        consumed: Counter[str] = Counter()
+        with TorchDistWriter(into) as writer:
+            for row, runs in zip(self.rows, made_ahead(self._runs, self.rows), strict=True):
+                writer.add(row.key, *runs, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
+                if has_extra_state(row):
+                    writer.add_empty_object(f"{row.key.removesuffix('weight')}_extra_state/shard_0_1")
+                consumed.update(row.hf)
+                progress(self.written[row.key].nbytes)
+            writer.finish()
+        wrong = sorted(name for name in self.source.specs.keys() | consumed.keys() if consumed[name] != 1)
+        if wrong:
+            makes = [row.key for row in self.rows if wrong[0] in row.hf]
+            raise ValueError(f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no tensor of Megatron'}, not once")
+        self._check_result(into)
+
+    def _runs(self, row: Row) -> Tensors:
+        return row.runs(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf)))
+
+    def _check_result(self, into: Path) -> None:
+        """Read the folder's own account of itself again and compare it with the plan."""
+        result = McoreTensors(into, key="--out")
+        check_names(result.names(), self.written, source=str(into), target="the table")
+        found = {key: Spec(result.dtype(key), result.shape(key)) for key in result.names()}
+        for key, spec in self.written.items():
+            if found[key] != spec:
+                raise ValueError(f"{into}: {key} was written as {found[key]}, but its sources give {spec}")
+        num_bytes = sum(spec.nbytes for spec in found.values())
+        if num_bytes != self.num_bytes:
+            raise ValueError(f"{into}: {num_bytes} bytes of tensors were written, {self.num_bytes} were to be")
+
+
+def num_chunks(row: Row, tp: int) -> int:
+    """Megatron cuts a tensor over ranks in equal parts, and each half of gate and up (megatron-core 0.16.1, transformer/mlp.py,
+    apply_swiglu_sharded_factory)."""
+    if row.shard_dim is None:
+        return 1
+    return tp * len(row.hf) if row.fuse_shards else tp
+
+
+def has_extra_state(row: Row) -> bool:
+    """Whether Megatron's sharded_state_dict asks for an `_extra_state` beside it, as it does for the linear layers of the decoder
+    (megatron-core 0.16.1, tensor_parallel/layers.py, get_extra_state)."""
+    return ":" in row.stage and row.shard_dim is not None and row.key.endswith("weight")

@@ -1,0 +1,190 @@
+"""Conversations for the warm start. Oracles: messages by hand, one meaning in every spelling, pixels we painted."""
+
+import base64
+import pickle
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.data.transcripts import transcripts
+from tests.support.tables import SUFFIXES, png, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies go to a folder of the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+RED, BLUE = {"bytes": png("red")}, {"bytes": png("blue")}
+SAID = [
+    ("system", "Use tools."),
+    ("user", "red", "\nWhich?"),
+    ("assistant", "<code>crop</code>"),
+    ("user", "Look: ", "blue", "!"),
+    ("assistant", "It is blue."),
+]
+"""Roles and parts; a color is a picture of it."""
+SPELLINGS = {
+    "parts with their pictures": {
+        "messages": [
+            {"role": "system", "content": "Use tools."},
+            {"role": "user", "content": [{"type": "image", "image": RED}, text("\nWhich?")]},
+            {"role": "assistant", "content": [text("<code>crop</code>")]},
+            {"role": "user", "content": [text("Look: "), {"type": "image", "image": BLUE}, text("!")]},
+            {"role": "assistant", "content": "It is blue."},
+        ]
+    },
+    "parts and a column": {
+        "images": [RED, BLUE],
+        "messages": [
+            {"role": "system", "content": [text("Use tools.")]},
+            {"role": "user", "content": [{"type": "image"}, text("\nWhich?")]},
+            {"role": "assistant", "content": [text("<code>crop</code>")]},
+            {"role": "user", "content": [text("Look: "), {"type": "image"}, text("!")]},
+            {"role": "assistant", "content": [text("It is blue.")]},
+        ],
+    },
+    "places and a column": {
+        "images": [RED, BLUE],
+        "messages": [
+            {"role": "system", "content": "Use tools."},
+            {"role": "user", "content": "<image>\nWhich?"},
+            {"role": "assistant", "content": "<code>crop</code>"},
+            {"role": "user", "content": "Look: <image>!"},
+            {"role": "assistant", "content": "It is blue."},
+        ],
+    },
+    "conversations": {
+        "images": [RED, BLUE],
+        "conversations": [
+            {"from": "system", "value": "Use tools."},
+            {"from": "human", "value": "<image>\nWhich?"},
+            {"from": "gpt", "value": "<code>crop</code>"},
+            {"from": "user", "value": "Look: <image>!"},
+            {"from": "gpt", "value": "It is blue."},
+        ],
+    },
+    "conversations and a column system": {
+        "images": [RED, BLUE],
+        "system": "Use tools.",
+        "tools": "[]",
+        "conversations": [
+            {"from": "human", "value": "<image>\nWhich?"},
+            {"from": "gpt", "value": "<code>crop</code>"},
+            {"from": "observation", "value": "Look: <image>!"},
+            {"from": "gpt", "value": "It is blue."},
+        ],
+    },
+}
+
+
+def said(messages: list) -> list[tuple]:
+    """What SAID would be for these messages; a tool speaks as the user does."""
+    colors = {(255, 0, 0): "red", (0, 0, 255): "blue"}
+    return [
+        (
+            turn["role"].replace("tool", "user"),
+            *(part["text"] if part["type"] == "text" else colors[part["image"].getpixel((0, 0))] for part in turn["content"]),
+        )
+        for turn in messages
+    ]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_means_the_same(spelling: str, suffix: str, tmp_path: Path) -> None:
+    row = SPELLINGS[spelling]
+    if suffix == ".parquet" and spelling == "parts with their pictures":  # a column has one type
+        row = {"messages": [{**turn, "content": [text(turn["content"])] if isinstance(turn["content"], str) else turn["content"]}
+                            for turn in row["messages"]]}  # fmt: skip
+    read = transcripts([str(write(tmp_path / f"sft{suffix}", [row, row]))], images_root="")
+    assert [said(messages) for messages in read] == [SAID, SAID]
+    assert [said(messages) for messages in pickle.loads(pickle.dumps(read))[1:]] == [SAID]
+
+
+def test_pictures_as_data_addresses_and_paths(tmp_path: Path) -> None:
+    (tmp_path / "blue.png").write_bytes(png("blue"))
+    address = "data:image/png;base64," + base64.b64encode(png("red")).decode()
+    content = [{"type": "image_url", "image_url": {"url": address}}, {"type": "image", "image": "blue.png"}]
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Two."}]}
+    read = transcripts([str(write(tmp_path / "sft.jsonl", [row]))], images_root="")
+    assert said(read[0]) == [("user", "red", "blue"), ("assistant", "Two.")]
+
+
+def turns(*roles: str) -> dict:
+    return {"messages": [{"role": role, "content": "x"} for role in roles]}
+
+
+_, ASSISTANT = turns("user", "assistant")["messages"]
+
+
+def shown(content: object, **columns: object) -> dict:
+    return {"messages": [{"role": "user", "content": content}, ASSISTANT]} | columns
+
+
+def replied(**reply: object) -> dict:
+    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"} | reply]}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "crop", "arguments": "{}"}}
+GPT = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+BAD = {
+    "a call": (replied(content="", tool_calls=[CALL]), r"messages\[1\].tool_calls: is not read; write calls of tools into the .* content"),
+    "a call and words": (replied(content="I crop.", tool_calls=[CALL]), r"messages\[1\].tool_calls: is not read"),
+    "an old call": (replied(content="", function_call=CALL["function"]), r"messages\[1\].function_call: is not read"),
+    "silence": (replied(content="", tool_calls=[]), r"messages\[1\]: the assistant says nothing, .* give it words or leave the row out"),
+    "blank": (replied(content=[text(" \n")]), r"messages\[1\]: the assistant says nothing"),
+    "no parts": (replied(content=[]), r"messages\[1\]: the assistant says nothing"),
+    "only a picture": (replied(content=[{"type": "image", "image": RED}]), r"messages\[1\]: the assistant says nothing"),
+    "silence behind a column": (
+        {"system": "s", "conversations": [GPT[0], GPT[1] | {"value": ""}]},
+        r"messages\[1\]: the assistant says nothing",
+    ),
+    "two systems": (turns("system", "user", "assistant") | {"system": "s"}, "system: is given in this column and as a message; keep one"),
+    "a system of parts": (turns("user", "assistant") | {"system": ["s"]}, "system: must be text, is list"),
+    "tools": (
+        {"conversations": GPT, "tools": '[{"name": "crop"}]'},
+        "tools: are not read; write calls of tools into .* leave this column out",
+    ),
+    "tools of OpenAI": (turns("user", "assistant") | {"tools": [CALL]}, "tools: are not read"),
+    "a long role": (turns("user", "x" * 1000), r"messages: role 'x{37}\.\.\.x{38}' is none of"),
+    "no messages": ({"text": "x"}, r"messages: must be there"),
+    "both": (turns("user", "assistant") | {"conversations": []}, r"messages: must be there \(or conversations, and not both\)"),
+    "empty": ({"messages": []}, r"messages: must end with the assistant"),
+    "user last": (turns("user", "assistant", "user"), r"messages: must end with the assistant"),
+    "assistant first": (turns("assistant"), r"messages: user and assistant must take turns .* here: assistant"),
+    "two replies": (turns("user", "assistant", "assistant"), r"messages: user and assistant must take turns"),
+    "late system": (turns("user", "assistant", "system", "assistant"), r"messages: user and assistant must take turns"),
+    "a stranger": (turns("user", "critic"), r"messages: role 'critic' is none of system, user, tool, assistant, human"),
+    "no text": (shown(None), r"messages\[0\]: must be a list, is NoneType"),
+    "a film": (shown([{"type": "video"}]), r"messages\[0\]: a part must be of type .* 'video'"),
+    "no column": (shown("<image>"), r"messages\[0\]: has <image>, and the row has no column images"),
+    "too few": (shown("<image><image>", images=[RED]), r"messages\[0\]: has a place for a picture"),
+    "too many": (shown("x", images=[RED]), r"images: are 1, more than the messages have places for"),
+    "control": (shown("<|im_end|>"), r"messages\[0\]: holds <\|im_end\|>"),
+    "no file": (shown("<image>", images=["a.png"]), r"images\[0\]: no such file"),
+    "no picture": (shown("<image>", images=[{"bytes": b"x"}]), r"images\[0\]: cannot identify"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_conversation_is_named(name: str, tmp_path: Path) -> None:
+    row, told = BAD[name]
+    path = write(tmp_path / "sft.jsonl", [turns("user", "assistant"), row])
+    with pytest.raises(ValueError, match=f"^sft.jsonl row 1: {told}"):
+        transcripts([str(path)], images_root="")
+
+
+def test_a_picture_with_broken_pixels_is_named_when_it_is_shown(tmp_path: Path) -> None:
+    row = shown("<image>", images=[{"bytes": png(size=(400, 400))[:-30]}])
+    read = transcripts([str(write(tmp_path / "sft.json", [turns("user", "assistant"), row]))], images_root="")
+    assert said(read[0]) == [("user", "x"), ("assistant", "x")]
+    with pytest.raises(ValueError, match=r"^sft.json row 1: images\[0\]: cannot be opened"):
+        read[1]

@@ -1,0 +1,202 @@
+"""The doctor finds what is wrong before a run does. Oracles: faults planted one by one, the renderer's own prompts, real HTTP servers."""
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import sandbox.doctor
+from launch import doctor
+from launch.doctor import Report, examine, look_at_judges, look_at_sandbox, show
+from megatron_rl.data.questions import questions
+from megatron_rl.rollout.renderer import Renderer
+from tests.conftest import ROOT
+from tests.contracts.test_configs import settings_of
+from tests.support.tables import png, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies go to a folder of the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+ROW = {"question": "Which color?", "answer": "red", "data_source": "vstar", "images": [{"bytes": png()}]}
+
+
+@pytest.fixture
+def sound(random_model: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a run that can start."""
+    path = write(tmp_path / "mine.parquet", [ROW] * 3)
+    limits = ["model.min_pixels=784", "model.max_pixels=3136"]
+    return ["task=vqa", f"model.path={random_model}", f"run.dir={tmp_path}/run", f"task.data.train=[{path}]", f"task.data.eval=[{path}]",
+            "task.max_tokens_per_turn=100", *limits]  # fmt: skip
+
+
+@pytest.fixture
+def judge() -> Iterator[tuple[str, dict[str, object]]]:
+    """A server and what it answers: a status and a body for /v1/models."""
+    answers: dict[str, object] = {"status": 200, "body": json.dumps({"data": [{"id": "judge"}]})}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answers["status"] if self.path == "/v1/models" else 404)
+            self.end_headers()
+            self.wfile.write(str(answers["body"]).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", answers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_run_that_can_start(sound: list[str], tmp_path: Path) -> None:
+    report = examine(settings_of(*sound))
+    assert report.errors == report.warnings == []
+    found = dict(report.rows)
+    assert found["data.train"].startswith("3 rows, 3 images, longest question ") and found["data.train"].endswith("; vstar 3")
+    assert found["task"] == "vqa" and str(tmp_path / "run") in found["run.dir"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) -> None:
+    changed = [{"answer": ""}, {"data_source": "mine"}, {"extra_info": {"bbox": [5, 5, 5, 9]}}, {"images": ["no.png"]}]
+    path = write(tmp_path / "bad.jsonl", [ROW | change for change in changed])
+    talks = write(tmp_path / "talks.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
+    changes = [f"task.data.train=[{path}]", f"task.data.demonstrations=[{talks}]", "engine.max_images=1", "model.path=/nowhere"]
+    report = examine(settings_of(*sound, *changes))
+    assert report.errors == [
+        "model.path=/nowhere: no config.json in it; give a Hugging Face model folder (hf download ... --local-dir makes one)",
+        "task.data.train: bad.jsonl row 0: answer: is empty",
+        f"task.data.train: bad.jsonl row 3: images[0]: no such file {tmp_path}/no.png; "
+        "task.data.images is the folder that relative paths start from",
+        "talks.jsonl row 0: messages: must end with the assistant",
+    ]
+    assert [line.partition(": ")[2] for line in report.warnings] == [
+        "train/2: bbox [5, 5, 5, 9] is empty",
+        "data_source mine: no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge",
+    ]
+
+
+def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in random_model.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    (broken / "model.safetensors").write_bytes((random_model / "model.safetensors").read_bytes()[:1000])
+    (error,) = examine(settings_of(*sound, f"model.path={broken}")).errors
+    assert error.startswith(f"model.path={broken}: ")
+
+
+def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random_model: Path) -> None:
+    """The length is that of what the renderer makes of the question, less what the template says around it."""
+    many = {**ROW, "question": "Is <image> or <image> larger, or are they equally large?", "images": [{"bytes": png(size=(300, 90))}] * 2}
+    path = write(tmp_path / "long.json", [ROW, many])
+    renderer = Renderer(settings_of(*sound).model)
+    picture = {"type": "image", "image": Image.new("RGB", (300, 90))}
+    texts = [{"type": "text", "text": text} for text in ("Is ", " or ", " larger, or are they equally large?")]
+    whole = renderer.prompt([{"role": "user", "content": [texts[0], picture, texts[1], picture, texts[2]]}])
+    around = renderer.prompt([{"role": "user", "content": []}])
+    length = len(whole.token_ids) - len(around.token_ids)
+    changes = [f"task.data.train=[{path}]", "engine.max_images=1", f"engine.max_model_len={length + 99}"]
+    report = examine(settings_of(*sound, *changes))
+    assert report.errors == []
+    assert report.warnings == [
+        f"task.data.train: train/1: {length} tokens leave no room for a reply; raise engine.max_model_len or lower model.max_pixels",
+        "task.data.train: train/1: 2 pictures; raise engine.max_images=1",
+    ]
+    assert f"longest question {length} tokens" in dict(report.rows)["data.train"]
+    fits = examine(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={length + 100}"))
+    assert fits.warnings == []
+    assert len(questions([str(path)], images_root="", name="train")) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (200, '{"data": [{"id": "other"}]}', "task.judge.model=judge: {url} serves other; choose one of these"),
+        (200, '{"data": []}', "task.judge.model=judge: {url} serves nothing; choose one of these"),
+        (200, "<html>", "task.judge.urls={url}: does not list its models (JSONDecodeError"),
+        (200, "[]", "task.judge.urls={url}: does not list its models (TypeError"),
+        (429, "busy", "task.judge.urls={url}: does not list its models (HTTPStatusError: Client error '429"),
+        (500, "", "task.judge.urls={url}: does not list its models (HTTPStatusError: Server error '500"),
+    ],
+)
+def test_a_judge_that_is_not_well(status: int, body: str, said: str, judge: tuple, sound: list[str]) -> None:
+    url, answers = judge
+    answers |= {"status": status, "body": body}
+    report = Report()
+    look_at_judges(settings_of(*sound, f"task.judge.urls=[{url}]", "task.judge.model=judge"), report)
+    (error,) = report.errors
+    assert error.startswith(said.format(url=url))
+
+
+def test_judges_one_well_and_one_down(judge: tuple, sound: list[str]) -> None:
+    url, _ = judge
+    report = Report()
+    look_at_judges(settings_of(*sound, f"task.judge.urls=[{url},http://127.0.0.1:9/v1]", "task.judge.model=judge"), report)
+    assert report.rows == [(f"judge {url}", "serves judge"), ("judge http://127.0.0.1:9/v1", "not usable")]
+    (error,) = report.errors
+    assert error.startswith("task.judge.urls=http://127.0.0.1:9/v1: does not list its models (ConnectError")
+
+
+def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = judge[0].removesuffix("/v1")
+    monkeypatch.setattr(sandbox.doctor, "report", lambda: ("seccomp missing\n\nisolation: not available", False))
+
+    def told(*overrides: str) -> Report:
+        report = Report()
+        look_at_sandbox(settings_of(*sound, *overrides), report)
+        return report
+
+    assert told().rows == []
+    agent = "task.name=visual_python"
+    assert told(agent).errors == ["task.sandbox.isolation=auto: isolation: not available; python -m sandbox doctor shows all"]
+    assert told(agent, "task.sandbox.isolation=none").errors == []
+    (warning,) = told(agent, "task.sandbox.isolation=none").warnings
+    assert warning == "task.sandbox.isolation=none: the policy's code runs without any wall; use auto"
+    (error,) = told(agent, f"task.sandbox.url={url}").errors
+    assert error.startswith(f"task.sandbox.url={url}: BoxClosed: ")
+    monkeypatch.setattr(sandbox.doctor, "report", lambda: ("a in use b\nc in use d\n", True))
+    assert told(agent).rows == [("sandbox", "2 layers in use")]
+
+
+def test_what_is_shown() -> None:
+    report = Report(rows=[("task", "vqa [bold]")], errors=["key=[value]: remedy"], warnings=["odd"])
+    out = io.StringIO()
+    show(report, Console(file=out, width=30))
+    assert out.getvalue().splitlines()[-2:] == ["warning: odd", "error: key=[value]: remedy"]
+    assert "vqa [bold]" in out.getvalue()
+
+
+def test_the_exit_code(sound: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "doctor.py"), *sound]
+    run = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False}
+    well = subprocess.run(command, **run)
+    assert (well.returncode, well.stderr) == (0, "") and well.stdout.endswith("\na run can start\n")
+    ill = subprocess.run([*command, "task.data.train=[]"], **run)
+    assert (ill.returncode, ill.stderr) == (1, "")
+    error = "error: task.data.train=[]: give the files, JSON lists, JSON lines or Parquet"
+    assert ill.stdout.splitlines()[-2:] == [error, "a run cannot start"]
+
+
+def test_tasks_are_named_as_they_are() -> None:
+    """A task that is renamed must be renamed here."""
+    folder = ROOT / "megatron_rl" / "tasks"
+    assert all((folder / name).is_dir() or (folder / f"{name}.py").is_file() for name in (*doctor.USES_SANDBOX, *doctor.USES_DATA))

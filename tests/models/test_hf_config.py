@@ -1,0 +1,95 @@
+"""config.json in both styles, and the tensors that follow from it, against the published sizes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.models.hf_config import hf_shapes, read_config, rows_of
+from megatron_rl.models.mapping import canonical
+from megatron_rl.models.released import SIZES, released_config
+
+PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
+"""As published."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("style", ["flat", "nested"])
+def test_every_released_size_is_read(size: str, style: str, tmp_path: Path) -> None:
+    stored = released_config(size)
+    if style == "nested":
+        stored = Qwen2_5_VLConfig.from_dict(stored).to_dict()
+        assert "hidden_size" not in stored and stored["text_config"]["hidden_size"] == SIZES[size]["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = read_config(tmp_path)
+    assert config.text_config.tie_word_embeddings is (size == "3B")
+    assert config.text_config.rope_parameters["mrope_section"] == [16, 24, 24] and config.text_config.rope_parameters["rope_theta"] == 1e6
+    shapes = hf_shapes(config)
+    assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(PARAMETERS[size], rel=2e-3)
+    assert sorted(name for row in rows_of(config) if row.exported for name in row.hf) == sorted(shapes)
+
+
+def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
+    """transformers before 5 saved nested configs so."""
+    stored = Qwen2_5_VLConfig.from_dict(released_config("3B")).to_dict()
+    del stored["tie_word_embeddings"]
+    stored["text_config"]["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert read_config(tmp_path).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no config.json"),
+        ("{", "config.json is damaged"),
+        ('{"model_type": "qwen2_5_vl", "hidden_size": "wide"}', "config.json is damaged"),
+        ('{"model_type": "llama"}', "describes model_type llama"),
+    ],
+)
+def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"^--hf={tmp_path}: .*{said}"):
+        read_config(tmp_path, key="--hf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("torch_dtype", "nonsense", "nonsense"),
+        ("torch_dtype", "int64", "dtype is torch.int64, no floating-point type"),
+        ("torch_dtype", 5, "dtype is 5, no floating-point type"),
+        ("dtype", [], "list index out of range"),
+        ("vision_config.torch_dtype", "nonsense", "nonsense"),
+        ("vision_config.dtype", 5, "vision_config.dtype is 5, no floating-point type"),
+        ("id2label", 5, "'int' object"),
+        ("hidden_size", 0, "hidden_size is 0, not a positive integer"),
+        ("num_hidden_layers", 0, "num_hidden_layers is 0, not a positive integer"),
+        ("num_hidden_layers", -1, "num_hidden_layers"),
+        ("vocab_size", -1, "vocab_size is -1, not a positive integer"),
+        ("num_attention_heads", 3, "num_attention_heads is 3, which does not divide hidden_size, 3584"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3, which does not divide num_attention_heads, 28"),
+        ("rope_theta", None, "rope_theta is None, not a positive number"),
+        ("rope_scaling", None, "mrope_section is None, no list"),
+        ("vision_config.depth", 0, "vision_config.depth is 0, not a positive integer"),
+        ("vision_config.num_heads", 3, "vision_config.num_heads is 3, which does not divide hidden_size, 1280"),
+        ("vision_config.hidden_act", "loud", "vision_config.hidden_act is loud"),
+        ("vision_config.out_hidden_size", 7, "vision_config.out_hidden_size is 7, but hidden_size is 3584"),
+    ],
+)
+def test_values_that_no_model_has(key: str, value: object, said: str, tmp_path: Path) -> None:
+    stored = released_config("7B")
+    part, _, name = key.rpartition(".")
+    (stored[part] if part else stored)[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=f"^--hf={tmp_path}: config.json is damaged .*{said}.*; copy it again$"):
+        read_config(tmp_path, key="--hf")
+
+
+def test_the_expected_tensors_are_those_that_transformers_saves(random_model: Path) -> None:
+    saved = load_file(random_model / "model.safetensors")
+    assert hf_shapes(read_config(random_model)) == {canonical(name): tensor.shape for name, tensor in saved.items()}

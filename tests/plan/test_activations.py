@@ -1,0 +1,208 @@
+"""The formula of activations against what autograd keeps of our own layers, and against the most that ever exists at once."""
+
+import json
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import Qwen2_5_VLConfig
+
+from megatron_rl.config import LoraSettings, ParallelSettings
+from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.models.hf_config import parse_config
+from megatron_rl.models.released import released_config
+from megatron_rl.plan.activations import LOGIT_BYTES, activations, language_layer, vision_block
+from megatron_rl.policy.attention import SharedPromptParams
+from megatron_rl.policy.logprobs import Distribution
+from megatron_rl.policy.optimizer import with_gradients
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.transformer import build_chunks
+from megatron_rl.types import Batch
+from megatron_rl.world import connect, place
+
+HIDDEN, KEYS, VISION, PATCHES = 256, 128, 160, 1024
+FROZEN = ["vision", "merger"]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def small(num_layers: int) -> Qwen2_5_VLConfig:
+    """Proportions of the released models, sizes of a test."""
+    stored = json.loads(json.dumps(released_config("3B")))
+    stored |= {"hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "bos_token_id": 1}
+    stored |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
+    stored["vision_config"] |= {"depth": 3, "hidden_size": VISION, "num_heads": 4, "intermediate_size": 428, "fullatt_block_indexes": [1]}
+    stored["vision_config"]["out_hidden_size"] = HIDDEN
+    stored["eos_token_id"] = 2
+    return parse_config(stored, folder="small", key="model.path")
+
+
+def build(
+    model: Qwen2_5_VLConfig, dtype: torch.dtype, *, recompute: str = "none", lora: int = 0, frozen: list[str] | None = None
+) -> nn.Module:
+    """The model inside its gradient buffers."""
+    layout, adapters = build_layout(ParallelSettings(recompute=recompute), seed=0), LoraSettings(rank=lora)
+    with megatron_on_cpu():
+        chunks = build_chunks(model, layout, dtype, lora=adapters)
+        for parameter in chunks.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        (chunk,) = with_gradients(chunks, frozen or [], lora=adapters)
+    return chunk.train()
+
+
+def batch_of(num_tokens: int, *, num_patches: int) -> Batch:
+    zeros = torch.zeros(num_tokens)
+    vision = torch.arange(num_patches // 4)
+    return Batch(
+        token_T=zeros.long(), target_T=zeros.long(), mask_T=zeros.bool(), weight_T=zeros,
+        position_3T=torch.arange(num_tokens).expand(3, -1),
+        cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), prefix_S=[-1], patch_PC=torch.randn(num_patches, 1176),
+        grid_I3=torch.tensor([[1, 16, num_patches // 16]]), vision_position_V=vision, vision_row_V=vision, denominator=1,
+        advantage_T=zeros, engine_logprob_T=zeros,
+    )  # fmt: skip
+
+
+def kept_by_autograd(model: nn.Module, forward) -> int:  # noqa: ANN001
+    """Bytes of the distinct storages that a forward pass leaves for the backward pass, parameters apart."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with megatron_on_cpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alive = forward()
+    del alive
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages made inside, now and at most; those of `known` tensors do not count."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.seen:
+                storage = tensor.untyped_storage()
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+        return result
+
+    def _drop(self, place: int, size: int) -> None:
+        self.seen.discard(place)
+        self.now -= size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.dtype) -> None:
+    """On a CPU K numbers less (attention reads a copy of the values, not the fused projection), and five indices of 8 bytes more."""
+    model, num_tokens, width = small(2), 256, dtype.itemsize
+    chunk = build(model, dtype).module
+    rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
+    packed = chunk._packed(batch_of(num_tokens, num_patches=64))
+    assert isinstance(packed, SharedPromptParams)
+    hidden = torch.randn(num_tokens, 1, HIDDEN, dtype=dtype, requires_grad=True)
+    layer = chunk.language.decoder.layers[1]
+    kept = kept_by_autograd(
+        layer, lambda: layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
+    )
+    formula = language_layer(model, ParallelSettings(), width=width, lora=LoraSettings())
+    assert abs(kept / num_tokens - (formula - KEYS * width)) <= 40
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dtype) -> None:
+    """On a CPU one hidden row less for the same reason; the whole tower has three blocks, its pixels, and the merger."""
+    model, width = small(2), dtype.itemsize
+    tower = build(model, dtype).module.vision
+    pixels = torch.randn(PATCHES, 1176, dtype=dtype)
+    kept = kept_by_autograd(tower, lambda: tower(pixels, grid_thw=torch.tensor([[1, 32, PATCHES // 32]])).pooler_output)
+    blocks = 3 * (vision_block(model, width=width) - VISION * width)
+    rest = 1176 * width + VISION * (4 + 4 * width)
+    assert abs(kept / PATCHES - (blocks + rest)) <= 0.03 * (blocks + rest)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("dtype", "num_patches", "lora", "frozen"),
+    [
+        (torch.bfloat16, 64, 0, FROZEN), (torch.float32, 64, 0, FROZEN), (torch.bfloat16, 4 * 512, 0, []),
+        (torch.bfloat16, 4 * 512, 0, FROZEN), (torch.bfloat16, 64, 8, []),
+    ],
+)  # fmt: skip
+def test_a_pass_stays_below_the_plan_and_near_it(
+    world: None, recompute: str, dtype: torch.dtype, num_patches: int, lora: int, frozen: list[str]
+) -> None:
+    """Forward and backward of a whole model: never above what is planned, and where the batch is as full of images as the plan assumes,
+    within a third of it."""
+    model, num_tokens, parallel = small(4), 512, ParallelSettings(recompute=recompute, logprob_rows=1)
+    chunk, batch = build(model, dtype, recompute=recompute, lora=lora, frozen=frozen), batch_of(num_tokens, num_patches=num_patches)
+    known = [*chunk.parameters(), *chunk.module.buffers(), *(buffer.grad_data for buffer in chunk.buffers), batch.patch_PC]
+    live = Live(known)
+    with megatron_on_cpu(), live:
+        hidden_RH = chunk(batch, torch.arange(8))
+        hidden_RH.float().sum().backward()
+    planned = activations(
+        model, parallel, stage=0, num_tokens=num_tokens, max_patches=num_patches, width=dtype.itemsize, lora=LoraSettings(rank=lora),
+        frozen=frozen,
+    ).total  # fmt: skip
+    assert live.peak <= planned
+    if num_patches == 4 * num_tokens:
+        assert live.peak >= planned * 2 / 3
+
+
+@pytest.mark.parametrize(("rows", "block"), [(64, 64), (256, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_cost_what_the_plan_says(world: None, dtype: torch.dtype, rows: int, block: int) -> None:
+    """24 bytes an entry of one block, however many blocks there are."""
+    build_layout(ParallelSettings(), seed=0)
+    head = nn.Linear(32, 8192, bias=False, dtype=dtype).requires_grad_(False)
+    distribution = Distribution(torch.zeros(8192, dtype=torch.bool), 1.0, 0, dist.group.WORLD, block)
+    hidden_RH = torch.randn(rows, 32, dtype=dtype, requires_grad=True)
+    live = Live([head.weight, hidden_RH, distribution.banned_V])
+    with megatron_on_cpu(), live:
+        logprob_R, entropy_R = distribution(head, hidden_RH, torch.zeros(rows, dtype=torch.long))
+        (logprob_R.sum() + entropy_R.sum()).backward()
+    assert live.peak == pytest.approx(LOGIT_BYTES * block * 8192, rel=0.02)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "expected"), [(1, 1, [1]), (4, 1, [4, 3, 2, 1]), (2, 2, [2.5, 1.5])])
+def test_micro_batches_in_flight(pp: int, vpp: int, expected: list[float]) -> None:
+    """1F1B: a stage has begun one micro-batch more than the stage behind it. Interleaved, two stages of two chunks: the first warms up with
+    four chunks and holds a fifth in its steady state, the second two and a third (Narayanan et al. 2021, arXiv 2104.04473, figure 4)."""
+    planned = [
+        activations(
+            small(4), ParallelSettings(pp=pp, vpp=vpp), stage=stage, num_tokens=16, max_patches=4, width=2, lora=LoraSettings(), frozen=[]
+        ).in_flight
+        for stage in range(pp)
+    ]
+    assert planned == expected
+
+
+def test_a_layer_is_cut_by_tensor_parallelism() -> None:
+    """With sequence parallelism nothing of a layer is whole on a rank but the sines and cosines."""
+    model = small(4)
+    whole = language_layer(model, ParallelSettings(), width=2, lora=LoraSettings())
+    cut = language_layer(model, ParallelSettings(tp=2, sequence_parallel=True), width=2, lora=LoraSettings())
+    rotary = 4 * 64 * 2
+    assert cut - rotary == (whole - rotary) / 2

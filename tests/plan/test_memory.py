@@ -1,0 +1,142 @@
+"""The plan's numbers against a real policy's storages, a hand-computed engine, and what is refused."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl import config
+from megatron_rl.algo.losses import LossMetrics
+from megatron_rl.batch import Piece
+from megatron_rl.config import EngineSettings, LoraSettings, ModelSettings, ParallelSettings, RunSettings, Settings
+from megatron_rl.models.hf_config import read_config
+from megatron_rl.models.released import known_config
+from megatron_rl.plan.memory import plan, plan_engine
+from megatron_rl.plan.shares import Footprint, shares
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.start import run
+from megatron_rl.types import Context
+from megatron_rl.world import connect, place
+
+KINDS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "frozen": {"dtype": "bfloat16", "frozen": ["vision", "merger"]},
+    "lora": {"lora": LoraSettings(rank=4, targets=["attention", "vision"])},
+}
+
+
+def settings_for(folder: Path, *, lora: LoraSettings | None = None, **model: object) -> Settings:
+    return Settings(
+        model=ModelSettings(path=str(folder), **model), lora=lora or LoraSettings(), run=RunSettings(dir="there"),
+        task=config.TaskSettings(name="number_line"), algo=config.AlgoSettings(lr=1e-3),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def measured(settings: Settings) -> Footprint:
+    """Build the policy, train it for one step, and add up the distinct storages of each kind."""
+    policy = Policy(
+        settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optimizer=settings.algo, num_updates=1,
+        lora=settings.lora, banned_ids=[], image_token_id=7,
+    )  # fmt: skip
+    context = Context()
+    context.extend([11, 12])
+    context.extend([13, 14], logprobs=[0.0, 0.0])
+    batches = policy.pack([Piece.uniform(context)], max_tokens=10)
+    policy.update(batches, lambda logprob_R, *_: (-logprob_R.sum(), LossMetrics(sums={}, maxima={})))
+    parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.chunks.parameters()}
+    gradients = {p.main_grad.untyped_storage().data_ptr(): p.main_grad.untyped_storage().nbytes() for p in trained(policy)}
+    state = policy.optimizer.optimizer.state
+    main = {p.untyped_storage().data_ptr(): p.nbytes for p in state}
+    return Footprint(
+        parameters=sum(parameters.values()),
+        gradients=sum(gradients.values()),
+        main=sum(size for place, size in main.items() if place not in parameters),
+        moments=sum(entry[name].untyped_storage().nbytes() for entry in state.values() for name in ("exp_avg", "exp_avg_sq")),
+    )
+
+
+def trained(policy: Policy) -> list[torch.nn.Parameter]:
+    return [p for p in policy.chunks.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path, request: pytest.FixtureRequest) -> None:
+    settings = settings_for(random_model, **KINDS[kind])
+    (share,) = shares(read_config(random_model), settings, world_size=1)
+    request.getfixturevalue("world")
+    assert share.held == measured(settings)
+    assert share.held.gradients >= 4 * share.num_trained
+
+
+def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
+    """Each of four replicas has a fourth of the padded buffer."""
+    settings, model = settings_for(random_model, dtype="bfloat16"), read_config(random_model)
+    (alone,), (one,) = (shares(model, settings, world_size=size) for size in (1, 4))
+    assert (one.num_parameters, one.held.parameters) == (alone.num_parameters, one.held.gradients // 2)
+    assert one.held.main <= one.held.gradients // 4
+    assert abs(4 * one.held.main - alone.held.main) <= one.held.gradients - alone.held.main
+    assert one.held.moments == 2 * one.held.main
+
+
+def test_the_engine_of_7b_by_hand() -> None:
+    """16.58 GB of weights; a token of keys and values is 2 * 28 layers * 4 heads * 128 * 2 bytes = 57,344."""
+    model, of_a_run = known_config("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
+    given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=32768)
+    engine = plan_engine(model, Settings(engine=given, run=of_a_run))
+    assert engine.budget == 70_500_000_000
+    assert engine.weights == 16_584_333_312
+    assert engine.cache_tokens == (70_500_000_000 - 16_584_333_312 - engine.working) // 57_344
+    halved = plan_engine(model, Settings(engine=replace(given, tp=2), run=of_a_run))
+    assert halved.weights == engine.weights // 2
+
+
+@pytest.mark.parametrize(("share", "length"), [(0.3, 4096), (0.45, 128000)])
+def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
+    """Neither the weights of 7B in a third of 48 GB, nor one context of 128,000 tokens, 7.3 GB, in what they leave of 21.6 GB."""
+    engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
+    settings = Settings(engine=engine, run=RunSettings(dir="there", gpu="l40s"))
+    with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s have no room .* \(16.6 GB\)"):
+        plan_engine(known_config("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
+
+
+def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
+    model = known_config("Qwen/Qwen2.5-VL-3B-Instruct")
+
+    def planned(**parallel: object) -> tuple:
+        engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
+        settings = Settings(
+            model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", **parallel), engine=engine,
+            run=RunSettings(dir="there"),
+        )  # fmt: skip
+        result = plan(model, settings, world_size=1)
+        return result.ranks[0], result.host
+
+    (here, host_here), (away, host_away) = planned(), planned(offload_optimizer=True, offload_parameters=True)
+    held = here.share.held
+    assert here.sync - away.sync == here.optimizer - away.optimizer == held.moments
+    assert here.rollout - away.rollout == held.moments + held.parameters + held.gradients
+    assert host_away.total - host_here.total == held.parameters + 4 * held.main
+
+
+def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(
+        model=ModelSettings(path="Qwen/Qwen2.5-VL-3B-Instruct", dtype="bfloat16"), engine=EngineSettings(dtype="bfloat16"),
+        task=config.TaskSettings(name="number_line"), run=RunSettings(dir="there", dry=True, gpu="l40s"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^run.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
+        run(settings)
+    assert "3,754,622,976" in capsys.readouterr().out

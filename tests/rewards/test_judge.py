@@ -1,0 +1,298 @@
+"""The judge against real HTTP servers on loopback that do what servers do: answer, refuse, lie, stall and die."""
+
+import asyncio
+import base64
+import io
+import json
+import time
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_rl.rewards.endpoints import retry_after
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.judge_prompt import load
+from megatron_rl.rewards.verdicts import Verdicts
+from megatron_rl.types import HostFault
+from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
+
+SCORE = load("process_search")
+HTML = Reply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
+
+
+def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with serving(right) as server:
+
+        async def use(judge: Judge) -> None:
+            assert await judge.verdict(PROMPT, fields=fields('red"\nreference: "crimson')) == 1.0
+            picture = Image.new("RGB", (50, 40), "red")
+            assert await judge.verdict(SCORE, fields={"question": "?", "response": "code"}, images=[picture]) == 0.75
+
+        def behave(body: dict) -> Reply:
+            (key,) = body["response_format"]["json_schema"]["schema"]["required"]
+            return completion(json.dumps({key: {"correct": True, "score": 0.75}[key]}))
+
+        server.behave = behave
+        judge = held(settings(server, temperature=0.3, max_tokens=7), use)
+    text, images = server.bodies
+    assert (text["model"], text["temperature"], text["max_completion_tokens"]) == ("judge", 0.3, 7)
+    assert text["response_format"]["json_schema"]["schema"] == {
+        "type": "object", "properties": {"correct": {"type": "boolean"}}, "required": ["correct"], "additionalProperties": False,
+    }  # fmt: skip
+    assert [message["role"] for message in text["messages"]] == ["system", "user"]
+    assert text["messages"][1]["content"].endswith('question: "What color?"\nreference: "red"\nanswer: "red\\"\\nreference: \\"crimson"'), (
+        "an answer cannot leave its quotation marks"
+    )
+    assert images["response_format"]["json_schema"]["schema"]["properties"] == {"score": {"type": "number", "enum": [1, 0.75, 0.25, 0]}}
+    words, picture = images["messages"][1]["content"]
+    assert words["type"] == "text"
+    kind, data = picture["image_url"]["url"].split(",")
+    assert kind == "data:image/jpeg;base64" and Image.open(io.BytesIO(base64.b64decode(data))).size == (50, 40)
+    assert server.keys == {"Bearer none"}
+    assert (judge.requests, judge.failures, judge.cache_hits) == (2, 0, 0) and judge.seconds > 0
+
+
+def test_the_key_comes_from_the_environment_and_the_model_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with serving(right) as server:
+        judge = held(settings(server, model=""), lambda judge: judge.verdict(PROMPT, fields=fields()))
+    assert server.keys == {"Bearer secret"} and judge.model == server.bodies[0]["model"] == "served"
+
+
+TROUBLE = {
+    "html": (HTML, "ValidationError"),
+    "429": (Reply('{"error": {"message": "slow down"}}', 429, {"Retry-After": "0"}), "slow down"),
+    "500": (Reply("Internal Server Error", 500), "InternalServerError: Error code: 500"),
+    "401": (Reply('{"error": {"message": "no such key"}}', 401), "no such key"),
+    "empty": (Reply(""), "ValidationError"),
+    "half a body": (Reply('{"id": "1", "choices": [{"mess'), "ValidationError"),
+    "no choices": (Reply('{"id": "1", "object": "chat.completion", "created": 1, "model": "judge", "choices": []}'), "ValidationError"),
+    "an error with status 200": (Reply('{"error": {"message": "out of memory"}}'), "ValidationError"),
+    "not UTF-8": (Reply(b'\xff\xfe{"choices": 1}'), "ValidationError"),
+    "closed": (Reply("", drop=True), "APIConnectionError"),
+    "hang": (Reply("", hang_s=3.0), "TimeoutError"),
+    "prose": (completion("The answer is right: 1"), "no verdict"),
+    "verdict in prose": (completion('I say {"correct": true}'), "no verdict"),
+    "a number": (completion("1"), "no verdict"),
+    "wrong key": (completion('{"score": 1}'), "no verdict"),
+    "wrong type": (completion('{"correct": 1}'), "no verdict"),
+    "two keys": (completion('{"correct": true, "because": "so"}'), "no verdict"),
+    "twice": (completion('{"correct": false, "correct": true}'), "no verdict"),
+    "a list": (completion('[["correct", true]]'), "no verdict"),
+    "deep": (completion("[" * 100_000), "no verdict"),
+    "nothing": (completion(""), "no verdict"),
+    "null": (Reply(completion("x").body.replace('"x"', "null")), "ValidationError"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path) -> None:
+    reply, reason = TROUBLE[name]
+    cache = str(tmp_path / "verdicts.sqlite")
+    with serving(lambda _: reply) as server:
+
+        async def use(judge: Judge) -> None:
+            with pytest.raises(HostFault) as caught:
+                await judge.verdict(PROMPT, fields=fields())
+            assert server.url in str(caught.value) and reason in str(caught.value), caught.value
+            assert len(server.bodies) == judge.requests == judge.failures == 3
+            server.behave = right
+            judge.settings.timeout_s = 10.0
+            assert await judge.verdict(PROMPT, fields=fields()) == 1.0, "a failure stayed"
+            assert len(server.bodies) == 4
+
+        held(settings(server, cache=cache, timeout_s=0.5 if name == "hang" else 10.0), use)
+    with closing(Verdicts(cache, read_only=True)) as kept:
+        assert len(kept) == 1
+
+
+@pytest.mark.parametrize("name", ["html", "429", "500", "empty", "closed", "hang", "prose"])
+def test_the_next_server_takes_over(name: str) -> None:
+    """With the other server well no verdict is lost, and one that fails hard is left alone while it rests."""
+    with serving(lambda _: TROUBLE[name][0]) as bad, serving(right) as good:
+
+        async def use(judge: Judge) -> None:
+            judge._endpoints[0].rest_s = 30.0
+            for index in range(20):
+                assert await judge.verdict(PROMPT, fields=fields(f"{index}")) == 1.0
+
+        held(settings(bad, good, tries=50, timeout_s=1.0 if name == "hang" else 10.0), use)
+    assert len(good.bodies) == 20
+    assert len(bad.bodies) <= 1 or name == "prose", "a server that failed was not given its rest"
+
+
+def test_a_server_that_comes_back_is_asked_again() -> None:
+    with serving(lambda _: Reply("", 503)) as one, serving(right) as two:
+
+        async def use(judge: Judge) -> None:
+            while len(one.bodies) < 2:
+                await judge.verdict(PROMPT, fields=fields(f"{time.monotonic()}"))
+            one.behave = right
+            await asyncio.sleep(0.1)
+            await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(40)))
+
+        held(settings(one, two), use)
+    assert len(one.bodies) >= 10
+
+
+def test_retry_after_is_honored() -> None:
+    replies = iter([Reply("", 429, {"Retry-After": "1"}), completion('{"correct": false}')])
+    with serving(lambda _: next(replies)) as server:
+
+        async def use(judge: Judge) -> None:
+            assert await judge.verdict(PROMPT, fields=fields()) == 0.0
+
+        held(settings(server), use)
+    assert 1.0 <= server.times[1] - server.times[0] < 4.0
+
+
+@pytest.mark.parametrize(("rest", "resting"), [("600", 4), ("1", 3)])
+def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, resting: int) -> None:
+    """Four who take turns. The short rest is waited for once; then one of them tries again and the others are past their time."""
+    with serving(lambda _: Reply("", 429, {"Retry-After": rest})) as server:
+
+        async def use(judge: Judge) -> None:
+            async with asyncio.timeout(1.0 if resting == 4 else 4.0):
+                faults = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{i}")) for i in range(4)), return_exceptions=True)
+            assert [type(fault) for fault in faults] == [HostFault] * 4
+            assert sum(f"rests for {rest} s more after" in str(fault) for fault in faults) == resting
+            assert sum("RateLimitError" in str(fault) for fault in faults) >= 1, "the last failure is told"
+
+        held(settings(server, concurrency=1, timeout_s=1.2, tries=2), use)
+    assert len(server.bodies) in ([1] if resting == 4 else [2, 3])
+
+
+def test_the_queue_for_a_slot_is_no_rest() -> None:
+    """Two at a time of sixty, who wait longer than the time-out for their turn, and a server that fails once meanwhile."""
+    began = time.monotonic()
+    failure, well = iter([500]), right({}).body
+    with serving(lambda _: Reply(well, next(failure, 200) if time.monotonic() - began > 1.2 else 200, hang_s=0.1)) as server:
+
+        async def use(judge: Judge) -> None:
+            assert await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(60))) == [1.0] * 60
+
+        judge = held(settings(server, concurrency=2, timeout_s=1.0), use)
+    assert judge.failures == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7), ("", 0), ("soon", 0), ("-3", 0), ("1e9", 0), ("\u0663", 0), ("9" * 40, 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
+)
+def test_retry_after_reads_seconds_and_dates(header: str, seconds: float) -> None:
+    assert retry_after(header) == seconds
+    assert retry_after(format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)) == pytest.approx(3600, abs=30)
+
+
+def test_rests_grow_while_nobody_answers() -> None:
+    """Four rests of 0.02, 0.04, 0.08 and 0.16 s, each between a half and all of it."""
+    with serving(lambda _: Reply("", 500)) as server:
+
+        async def use(judge: Judge) -> None:
+            judge._endpoints[0].rest_s = 0.02
+            with pytest.raises(HostFault):
+                await judge.verdict(PROMPT, fields=fields())
+
+        held(settings(server, tries=5), use)
+    gaps = [later - sooner for sooner, later in zip(server.times, server.times[1:], strict=False)]
+    assert all(gap >= 0.01 * 2**index for index, gap in enumerate(gaps)) and len(gaps) == 4
+
+
+def test_many_failures_at_once_are_one() -> None:
+    """Sixteen requests that die together put the server to rest once, and do not use up each other's tries."""
+    with serving(lambda _: Reply("", 500, hang_s=0.2)) as server:
+
+        async def use(judge: Judge) -> None:
+            judge._endpoints[0].rest_s = 1.0
+            verdicts = asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(16)))
+            while judge.failures < 16:
+                await asyncio.sleep(0.01)
+            assert judge._endpoints[0].failures == 1
+            server.behave = right
+            assert await verdicts == [1.0] * 16
+
+        held(settings(server), use)
+
+
+def test_a_server_without_schemas() -> None:
+    """It answers 400 to a response_format; from then on it is asked without one."""
+
+    def behave(body: dict) -> Reply:
+        return Reply('{"error": {"message": "unknown response_format"}}', 400) if "response_format" in body else right(body)
+
+    with serving(behave) as server:
+
+        async def use(judge: Judge) -> None:
+            for index in range(3):
+                assert await judge.verdict(PROMPT, fields=fields(f"{index}")) == 1.0
+
+        judge = held(settings(server), use)
+    assert ["response_format" in body for body in server.bodies] == [True, False, False, False] and judge.failures == 0
+
+
+def test_a_request_that_is_refused_is_not_repeated() -> None:
+    """400 with and without a schema: the request is at fault, the server is well and still takes schemas."""
+    with serving(lambda _: Reply('{"error": {"message": "prompt too long"}}', 400)) as server:
+
+        async def use(judge: Judge) -> None:
+            with pytest.raises(HostFault, match=r"nothing after 1 of 3 tries.*prompt too long"):
+                await judge.verdict(PROMPT, fields=fields())
+            server.behave = right
+            await judge.verdict(PROMPT, fields=fields("other"))
+
+        held(settings(server), use)
+    assert ["response_format" in body for body in server.bodies] == [True, False, True]
+
+
+def test_concurrency_is_bounded() -> None:
+    with serving(lambda _: Reply(completion('{"correct": true}').body, hang_s=0.05)) as server:
+
+        async def use(judge: Judge) -> None:
+            await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(40)))
+
+        held(settings(server, concurrency=4), use)
+    assert server.most == 4 and len(server.bodies) == 40
+
+
+def test_duplicates_share_one_request_and_one_failure() -> None:
+    with serving(lambda _: Reply(completion('{"correct": true}').body, hang_s=0.2)) as server:
+
+        async def use(judge: Judge) -> None:
+            first, *others = [asyncio.create_task(judge.verdict(PROMPT, fields=fields())) for _ in range(10)]
+            await asyncio.sleep(0.1)
+            first.cancel()  # its episode is over; the others still want the verdict
+            assert await asyncio.gather(*others) == [1.0] * 9
+            assert await judge.verdict(PROMPT, fields=fields()) == 1.0
+            assert len(server.bodies) == 1 and judge.cache_hits == 10
+            server.behave = lambda _: Reply("", 500, hang_s=0.1)
+            results = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields("x")) for _ in range(5)), return_exceptions=True)
+            assert [type(result) for result in results] == [HostFault] * 5 and len(server.bodies) == 1 + 3
+
+        held(settings(server), use)
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    with serving(lambda _: Reply("", hang_s=1.0)) as server:
+
+        async def use(judge: Judge) -> None:
+            judging = asyncio.create_task(judge.verdict(PROMPT, fields=fields()))
+            while not server.bodies:
+                await asyncio.sleep(0.01)
+            await judge.close()
+            with pytest.raises(asyncio.CancelledError):
+                await judging
+            await judge.start()
+
+        held(settings(server), use)
+
+
+def test_nobody_listens() -> None:
+    with serving(right) as gone:
+        pass
+    with pytest.raises(HostFault, match=r"nothing after 3 of 3 tries.*APIConnectionError"):
+        held(settings(gone, model=""), lambda _: asyncio.sleep(0))

@@ -1,0 +1,101 @@
+"""What a judge keeps and what it is shown: the cache of verdicts, pictures, prompts."""
+
+import asyncio
+import base64
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_rl.config import JudgeSettings
+from megatron_rl.rewards.judge import Judge, data_url, judge_of
+from megatron_rl.rewards.judge_prompt import Malformed, load
+from tests.conftest import ROOT
+from tests.support.judges import PROMPT, fields, held, right, serving, settings
+
+
+def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
+    """A second run on the same file asks for nothing it knows; another model, prompt, field or pixel is another question."""
+    cache = str(tmp_path / "verdicts.sqlite")
+    red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (40, 40), "blue")
+    old = load("answer_equivalence", examples="chart")
+
+    async def ask(judge: Judge) -> None:
+        await judge.verdict(PROMPT, fields=fields())
+        await judge.verdict(old, fields=fields())
+        await judge.verdict(PROMPT, fields=fields("scarlet"))
+        await judge.verdict(PROMPT, fields=fields(), images=[red])
+        await judge.verdict(PROMPT, fields=fields(), images=[blue])
+        await judge.verdict(PROMPT, fields=fields(), images=[red, blue])
+
+    with serving(right) as server:
+        held(settings(server, cache=cache), ask)
+        assert len(server.bodies) == 6
+        again = held(settings(server, cache=cache), ask)
+        assert len(server.bodies) == 6 and again.cache_hits == 6
+        held(settings(server, cache=cache, model="other"), ask)
+        assert len(server.bodies) == 12
+    assert held(settings(cache=cache), ask).requests == 0, "recorded verdicts need no server"
+
+
+def test_processes_share_a_cache(tmp_path: Path) -> None:
+    """Four processes start on one file that is not there yet and write 50 verdicts each, half of them the same ones."""
+    path = str(tmp_path / "verdicts.sqlite")
+    code = (
+        "import sys; from megatron_rl.rewards.verdicts import Verdicts\n"
+        "kept = Verdicts(sys.argv[1], read_only=False)\n"
+        "for index in range(50):\n"
+        "    key = f'{index}' if index % 2 else f'{sys.argv[2]} {index}'\n"
+        "    kept.keep(key, model='m', prompt='p', fields='{}', verdict=index / 50); assert kept.find(key) == index / 50\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, path, str(number)]) for number in range(4)]
+    assert [writer.wait(60) for writer in writers] == [0] * 4
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT count(*) FROM verdicts").fetchone() == (25 + 4 * 25,)
+
+
+def test_a_cache_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, but long enough to be looked at as one " * 20)
+    for wrong in (str(path), str(tmp_path / "missing" / "file")):
+        with pytest.raises(ValueError, match=r"task.judge.cache=.*; name a file of verdicts"):
+            held(JudgeSettings(urls=["http://127.0.0.1:9/v1"], model="judge", cache=wrong), lambda _: asyncio.sleep(0))
+    with pytest.raises(ValueError, match="task.judge.model=: recorded verdicts are kept by model"):
+        judge_of(JudgeSettings(cache=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [((100, 50), (100, 50)), ((2048, 1024), (1024, 512)), ((20_000, 100), (1024, 28)), ((1, 1), (1, 1))]
+)
+def test_pictures_are_bounded(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    picture = Image.open(io.BytesIO(base64.b64decode(data_url(Image.new("RGB", size, "red")).split(",")[1])))
+    assert picture.size == expected and picture.format == "JPEG"
+    assert all(abs(seen - meant) < 4 for seen, meant in zip(picture.getpixel((0, 0)), (255, 0, 0), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "CMYK", "I;16", "F"])
+def test_pictures_of_any_mode(mode: str) -> None:
+    """What is transparent is white."""
+    picture = Image.new(mode, (30, 30), 0)
+    seen = Image.open(io.BytesIO(base64.b64decode(data_url(picture).split(",")[1])))
+    corner = seen.getpixel((3, 3))
+    assert corner == ((255, 255, 255) if mode in ("RGBA", "LA", "CMYK") else (0, 0, 0))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "megatron_rl" / "rewards" / "prompts").iterdir()), ids=lambda path: path.stem)
+def test_prompts_are_complete(path: Path) -> None:
+    """A version, a verdict of each value that its own text promises, and no field that recipes do not fill."""
+    prompt = load(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
+    assert prompt.version >= 1
+    for value in prompt.values:
+        assert prompt.read(json.dumps({prompt.key: value})) == float(value)
+    text = prompt.text({name: f"<{name}>" for name in ("question", "reference", "answer", "response", "metadata")})
+    assert "<question>" in text and f'{{"{prompt.key}":' in text and text.isascii()
+    with pytest.raises(Malformed):
+        prompt.read(json.dumps({prompt.key: 0.3}))

@@ -1,0 +1,115 @@
+"""Thousands of random episodes: what is trained on is what was sampled, the ids say what was shown, images and positions are HF's."""
+
+import random
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL.Image import Resampling
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
+
+from megatron_rl.batch import mrope_positions
+from megatron_rl.config import ModelSettings
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.visual_python.protocol import ToolProtocol
+from megatron_rl.types import End, Rollout, Status
+from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone, written
+
+NUM = 500
+MIN_PIXELS, MAX_PIXELS = 3136, 12800
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=6, max_tokens_per_turn=40, max_context=2000, max_images=5, seed=0)
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS))
+
+
+@pytest.fixture(scope="module")
+def hf(random_model: Path) -> Qwen2_5_VLModel:
+    """Without weights: it is asked for positions only."""
+    with torch.device("meta"):
+        return Qwen2_5_VLModel(Qwen2_5_VLConfig.from_pretrained(random_model))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: ToolProtocol) -> None:
+    ends, num_images, num_misfits = set(), 0, 0
+    for seed in range(NUM):
+        draw = random.Random(seed)
+        limits, engine = replace(SETTINGS, max_context=draw.randrange(600, 2000)), RandomPolicy(renderer, draw)
+        rollout, world = play_alone(seed, renderer=renderer, engine=engine, protocol=protocol, settings=limits)
+        if rollout.status is Status.FAILED:
+            assert "raise engine.max_model_len" in rollout.reason and engine.said == []
+            num_misfits += 1
+            continue
+        check_sampled(rollout, engine)
+        check_text(rollout, engine, world, renderer)
+        check_images(rollout, world, renderer)
+        check_positions(rollout, renderer, hf)
+        ends.add(rollout.end)
+        num_images += sum(len(turn.images) for turn in rollout.turns)
+    assert ends == {End.DONE, End.MAX_TURNS, End.MAX_IMAGES, End.MAX_TOKENS}, "every limit was met"
+    assert num_misfits < NUM / 3, "most questions have room"
+    assert num_images > NUM / 2, "observations held pictures"
+
+
+def check_sampled(rollout: Rollout, engine: RandomPolicy) -> None:
+    """The mask is 1 on exactly what was sampled, in its order; the engine saw what is trained on, turn by turn, images included."""
+    (context,) = rollout.contexts
+    sampled = [0] * len(context.token_ids)
+    for turn, asked, shown, said in zip(rollout.turns, engine.asked, engine.shown, engine.said, strict=True):
+        start, end = turn.span
+        assert context.token_ids[:start] == asked and context.token_ids[start:end] == said
+        assert context.images[: len(shown)] == shown
+        assert context.engine_logprobs[start:end] == [-1.0 - number for number in range(end - start)]
+        sampled[start:end] = [1] * (end - start)
+    assert context.loss_mask == sampled
+    assert [value for value, mask in zip(context.engine_logprobs, sampled, strict=True) if not mask] == [0.0] * sampled.count(0)
+
+
+def check_text(rollout: Rollout, engine: RandomPolicy, world: RandomWorld, renderer: Renderer) -> None:
+    """The ids decode to the conversation as it is written by hand."""
+    (context,) = rollout.contexts
+    names = [name for name in renderer.tokenizer.get_added_vocab() if name.startswith("<|")]
+    images = list(context.images)
+    text = written(world.said[0], images, names=names)
+    for number, ids in enumerate(engine.said):
+        text += renderer.tokenizer.decode(ids)
+        if number + 1 < len(engine.said):
+            text += ("" if ids[-1] == renderer.end_id else "<|im_end|>") + "\n" + written(world.said[number + 1], images, names=names)
+    assert renderer.tokenizer.decode(context.token_ids) == text
+    assert not images, "every image has its place"
+
+
+def check_images(rollout: Rollout, world: RandomWorld, renderer: Renderer) -> None:
+    """One run of placeholders an image, as long as its grid says; the pictures are those shown, resized once and within the limits.
+
+    Qwen makes no side shorter than 28 pixels, whatever the area then is.
+    """
+    (context,) = rollout.contexts
+    own = renderer.image_token_id
+    runs = [len(list(run)) for is_image, run in groupby(context.token_ids, key=lambda token: token == own) if is_image]
+    grids = np.array([image.grid for image in context.images]).reshape(-1, 3)
+    assert runs == (grids.prod(1) // 4).tolist()
+    shown = [part["image"] for messages in world.said for message in messages for part in message["content"] if part["type"] == "image"]
+    assert len(context.images) <= len(shown), "the last observation may not have fitted"
+    for image, picture in zip(context.images, shown, strict=False):
+        frames, rows, columns = image.grid
+        assert image.patch_PC.shape == (frames * rows * columns, 3 * 2 * 14 * 14)
+        assert image.picture.size == (14 * columns, 14 * rows)
+        assert MIN_PIXELS <= 14 * 14 * rows * columns <= MAX_PIXELS or min(image.picture.size) == 28
+        resized = picture.convert("RGB").resize(image.picture.size, Resampling.BICUBIC)
+        assert image.picture.tobytes() == resized.tobytes()
+
+
+def check_positions(rollout: Rollout, renderer: Renderer, hf: Qwen2_5_VLModel) -> None:
+    (context,) = rollout.contexts
+    ids = torch.tensor([context.token_ids])
+    grid = torch.tensor([image.grid for image in context.images]) if context.images else None
+    expected, _ = hf.get_rope_index(ids, mm_token_type_ids=(ids == renderer.image_token_id).int(), image_grid_thw=grid)
+    assert torch.equal(mrope_positions(context.token_ids, context.images, renderer.image_token_id), expected[:, 0])

@@ -1,0 +1,113 @@
+"""Whoever waits for the pool may be cancelled at any moment; no place of the pool and no process goes with him."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from sandbox import Sandbox
+from sandbox.keeper import Exit, Keeper, Life
+from sandbox.server import create_app
+from tests.support.sandbox_room import Room, started
+
+RUN_CODE = {
+    "type": "http",
+    "asgi": {"version": "3.0"},
+    "http_version": "1.1",
+    "method": "POST",
+    "path": "/run_code",
+    "raw_path": b"/run_code",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+}
+"""What uvicorn hands to the application."""
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Room]:
+    yield from started(size=1)
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set as soon as a box's end has begun, which then takes a while."""
+    begun, end = asyncio.Event(), Keeper.end
+
+    async def slow(self: Keeper, life: Life) -> Exit:
+        begun.set()
+        await asyncio.sleep(0.05)
+        return await end(self, life)
+
+    monkeypatch.setattr(Keeper, "end", slow)
+    return begun
+
+
+async def usable(pool: Sandbox) -> bool:
+    async with await pool.open(wait_s=5) as box:
+        return pool.num_open == 1 and (await box.run("print(1)")).text == "1\n"
+
+
+def test_a_cancelled_close_still_frees_the_place(room: Room, ending: asyncio.Event):
+    async def calls() -> bool:
+        box = await room.pool.open()
+        closing = asyncio.create_task(box.close())
+        await ending.wait()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        again = asyncio.create_task(box.close())  # twice is once: it waits for the same end
+        await asyncio.sleep(0)
+        assert room.pool.num_open == 1
+        await again
+        assert room.pool.num_open == 0
+        return await usable(room.pool)
+
+    assert room.do(calls())
+
+
+def test_a_client_that_is_gone_when_its_code_ends_takes_no_place(room: Room, ending: asyncio.Event):
+    async def calls() -> bool:
+        body = json.dumps({"language": "python", "code": "print(1)"}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await ending.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            raise AssertionError(f"nobody listens to {message}")
+
+        with pytest.raises(asyncio.CancelledError):
+            await create_app(room.pool)(dict(RUN_CODE), receive, send)
+        return await usable(room.pool)
+
+    assert room.do(calls())
+
+
+def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(room: Room):
+    def processes() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+
+    async def calls() -> tuple[set[int], set[int]]:
+        (spare,) = room.pool._spares.values()
+        await spare
+        before = processes()
+        async with await room.pool.open():
+            pass
+        (spare,) = room.pool._spares.values()
+        assert not spare.done()
+        spare.add_done_callback(lambda _: opening.cancel())  # before whoever opens hears of it
+        opening = asyncio.create_task(room.pool.open())
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert await usable(room.pool)
+        await asyncio.gather(*room.pool._spares.values())
+        return before, processes()
+
+    before, after = room.do(calls())
+    assert len(after) == len(before)

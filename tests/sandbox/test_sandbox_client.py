@@ -1,0 +1,233 @@
+"""Clients against servers that answer what no server should; the SandboxFusion client against a stand-in that does as documented."""
+
+import asyncio
+import base64
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from sandbox import Dropped, Error, Fault, Limits, Picture, PoolFull, Result, SandboxFault, Usage
+from sandbox.client import SandboxClient
+from sandbox.fusion_client import FusionSandbox
+from sandbox.images import encode
+from sandbox.messages import result_from_wire, result_to_wire
+
+HEALTH = {"limits": {"call_s": 1.0, "open_s": 1.0}}
+PIXELS = encode(Image.new("RGB", (40, 30), (9, 8, 7)))
+
+
+def client(answer: Callable[[httpx.Request], httpx.Response]) -> SandboxClient:
+    return SandboxClient("http://sandbox", transport=httpx.MockTransport(answer))
+
+
+def test_a_result_survives_the_wire() -> None:
+    result = Result(
+        id=3,
+        fault=Fault.CODE,
+        text="é\n",
+        images=(Picture(png=PIXELS, width=40, height=30, source="show"),),
+        error=Error(type="E", message="m", line=2, traceback="t"),
+        limit="time",
+        files={"a": 1},
+        dropped=(Dropped(what="image", reason="r"),),
+        usage=Usage(wall_s=0.5, cpu_s=0.25, memory=7),
+        state_lost=True,
+    )
+    assert result_from_wire(json.loads(json.dumps(result_to_wire(result)))) == result
+
+
+@pytest.mark.parametrize("change", [{"fault": "nobody"}, {"images": [{"png": "%"}]}, {"id": "x y"}, {"usage": 3}])
+def test_a_result_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    data = result_to_wire(Result(id=1))
+    with pytest.raises(ValueError, match=r"."):
+        result_from_wire(data | change)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(500, text="oops"),
+        httpx.Response(503, json={"detail": "closing"}),
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json={"id": 1}),
+        httpx.Response(200, json=[]),
+    ],
+)
+def test_a_broken_server_is_the_hosts_fault(answer: httpx.Response) -> None:
+    def server(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return httpx.Response(200, json=HEALTH)
+        return httpx.Response(201, json={"box": "b"}) if request.url.path == "/boxes" else answer
+
+    async def work() -> Result:
+        async with client(server) as pool, await pool.open() as box:
+            return await box.run("1")
+
+    result = asyncio.run(work())
+    assert result.fault is Fault.HOST
+    assert result.error is not None and "sandbox" in result.error.message
+
+
+def test_a_connection_that_breaks_in_a_call_is_not_tried_again() -> None:
+    calls = []
+
+    def server(request: httpx.Request) -> httpx.Response:
+        calls.append(request.url.path)
+        if request.url.path.endswith("/calls"):
+            raise httpx.ReadError("reset", request=request)
+        return httpx.Response(200, json=HEALTH | {"box": "b"})
+
+    async def work() -> Result:
+        async with client(server) as pool, await pool.open() as box:
+            return await box.run("1")
+
+    assert asyncio.run(work()).fault is Fault.HOST
+    assert calls == ["/health", "/boxes", "/boxes/b/calls", "/boxes/b"]
+
+
+def test_an_open_waits_as_the_server_says_and_no_longer_than_asked() -> None:
+    asked = []
+
+    def server(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return httpx.Response(200, json=HEALTH)
+        asked.append(json.loads(request.content)["wait_s"])
+        full = len(asked) < 3
+        refusal = httpx.Response(429, json={"detail": "full"}, headers={"Retry-After": "0.2"})
+        return refusal if full else httpx.Response(201, json={"box": "b"})
+
+    async def work(wait_s: float | None) -> None:
+        async with client(server) as pool:
+            await pool.open(wait_s=wait_s)
+
+    asyncio.run(work(None))
+    assert asked == [None, None, None]
+    asked.clear()
+    asyncio.run(work(5.0))
+    assert len(asked) == 3 and 4.4 < asked[2] < 4.7 < asked[1] < asked[0] <= 5.0
+    asked.clear()
+    with pytest.raises(PoolFull, match="full"):
+        asyncio.run(work(0.3))
+    assert len(asked) == 2
+
+
+def fusion_stand_in(request: httpx.Request) -> httpx.Response:
+    """POST /run_code as documented: a fresh directory, the files, the code as a script, the files asked for that exist."""
+    assert (request.method, request.url.path) == ("POST", "/run_code")
+    body = json.loads(request.content)
+    assert body["language"] == "python"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in body["files"].items():
+            Path(folder, name).write_bytes(base64.b64decode(content))
+        Path(folder, "tmp.py").write_text(body["code"])
+        run: dict[str, Any] = {"status": "Finished", "execution_time": 0.1}
+        try:
+            options = {"input": body["stdin"] or "", "timeout": body["run_timeout"], "capture_output": True, "text": True}
+            done = subprocess.run([sys.executable, "tmp.py"], cwd=folder, check=False, **options)
+            run |= {"return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+        except subprocess.TimeoutExpired as late:
+            run |= {"status": "TimeLimitExceeded", "stdout": (late.stdout or b"").decode(), "stderr": ""}
+        files = {
+            name: base64.b64encode(Path(folder, name).read_bytes()).decode() for name in body["fetch_files"] if Path(folder, name).is_file()
+        }
+    status = "Success" if run.get("return_code") == 0 else "Failed"
+    return httpx.Response(200, json={"status": status, "message": "", "run_result": run, "files": files})
+
+
+def run_on_fusion(*codes: str, limits: Limits | None = None, **inputs: Any) -> list[Result]:
+    async def work() -> list[Result]:
+        transport = httpx.MockTransport(fusion_stand_in)
+        async with FusionSandbox("http://fusion", limits=limits, transport=transport) as pool, await pool.open(**inputs) as box:
+            return [await box.run(code) for code in codes]
+
+    return asyncio.run(work())
+
+
+def test_a_fusion_box_has_its_inputs_every_time_and_says_that_it_forgets() -> None:
+    codes = ("x += 1\nprint(x, image_0.getpixel((0, 0)), open('a.txt').read())",) * 2
+    first, second = run_on_fusion(*codes, images={"image_0": PIXELS}, files={"a.txt": b"A"}, preload="x = 1")
+    assert first == Result(id=1, text="2 (9, 8, 7) A\n", usage=Usage(wall_s=0.1))
+    assert second == replace(first, id=2, state_lost=True)
+
+
+def test_a_fusion_box_returns_images_and_drops_what_is_too_much() -> None:
+    code = "import matplotlib.pyplot as plt\nfor n in range(3):\n    image_0.rotate(0).show()\nplt.figure(figsize=(1, 1)); plt.plot([1])"
+    (result,) = run_on_fusion(code, images={"image_0": PIXELS}, limits=Limits(images=2))
+    assert [(picture.width, picture.height) for picture in result.images] == [(40, 30)] * 2
+    assert [drop.reason for drop in result.dropped] == ["only 2 images are returned per call"]
+    assert result.images[0].image().getpixel((1, 1)) == (9, 8, 7)
+    (result,) = run_on_fusion(code, images={"image_0": PIXELS})
+    assert [(picture.width, picture.height) for picture in result.images] == [*[(40, 30)] * 3, (100, 100)]
+    (thin,) = run_on_fusion("open('_image_0.png', 'wb').write(b'no png')\nprint('x' * 30)", limits=Limits(text=20))
+    assert (thin.images, thin.text) == ((), "xxxxxxxxxx\n[...]\nxxxxxxxxx\n")
+    assert [drop.what for drop in thin.dropped] == ["image", "text"]
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "line"),
+    [("y = 1\nraise KeyError('k')", "KeyError", 2), ("x = (", "SyntaxError", 1), ("def f():\n    1 / 0\n\nf()", "ZeroDivisionError", 2)],
+)
+def test_a_fusion_box_tells_type_and_line(code: str, error: str, line: int) -> None:
+    (result,) = run_on_fusion(code)
+    assert result.error is not None
+    assert (result.fault, result.error.type, result.error.line, result.limit) == (Fault.CODE, error, line, None)
+
+
+def test_a_fusion_box_tells_a_time_out_and_an_end() -> None:
+    slow, ended = run_on_fusion("print(1, flush=True)\nwhile True: pass", "import os; os._exit(7)", limits=Limits(call_s=2.0))
+    assert (slow.fault, slow.limit, slow.text) == (Fault.CODE, "time", "1\n")
+    assert ended.error == Error(type="SystemExit", message="the program ended with status 7")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(500),
+        httpx.Response(200, text="{"),
+        httpx.Response(200, json={"status": "SandboxError", "message": "no disk"}),
+        httpx.Response(200, json={"status": "Success", "message": ""}),
+    ],
+)
+def test_a_fusion_server_in_trouble_is_the_hosts_fault(answer: httpx.Response) -> None:
+    async def work() -> Result:
+        transport = httpx.MockTransport(lambda request: answer)
+        async with FusionSandbox("http://fusion", transport=transport) as pool, await pool.open() as box:
+            return await box.run("1")
+
+    result = asyncio.run(work())
+    assert result.fault is Fault.HOST
+    assert result.error is not None and result.error.message.startswith("SandboxFusion: ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(httpx.Response(502), "502"), (httpx.Response(200, json={"limits": {}}), "no sandbox server")]
+)
+def test_health_that_is_none_is_the_hosts_fault(answer: httpx.Response, said: str) -> None:
+    async def work() -> None:
+        async with client(lambda request: answer):
+            pass
+
+    with pytest.raises(SandboxFault, match=said):
+        asyncio.run(work())
+
+
+def test_a_server_that_is_not_there_is_the_hosts_fault() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def talking() -> None:
+        async with SandboxClient(f"http://127.0.0.1:{port}"):
+            pass
+
+    with pytest.raises(SandboxFault, match=f"127.0.0.1:{port}"):
+        asyncio.run(talking())

@@ -1,0 +1,44 @@
+"""A box behind HTTP answers as one of this process does."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from sandbox import Fault, Result, Usage
+from sandbox.client import SandboxClient
+from sandbox.server import create_app
+from tests.support.sandbox_room import Room, started
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Room]:
+    yield from started(size=1)
+
+
+def remote(room: Room) -> SandboxClient:
+    return SandboxClient("http://sandbox", transport=httpx.ASGITransport(create_app(room.pool)))
+
+
+@pytest.mark.parametrize("code", ["x = '\ud800'", "\n# \udc00\udc01 \u00e9", "print('\u00e9\U0001f600')"], ids=["one", "two", "whole"])
+def test_half_a_surrogate_pair_is_the_codes_fault_here_and_there(room: Room, code: str):
+    async def calls() -> list[Result]:
+        async with remote(room) as pool, await pool.open() as box:
+            return [await box.run(code), await box.run("print(2)")]
+
+    there, here = room.do(calls()), room.run(code, "print(2)")
+    assert [replace(result, id=0, usage=Usage()) for result in there] == [replace(result, id=0, usage=Usage()) for result in here]
+    assert there[0].fault is (Fault.NONE if "print" in code else Fault.CODE)
+    assert there[1].text == "2\n"
+
+
+def test_half_a_surrogate_pair_in_a_preload_is_the_callers_mistake_here_and_there(room: Room):
+    async def open_remote() -> None:
+        async with remote(room) as pool:
+            await pool.open(preload="x = '\ud800'")
+
+    for opening in (open_remote(), room.pool.open(preload="x = '\ud800'")):
+        with pytest.raises(ValueError, match="preload"):
+            room.do(opening)
+    assert room.pool.num_open == 0

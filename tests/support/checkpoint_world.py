@@ -1,0 +1,197 @@
+"""Run under torchrun by test_checkpoint.py: a world that writes training states at its layouts, or goes on from those of other worlds.
+
+usage: checkpoint_world.py MODEL OUT write:NAME read:NAME:LAYOUT full_disk:NAME damaged:NAME ...     (names of VARIANTS and LAYOUTS)
+"""
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from torch.distributed.checkpoint import FileSystemWriter
+
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.train import objective
+from megatron_rl.world import connect, place
+from tests.support.packed import example_pieces
+
+
+@dataclass(frozen=True)
+class Variant:
+    layout: str
+    model: dict = field(default_factory=dict)
+    optimizer: str = "fully_reshardable"
+    lora: LoraSettings = field(default_factory=LoraSettings)
+
+
+LAYOUTS = {
+    "one": ParallelSettings(),
+    "tp2": ParallelSettings(tp=2),
+    "pp2": ParallelSettings(pp=2),
+    "vpp2": ParallelSettings(pp=2, vpp=2),
+    "dp2": ParallelSettings(),
+}
+VARIANTS = {
+    **{name: Variant(name) for name in LAYOUTS},
+    "dp2_dp_reshardable": Variant("dp2", optimizer="dp_reshardable"),
+    "tp2_bf16": Variant("tp2", {"dtype": "bfloat16"}),
+    "tp2_lora": Variant("tp2", lora=LoraSettings(rank=4, dropout=0.1, targets=["attention", "mlp", "vision", "projector"])),
+    "pp2_frozen": Variant("pp2", {"frozen": ["language"]}),
+}
+
+
+class World:
+    """Builds policies at its layouts, one layout at a time, and trains them on the same pieces."""
+
+    def __init__(self, model: Path, out: Path) -> None:
+        self.model, self.out = model, out
+        self.renderer = Renderer(ModelSettings(path=str(model)))
+        self.pieces = example_pieces(self.renderer)
+
+    @contextmanager
+    def at(self, layout: str) -> Iterator[None]:
+        self.parallel = LAYOUTS[layout]
+        self.layout = build_layout(self.parallel, seed=0)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+    def policy(self, variant: Variant) -> Policy:
+        return Policy(
+            ModelSettings(path=str(self.model), **variant.model), self.layout, parallel=self.parallel, lora=variant.lora,
+            optimizer=AlgoSettings(lr=0.1, eps=1e-4, warmup_steps=5, weight_decay=0.01), num_updates=10,
+            banned_ids=self.renderer.banned_ids, image_token_id=self.renderer.image_token_id,
+        )  # fmt: skip
+
+    def update(self, policy: Policy) -> dict[str, object]:
+        """One update: loss, and the change of every tensor; and what the generators give next."""
+        before = weights(policy)
+        metrics = policy.update(policy.pack(self.pieces, max_tokens=10_000), objective(AlgoSettings(entropy_coef=0.1)))
+        change = {name: tensor - before[name] for name, tensor in weights(policy).items()}
+        return {"loss": metrics["loss"], "lr": metrics["lr"], "grad_norm": metrics["grad_norm"], "change": change, "noise": noise()}
+
+    def leave(self, name: str, result: dict[str, object]) -> None:
+        if dist.get_rank() == 0:
+            torch.save(result, self.out / f"{name}.pt")
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def noise() -> list[float]:
+    """Draws from every rank's generator and from its tensor-parallel stream."""
+    with megatron_on_cpu(), tensor_parallel.get_cuda_rng_tracker().fork():
+        own = torch.rand(2).tolist()
+    draws: list = [None] * dist.get_world_size()
+    dist.all_gather_object(draws, torch.rand(2).tolist() + own)
+    return [value for drawn in draws for value in drawn]
+
+
+def folder(path: Path) -> Path:
+    if dist.get_rank() == 0:
+        path.mkdir()
+    dist.barrier()
+    return path
+
+
+def write(world: World, name: str) -> None:
+    """Two updates, a save whose writer is held back until a third update has changed everything; then the writer goes on."""
+    variant, trained = VARIANTS[name], Event()
+    write_data = FileSystemWriter.write_data
+
+    def write_late(*arguments: object) -> object:
+        assert trained.wait(60)
+        return write_data(*arguments)
+
+    with world.at(variant.layout):
+        policy = world.policy(variant)
+        for _ in range(2):
+            world.update(policy)
+        FileSystemWriter.write_data = write_late
+        save = policy.save(folder(world.out / name), optimizer=variant.optimizer, background=True)
+        unbroken = {"weights": weights(policy), **world.update(policy)}
+        assert not save.is_written()
+        trained.set()
+        save.finish()
+        assert save.is_written()
+        FileSystemWriter.write_data = write_data
+        world.leave(name, unbroken)
+
+
+def read(world: World, name: str, layout: str) -> None:
+    """Load, write again in the reshardable form, and compare all tensors, the optimizer's included; then one update."""
+    with world.at(layout):
+        policy = world.policy(VARIANTS[name])
+        try:
+            policy.load(world.out / name, seed=1)
+        except ValueError as error:
+            world.leave(f"{name}_at_{layout}", {"error": str(error)})
+            return
+        again = folder(world.out / f"{name}_at_{layout}")
+        policy.save(again, optimizer="fully_reshardable", background=False).finish()
+        first, second = (tensors(path) for path in (world.out / name.removesuffix("_dp_reshardable"), again))
+        different = [key for key in sorted(first) if key not in second or not torch.equal(first[key], second[key])]
+        different += sorted(second.keys() - first.keys())
+        world.leave(again.name, {**world.update(policy), "different": different, "keys": sorted(first)})
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint, whole, as Megatron's own reader sees it."""
+    with megatron_on_cpu():
+        return {key: value for key, value in dist_checkpointing.load_plain_tensors(str(path)).items() if isinstance(value, torch.Tensor)}
+
+
+def full_disk(world: World, name: str) -> None:
+    """The last rank's files cannot grow beyond 100 kB: every rank raises the same OSError."""
+    variant = VARIANTS[name]
+    with world.at(variant.layout):
+        policy = world.policy(variant)
+        world.update(policy)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+        save = policy.save(folder(world.out / f"{name}_full"), optimizer=variant.optimizer, background=True)
+        try:
+            save.finish()
+        except OSError as error:
+            errors: list = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        world.leave(f"{name}_full", {"errors": errors})
+
+
+def damaged(world: World, name: str) -> None:
+    """The second half of a file is missing: loading says so."""
+    variant, copy = VARIANTS[name], world.out / f"{name}_damaged"
+    shutil.copytree(world.out / name, copy)
+    os.truncate(copy / "__0_0.distcp", (copy / "__0_0.distcp").stat().st_size // 2)
+    with world.at(variant.layout):
+        try:
+            world.policy(variant).load(copy, seed=0)
+        except ValueError as error:
+            world.leave(copy.name, {"error": str(error)})
+
+
+def main() -> None:
+    connect(place(), timeout_s=60)
+    world = World(Path(sys.argv[1]), Path(sys.argv[2]))
+    for command in sys.argv[3:]:
+        verb, *arguments = command.split(":")
+        {"write": write, "read": read, "full_disk": full_disk, "damaged": damaged}[verb](world, *arguments)
+
+
+if __name__ == "__main__":
+    main()

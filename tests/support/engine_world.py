@@ -1,0 +1,115 @@
+"""Run under torchrun by test_engine_world.py: an engine on every rank (tp 1) or one over all ranks (tp 2), under random tool delays.
+
+Arguments: model folder, engine.tp, file that each engine's leader writes its greedy completions to (a rank's own suffix is added).
+"""
+
+import asyncio
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout.engine import Completion, Engine, Sampling
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Context
+from tests.support.packed import prompts
+
+TURNS = 3
+
+
+async def episode(engine: Engine, context: Context, *, delay: random.Random, index: int) -> list[Completion]:
+    """Several turns on a growing context, with a tool of random duration between them."""
+    completions = []
+    for _ in range(TURNS):
+        await asyncio.sleep(delay.random() * 0.05)
+        completions.append(await engine.generate(context.token_ids, context.images, Sampling(max_tokens=6, temperature=0.0, seed=index)))
+        context.extend(completions[-1].token_ids, logprobs=completions[-1].logprobs)
+    return completions
+
+
+async def episodes(engine: Engine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
+    contexts = prompts(renderer) * 2
+    fresh = [Context(list(s.token_ids), list(s.loss_mask), list(s.engine_logprobs), list(s.images)) for s in contexts]
+    return await asyncio.gather(*(episode(engine, context, delay=delay, index=i) for i, context in enumerate(fresh)))
+
+
+async def fail_after_a_turn(engine: Engine, renderer: Renderer) -> None:
+    waiting = asyncio.create_task(episodes(engine, renderer, delay=random.Random(0)))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    raise KeyError("a broken task")
+
+
+def expect(kind: type[BaseException], text: str, call: object, *arguments: object, **keywords: object) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        call(*arguments, **keywords)
+
+
+def main(model: str, tp: int, out: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    renderer = Renderer(ModelSettings(path=model))
+    group = dist.group.WORLD if tp > 1 else None
+    engine = Engine(
+        model, EngineSettings(tp=tp, max_num_seqs=16, kv_cache_mib=16),
+        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
+    )  # fmt: skip
+    leads = tp == 1 or rank == 0
+    for attempt in range(2):
+        result = engine.run(episodes(engine, renderer, delay=random.Random(100 * attempt + rank)))
+        assert (result is not None) == leads
+        if leads:
+            turns = [[[c.token_ids, c.logprobs] for c in completions] for completions in result]
+            Path(f"{out}.{rank}.{attempt}").write_text(json.dumps(turns))
+
+    tensors = load_file(Path(model) / "model.safetensors")
+    engine.load_weights(iter(tensors.items()), version=1)
+    spoil(engine, tensors, rank=rank)
+    engine.load_weights(iter(tensors.items()), version=2)
+
+    kind, text = (KeyError, "a broken task") if leads else (RuntimeError, "a broken task")
+    expect(kind, text, engine.run, fail_after_a_turn(engine, renderer))
+    again = engine.run(episodes(engine, renderer, delay=random.Random(7)))
+    if leads:
+        assert [[c.token_ids for c in turns] for turns in again] == [[c.token_ids for c in turns] for turns in result]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size(), "the trainer's group still works beside the engine"
+    engine.close()
+
+
+def spoil(engine: Engine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
+    """One bit of a tensor is turned over on its way to the last rank: that rank names it, a rank that holds another slice does not care."""
+    deliver = engine._core.weights.deliver
+    for name in ("model.layers.0.self_attn.o_proj.weight", "visual.blocks.0.attn.qkv.weight", "lm_head.weight"):
+
+        def flip(bucket: list[tuple[str, torch.Tensor]], name: str = name) -> None:
+            bits = dict(bucket)[name].clone()
+            bits.view(-1).view(torch.int32)[-1] ^= 1
+            deliver([(other, bits if other == name else tensor) for other, tensor in bucket])
+
+        engine._core.weights.deliver = flip
+        if rank == dist.get_world_size() - 1:
+            expect(RuntimeError, f"does not hold what was sent: {name}", engine.load_weights, iter(tensors.items()), version=9)
+        else:
+            load_elsewhere(engine, tensors)
+    engine._core.weights.deliver = deliver
+
+
+def load_elsewhere(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
+    """Two engines of tp 1 both hold the spoiled element; of a tensor cut over two ranks only the last does."""
+    if engine._group is None:
+        expect(RuntimeError, "does not hold what was sent", engine.load_weights, iter(tensors.items()), version=9)
+    else:
+        engine.load_weights(iter(tensors.items()), version=9)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

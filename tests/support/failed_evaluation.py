@@ -1,0 +1,36 @@
+"""A run whose evaluation cannot be scored: its world is down for that split alone. Run by test_failed_evaluation.py.
+
+python failed_evaluation.py MODEL_FOLDER RUN_FOLDER
+"""
+
+import sys
+
+from megatron_rl.config import AlgoSettings, CheckpointSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.start import run
+from megatron_rl.types import Example, HostFault, Message
+from tests.support.own_task import TwoLooks, TwoLooksTask
+
+
+class Down(TwoLooks):
+    async def reset(self, seed: int) -> list[Message]:
+        raise HostFault("the world is down")
+
+
+class DownAtTheEnd(TwoLooksTask):
+    def examples(self, split: str) -> list[Example]:
+        return [Example(id=f"{split} {example.id}", payload=example.payload) for example in super().examples(split)]
+
+    def env(self, example: Example) -> TwoLooks:
+        return (Down if example.id.startswith("eval") else TwoLooks)(str(example.payload["color"]))
+
+
+if __name__ == "__main__":
+    settings = Settings(
+        model=ModelSettings(path=sys.argv[1], min_pixels=3136, max_pixels=20000),
+        engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
+        algo=AlgoSettings(lr=3e-3, prompts_per_step=2, group_size=2),
+        task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
+        run=RunSettings(dir=sys.argv[2], steps=2),
+        checkpoint=CheckpointSettings(every=2),
+    )
+    run(settings, tasks={"mine": DownAtTheEnd})

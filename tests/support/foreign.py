@@ -1,0 +1,144 @@
+"""Checkpoints as other trainers leave them, sliced here row by row, so that nothing of the table under test takes part."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.models.mapping import canonical
+
+State = dict[str, torch.Tensor]
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, VISION_HEADS, VISION_DIM, DEPTH = 4, 2, 32, 4, 2, 32, 2
+"""Sizes of the nano checkpoint."""
+
+
+def tensors_of(folder: Path) -> State:
+    """All tensors of a Hugging Face folder by the released names, through safetensors alone."""
+    return {canonical(name): tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def rows(tensor: torch.Tensor, head: int, dim: int) -> torch.Tensor:
+    return tensor[head * dim : (head + 1) * dim]
+
+
+def share(tensor: torch.Tensor, rank: int, tp: int, dim: int) -> torch.Tensor:
+    size = tensor.shape[dim] // tp
+    return tensor.narrow(dim, rank * size, size).clone()
+
+
+def layer_part(hf: State, layer: int, rank: int, tp: int, *, fused_norms: bool) -> State:
+    """One decoder layer of one tensor-parallel rank, under Megatron's names without their prefix."""
+    prefix = f"model.layers.{layer}."
+    state = {
+        "self_attention.linear_proj.weight": share(hf[f"{prefix}self_attn.o_proj.weight"], rank, tp, 1),
+        "mlp.linear_fc2.weight": share(hf[f"{prefix}mlp.down_proj.weight"], rank, tp, 1),
+        "mlp.linear_fc1.weight": torch.cat([share(hf[f"{prefix}mlp.{half}_proj.weight"], rank, tp, 0) for half in ("gate", "up")]),
+    }
+    norms = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+    norms = norms if fused_norms else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+    state |= {norms[0]: hf[f"{prefix}input_layernorm.weight"], norms[1]: hf[f"{prefix}post_attention_layernorm.weight"]}
+    for kind in ("weight", "bias"):
+        q, k, v = (hf[f"{prefix}self_attn.{each}_proj.{kind}"] for each in "qkv")
+        blocks = []
+        for group in range(rank * KV_HEADS // tp, (rank + 1) * KV_HEADS // tp):
+            per_group = HEADS // KV_HEADS
+            blocks += [rows(q, head, HEAD_DIM) for head in range(group * per_group, (group + 1) * per_group)]
+            blocks += [rows(k, group, HEAD_DIM), rows(v, group, HEAD_DIM)]
+        state[f"self_attention.linear_qkv.{kind}"] = torch.cat(blocks)
+    return state
+
+
+def megatron_tower(hf: State, rank: int, tp: int) -> State:
+    """The vision tower of one rank as Megatron cuts it."""
+    state = {
+        "patch_embed.proj.weight": hf["visual.patch_embed.proj.weight"],
+        "decoder.final_layernorm.weight": hf["visual.merger.ln_q.weight"],
+    }
+    for kind in ("weight", "bias"):
+        state[f"projection.encoder.linear_fc1.{kind}"] = share(hf[f"visual.merger.mlp.0.{kind}"], rank, tp, 0)
+    state["projection.encoder.linear_fc2.weight"] = share(hf["visual.merger.mlp.2.weight"], rank, tp, 1)
+    state["projection.encoder.linear_fc2.bias"] = hf["visual.merger.mlp.2.bias"]
+    for block in range(DEPTH):
+        mcore, prefix = f"decoder.layers.{block}.", f"visual.blocks.{block}."
+        state[f"{mcore}self_attention.linear_qkv.layer_norm_weight"] = hf[f"{prefix}norm1.weight"]
+        state[f"{mcore}mlp.linear_fc1.layer_norm_weight"] = hf[f"{prefix}norm2.weight"]
+        for mine, theirs in (("self_attention.linear_proj", "attn.proj"), ("mlp.linear_fc2", "mlp.down_proj")):
+            state[f"{mcore}{mine}.weight"] = share(hf[f"{prefix}{theirs}.weight"], rank, tp, 1)
+            state[f"{mcore}{mine}.bias"] = hf[f"{prefix}{theirs}.bias"]
+        for kind in ("weight", "bias"):
+            state[f"{mcore}mlp.linear_fc1.{kind}"] = torch.cat(
+                [share(hf[f"{prefix}mlp.{half}_proj.{kind}"], rank, tp, 0) for half in ("gate", "up")]
+            )
+            fused, width = hf[f"{prefix}attn.qkv.{kind}"], VISION_HEADS * VISION_DIM
+            heads = range(rank * VISION_HEADS // tp, (rank + 1) * VISION_HEADS // tp)
+            blocks = [rows(fused[part * width :], head, VISION_DIM) for head in heads for part in range(3)]
+            state[f"{mcore}self_attention.linear_qkv.{kind}"] = torch.cat(blocks)
+    return state
+
+
+def chunk_state(hf: State, layers: range, rank: int, tp: int, *, padding: int, tower: str, fused_norms: bool, is_tied_copy: bool) -> State:
+    """One model chunk of one rank: its layers numbered from 0, the ends of the model where they belong."""
+
+    def padded(name: str) -> torch.Tensor:
+        return share(torch.cat([hf[name], torch.full((padding, hf[name].shape[1]), 7.0)]), rank, tp, 0)
+
+    state: State = {}
+    if layers.start == 0:
+        vision = (
+            megatron_tower(hf, rank, tp)
+            if tower == "megatron"
+            else {n.removeprefix("visual."): t for n, t in hf.items() if n.startswith("visual.")}
+        )
+        state |= {f"vision_model.{name}": tensor for name, tensor in vision.items()}
+        state["language_model.embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
+    for number, layer in enumerate(layers):
+        part = layer_part(hf, layer, rank, tp, fused_norms=fused_norms)
+        state |= {f"language_model.decoder.layers.{number}.{name}": tensor for name, tensor in part.items()}
+    if layers.stop == LAYERS:
+        state["language_model.decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+        if "lm_head.weight" in hf or is_tied_copy:
+            state["language_model.output_layer.weight"] = padded(
+                "lm_head.weight" if "lm_head.weight" in hf else "model.embed_tokens.weight"
+            )
+    return state
+
+
+def write_verl_megatron(
+    out: Path, hf: State, *, tp: int, pp: int, chunks: int = 1, padding: int = 0, tower: str = "hf", tied: bool = False
+) -> None:
+    """verl's: out/model/mp_rank_TT_PPP/model.pt with a list of state dicts, norms fused as Transformer Engine's."""
+    size = LAYERS // (pp * chunks)
+    for rank in range(tp):
+        for stage in range(pp):
+            firsts = [(chunk * pp + stage) * size for chunk in range(chunks)]
+            states = [
+                chunk_state(
+                    hf, range(first, first + size), rank, tp, padding=padding, tower=tower, fused_norms=True, is_tied_copy=tied and pp > 1
+                ) | {"language_model.decoder.layers.0.mlp.linear_fc1._extra_state": None}
+                for first in firsts
+            ]  # fmt: skip
+            path = out / "model" / f"mp_rank_{rank:02d}_{stage:03d}" / "model.pt"
+            path.parent.mkdir(parents=True)
+            torch.save(states, path)
+
+
+def write_megatron_lm(out: Path, hf: State, *, tp: int, change: Callable[[int, State], None] | None = None) -> None:
+    """Megatron-LM's at one stage: out/mp_rank_TT/model_optim_rng.pt, the state dict under "model" beside arguments and random states.
+
+    `change(rank, state)` may damage a rank's state dict.
+    """
+    for rank in range(tp):
+        state = chunk_state(hf, range(LAYERS), rank, tp, padding=0, tower="hf", fused_norms=False, is_tied_copy=False)
+        state = {f"module.{name.removeprefix('language_model.')}": tensor for name, tensor in state.items()}
+        if change is not None:
+            change(rank, state)
+        path = out / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        everything = {
+            "args": argparse.Namespace(tensor_model_parallel_size=tp, params_dtype=torch.bfloat16), "iteration": 100,
+            "model": state, "rng_state": [{"np_rng_state": np.random.default_rng(0).bit_generator.state, "array": np.arange(3)}],
+        }  # fmt: skip
+        torch.save(everything, path)

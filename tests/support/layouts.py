@@ -1,0 +1,171 @@
+"""Run under torchrun by test_policy.py: one world walks several layouts and writes what each computes.
+
+usage: layouts.py MODELS OUT LAYOUT ...      a layout as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallel, recomputation, model
+"""
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+
+from megatron_rl.algo.losses import LossMetrics
+from megatron_rl.batch import Piece, pack
+from megatron_rl.config import AlgoSettings, ModelSettings, ParallelSettings
+from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.policy.parallel import Layout, build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.train import objective
+from megatron_rl.types import Batch
+from megatron_rl.world import connect, place
+from tests.support.packed import example_pieces
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model; the data-parallel size is what remains of the world."""
+
+    tp: int
+    pp: int
+    vpp: int
+    sequence_parallel: bool
+    recompute: str
+    model: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        tp, pp, vpp, sequence_parallel, recompute, model = text.split(",")
+        return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, model)
+
+    def settings(self) -> ParallelSettings:
+        """Logits exist 100 rows at a time: the example has more than 300."""
+        return ParallelSettings(
+            tp=self.tp, pp=self.pp, vpp=self.vpp, sequence_parallel=self.sequence_parallel, recompute=self.recompute, logprob_rows=100
+        )
+
+
+def weighted_nll(logprob_R: torch.Tensor, entropy_R: torch.Tensor, batch: Batch, rows_R: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+    """A loss in which every sampled token counts differently, and the entropy too."""
+    return -(batch.weight_T[rows_R] * (logprob_R + 0.3 * entropy_R)).sum(), LossMetrics(sums={}, maxima={})
+
+
+def full_logits(policy: Policy, batch: Batch) -> torch.Tensor | None:
+    """Logits [R, vocabulary] on the last stage, None elsewhere."""
+    layout: Layout = policy.layout
+
+    def collect(_batch: Batch, _rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
+        logits_RV = policy.chunks[-1].head(hidden_RH)
+        parts = [torch.empty_like(logits_RV) for _ in range(layout.tp)]
+        dist.all_gather(parts, logits_RV.contiguous(), group=layout.tp_group)
+        return torch.cat(parts, 1)
+
+    with megatron_on_cpu(), torch.no_grad():
+        results = policy._run([batch], collect, forward_only=True)
+    return results[0] if results else None
+
+
+def reduce_whole_gradients(*arguments: object, **options: object) -> None:
+    """Megatron's reduction, but all-reduced: each rank then holds the whole gradient instead of its optimizer shard's."""
+    finalize_model_grads(*arguments, **{**options, "force_all_reduce": True})
+
+
+def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule (frozen parts: zeros)."""
+
+    def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        value, _ = weighted_nll(*policy.distribution(policy.chunks[-1].head, hidden_RH, batch.target_T[rows_R]), batch, rows_R)
+        return value, torch.tensor(batch.denominator, dtype=torch.int), {}
+
+    for chunk in policy.chunks:
+        chunk.config.finalize_model_grads_func = reduce_whole_gradients
+    with megatron_on_cpu():
+        for chunk in policy.model:
+            chunk.zero_grad_buffer()
+        policy._run(batches, summed, forward_only=False)
+    for chunk in policy.chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    live = policy.export.parameters
+    policy.export.parameters = {name: p.main_grad if p.requires_grad else torch.zeros_like(p) for name, p in live.items()}
+    named = {name: gradient.clone() for name, gradient in policy.hf_weights()}
+    policy.export.parameters = live
+    return named
+
+
+def make_policy(model: Path, layout: Layout, parallel: ParallelSettings, *, lr: float, eps: float, **settings: object) -> Policy:
+    renderer = Renderer(ModelSettings(path=str(model)))
+    return Policy(
+        ModelSettings(path=str(model), **settings), layout, parallel=parallel, optimizer=AlgoSettings(lr=lr, eps=eps), num_updates=3,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7,
+    )  # fmt: skip
+
+
+def steps(policy: Policy, pieces: list[Piece], *, count: int, max_tokens: int) -> dict[str, object]:
+    """GRPO steps: losses, gradient norms and the change of every tensor. The lr keeps the change far above fp32's rounding of weights."""
+    before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    metrics = [policy.update(policy.pack(pieces, max_tokens=max_tokens), objective(AlgoSettings(entropy_coef=0.1))) for _ in range(count)]
+    change = {name: tensor - before[name] for name, tensor in policy.hf_weights()}
+    return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
+
+
+def copies(policy: Policy) -> list[tuple[str, str]]:
+    """(what, digest) of every parameter of every rank; entries of one `what` are copies of each other."""
+    shards, found = policy.export.shards, []
+    for name, parameter in policy.chunks.named_parameters():
+        chunk, local = name.split(".", 1)
+        layer = local.split(".")[3] if ".layers." in local and local.startswith("language") else ""
+        place = f"pp{shards.pp_rank} chunk{chunk}" if layer or "final_layernorm" in local else ""
+        what = local.replace("embedding.word_embeddings", "output_layer") if policy.chunks[0].share_embeddings_and_output_weights else local
+        cut = f"tp{shards.tp_rank}" if parameter.tensor_model_parallel else ""
+        found.append((f"{what} {place} {cut}", hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()))
+    return found
+
+
+def walk(models: Path, out: Path, text: str) -> None:
+    case = Case.parse(text)
+    parallel, model = case.settings(), models / case.model
+    layout = build_layout(parallel, seed=0)
+    renderer = Renderer(ModelSettings(path=str(model)))
+    pieces = example_pieces(renderer)
+    whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=case.tp)  # in order, nothing shared: HF's rows
+    policy = make_policy(model, layout, parallel, lr=0.1, eps=1e-4)
+    result: dict[str, object] = {"logits": full_logits(policy, whole), "mask": whole.mask_T}
+    encoded = [None] * dist.get_world_size()
+    dist.all_gather_object(encoded, (layout.pp_rank, layout.dp_rank, policy.chunks[0].num_images_encoded))
+    result["encoded"], result["images"] = encoded, whole.grid_I3.shape[0]
+    result["logprobs"] = policy.logprobs([whole])[0]
+    for cut, max_tokens in (("one", 10_000), ("each", 1)):
+        result[f"gradients_{cut}"] = gradients(policy, policy.pack(pieces, max_tokens=max_tokens))
+    result["first_step"] = steps(policy, pieces, count=1, max_tokens=1)
+    policy = make_policy(model, layout, parallel, lr=1e-3, eps=1e-8)
+    result["three_steps"] = steps(policy, pieces, count=3, max_tokens=1)
+    replicas = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, copies(policy))
+    result["copies"] = [entry for found in replicas for entry in found]
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
+        torch.save(result, out / f"{text}.pt")
+    forget_layout()
+
+
+def forget_layout() -> None:
+    """Close the layout's process groups; Megatron only forgets them, and a walk over many layouts would gather thousands of threads."""
+    dist.barrier()
+    for group in parallel_state._global_process_group_list:
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    connect(place(), timeout_s=240)
+    for layout in sys.argv[3:]:
+        walk(models, out, layout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Run by test_converted.py: converts one model with --verify once as it is and once with each of several planted mistakes.
+
+Every mistake is symmetric: what converts there converts back, so that only the logits can tell.
+
+usage: planted.py MODEL OUT            writes OUT/NAME.json for each: exit code, what was said, whether a round trip survives
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from megatron_rl.models import mapping
+from megatron_rl.models.hf_config import read_config, rows_of
+from megatron_rl.models.mapping import Heads, Tensors
+from megatron_rl.policy import transformer
+from megatron_rl.policy.parallel import Layout
+from megatron_rl.weights.formats.tensors import HfTensors
+from tools.convert.converter_hf_to_mcore import main
+
+fuse_qkv, split_qkv, encode_images = mapping.fuse_qkv, mapping.split_qkv, transformer.encode_images
+
+
+def swap_heads(q: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """The first two query heads change places."""
+    first, second, rest = q.split([heads.dim, heads.dim, q.shape[0] - 2 * heads.dim])
+    return torch.cat([second, first, rest])
+
+
+def swap_images(tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, int]:
+    embeddings_VH, encoded = encode_images(tower, patch_PC, grid_I3, layout)
+    return torch.cat(embeddings_VH.split((grid_I3.prod(1) // 4).tolist())[::-1]), encoded
+
+
+PLANTED: dict[str, list[tuple[object, str, Callable]]] = {
+    "nothing": [],
+    "gate and up": [
+        (mapping, "fuse_halves", lambda tensors: torch.cat(tensors[::-1], 0)),
+        (mapping, "split_halves", lambda fused: fused.chunk(2, 0)[::-1]),
+    ],
+    "q and k": [
+        (mapping, "fuse_qkv", lambda tensors, heads: fuse_qkv((tensors[1], tensors[0], tensors[2]), heads)),
+        (mapping, "split_qkv", lambda fused, heads: _first_two_swapped(split_qkv(fused, heads))),
+    ],
+    "two heads": [
+        (mapping, "fuse_qkv", lambda tensors, heads: fuse_qkv((swap_heads(tensors[0], heads), *tensors[1:]), heads)),
+        (mapping, "split_qkv", lambda fused, heads: _unswapped(split_qkv(fused, heads), heads)),
+    ],
+    "two images": [(transformer, "encode_images", swap_images)],
+}
+
+
+def _first_two_swapped(tensors: Tensors) -> Tensors:
+    return (tensors[1], tensors[0], *tensors[2:])
+
+
+def _unswapped(tensors: Tensors, heads: Heads) -> Tensors:
+    return (swap_heads(tensors[0], heads), *tensors[1:])
+
+
+@contextmanager
+def planted(changes: list[tuple[object, str, Callable]]) -> Iterator[None]:
+    if not changes:
+        yield
+        return
+    owner, name, mistake = changes[0]
+    with patch.object(owner, name, mistake), planted(changes[1:]):
+        yield
+
+
+def survives_a_round_trip(model: Path) -> bool:
+    source = HfTensors(model)
+    for row in rows_of(read_config(model)):
+        tensors = tuple(source.read(name) for name in row.hf)
+        if not all(torch.equal(a, b) for a, b in zip(row.to_hf([row.to_mcore(tensors, 0, 1)]), tensors, strict=True)):
+            return False
+    return True
+
+
+def run(model: Path, out: Path) -> None:
+    for name, changes in PLANTED.items():
+        said = StringIO()
+        with planted(changes), redirect_stdout(said), redirect_stderr(said):
+            code = main(["--hf", str(model), "--out", str(out / name), "--verify"])
+            survives = survives_a_round_trip(model)
+        result = {"code": code, "said": said.getvalue(), "survives": survives, "left": sorted(path.name for path in out.glob("*[!n]"))}
+        (out / f"{name}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), Path(sys.argv[2]))

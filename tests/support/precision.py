@@ -1,0 +1,85 @@
+"""Run under torchrun by test_precision.py on one process: bfloat16 parameters, and a policy that leaves the device between steps.
+
+usage: precision.py MODEL OUT
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_rl.batch import pack
+from megatron_rl.config import AlgoSettings, ModelSettings, ParallelSettings
+from megatron_rl.policy.parallel import Layout, build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.train import objective
+from megatron_rl.world import connect, place
+from tests.support.layouts import full_logits
+from tests.support.packed import example_pieces
+
+
+def make_policy(model: Path, layout: Layout, *, dtype: str, lr: float, **parallel: object) -> Policy:
+    renderer = Renderer(ModelSettings(path=str(model)))
+    return Policy(
+        ModelSettings(path=str(model), dtype=dtype), layout, parallel=ParallelSettings(**parallel),
+        optimizer=AlgoSettings(lr=lr), num_updates=9,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+    )  # fmt: skip
+
+
+def main_weights(policy: Policy) -> torch.Tensor:
+    """The optimizer's own weights, flat."""
+    return torch.cat([p.detach().flatten() for group in policy.optimizer.param_groups for p in group["params"]])
+
+
+def update(policy: Policy, renderer: Renderer) -> dict[str, float]:
+    return policy.update(policy.pack(example_pieces(renderer), max_tokens=200), objective(AlgoSettings()))
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def in_bfloat16(model: Path, layout: Layout, renderer: Renderer) -> dict[str, object]:
+    """Steps of 1e-5: far below the spacing of most bfloat16 weights, so that they only add up in the fp32 ones."""
+    policy = make_policy(model, layout, dtype="bfloat16", lr=1e-5)
+    whole = pack(example_pieces(renderer), image_token_id=renderer.image_token_id)
+    result: dict[str, object] = {"logits": full_logits(policy, whole), "before": weights(policy)}
+    result["main_before"] = main_weights(policy).clone()
+    update(policy, renderer)
+    result["main_after_1"], result["after_1"] = main_weights(policy).clone(), weights(policy)
+    for _ in range(7):
+        update(policy, renderer)
+    result["main_after_8"], result["after_8"] = main_weights(policy).clone(), weights(policy)
+    result["main_grad_dtypes"] = {str(p.main_grad.dtype) for p in policy.chunks.parameters()}
+    groups = policy.optimizer.chained_optimizers[0].model_float16_groups
+    result["order"] = torch.cat([p.detach().float().flatten() for group in groups for p in group])
+    return result
+
+
+def away_and_back(model: Path, layout: Layout, renderer: Renderer) -> dict[str, object]:
+    stays = make_policy(model, layout, dtype="float32", lr=1e-2)
+    leaves = make_policy(model, layout, dtype="float32", lr=1e-2, offload_parameters=True)
+    held = []
+    for _ in range(2):
+        update(stays, renderer)
+        update(leaves, renderer)
+        leaves.sleep()
+        held.append(sum(s.nbytes() for s in {p.untyped_storage() for p in leaves.chunks.parameters()}))
+        held.append(sum(p.main_grad.untyped_storage().nbytes() for p in leaves.chunks.parameters()))
+        leaves.wake()
+    return {"stays": weights(stays), "leaves": weights(leaves), "held": held}
+
+
+def main() -> None:
+    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    connect(place(), timeout_s=120)
+    layout = build_layout(ParallelSettings(), seed=0)
+    renderer = Renderer(ModelSettings(path=str(model)))
+    torch.save(in_bfloat16(model, layout, renderer), out / "bfloat16.pt")
+    torch.save(away_and_back(model, layout, renderer), out / "offload.pt")
+
+
+if __name__ == "__main__":
+    main()

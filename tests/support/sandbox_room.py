@@ -1,0 +1,72 @@
+"""Shared by the sandbox's end-to-end tests: an event loop that lives over a module's tests, and what is left on the host."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import psutil
+import pytest
+
+from sandbox import Limits, Sandbox, SandboxFault
+from sandbox.cgroups import own_groups
+from sandbox.layers import choose, offered
+
+
+class Room:
+    """A started pool, used from plain test functions."""
+
+    def __init__(self, runner: asyncio.Runner, pool: Sandbox) -> None:
+        self.runner, self.pool = runner, pool
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    def run(self, *codes: str, **inputs: Any) -> list[Any]:
+        """The results of some calls in one box."""
+
+        async def calls() -> list[Any]:
+            async with await self.pool.open(**inputs) as box:
+                return [await box.run(code) for code in codes]
+
+        return self.do(calls())
+
+
+def started(limits: Limits | None = None, *, size: int = 4) -> Iterator[Room]:
+    """Skips, with the reason, where the host offers no isolation."""
+    try:
+        choose(offered())
+    except SandboxFault as fault:
+        pytest.skip(str(fault))
+    with asyncio.Runner() as runner:
+        pool = Sandbox(size=size, limits=limits)
+        runner.run(pool.start())
+        yield Room(runner, pool)
+        runner.run(pool.close())
+
+
+def left_behind() -> dict[str, object]:
+    """All that a pool could leave on this host: to be compared before and after."""
+    me = psutil.Process()
+    groups = {path for place in own_groups().values() for path in place.glob("sandbox-*")} if Path("/proc/self/cgroup").exists() else set()
+    return {
+        "processes": {child.pid for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE},
+        "descriptors": {
+            number: os.readlink(f"/proc/self/fd/{number}") for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)
+        },
+        "threads": {thread.name for thread in threading.enumerate()},
+        "files": {entry.name for entry in Path(gettempdir()).glob("sandbox-*")},
+        "groups": {path for path in groups if path.name.split("-")[1] == str(os.getpid())},
+        "mounts": Path("/proc/self/mountinfo").read_text(),
+    }
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:  # the listing's own descriptor
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""The task of plain questions. Oracles: messages by hand, a rubric that gold must fill, a policy that answers every question the same."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.tasks.vqa import ANSWER, VqaTask
+from megatron_rl.types import End, HostFault, Rollout, Turn
+from tests.support.tables import png, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies go to a folder of the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+ROWS = [
+    {"question": "Is <image> or <image> red?", "answer": "the first", "images": [{"bytes": png("red")}, {"bytes": png("blue")}]},
+    {"question": "2 + 2?", "answer": 4},
+    {"question": "Half?", "answer": "\\frac{1}{2}"},
+    {"question": "Which?", "answer": "B"},
+]
+
+
+def task_of(tmp_path: Path, **data: object) -> VqaTask:
+    paths = [str(write(tmp_path / "mine.parquet", ROWS[:1])), str(write(tmp_path / "mine.jsonl", ROWS[1:]))]
+    return VqaTask(TaskSettings(name="vqa", data=DataSettings(train=paths, eval=paths[1:], **data)))
+
+
+def score(task: VqaTask, example: object, reply: str) -> float:
+    outcome = Outcome(payload=example.payload, turns=[Turn(context=0, span=(0, 1), text=reply)], end=End.DONE)
+    return asyncio.run(task.rubric.score(outcome)).reward
+
+
+def test_an_episode_is_one_prompt_and_one_reply(tmp_path: Path) -> None:
+    task = task_of(tmp_path)
+
+    async def play() -> tuple:
+        env = task.env(task.examples("train")[0])
+        prompt = await env.reset(3)
+        step = await env.step("<answer>the first</answer>")
+        await env.close()
+        return prompt, step
+
+    (message,), step = asyncio.run(play())
+    parts = [part["text"] if part["type"] == "text" else part["image"].getpixel((0, 0)) for part in message["content"]]
+    assert (message["role"], parts) == ("user", ["Is ", (255, 0, 0), " or ", (0, 0, 255), " red?" + ANSWER])
+    assert step.done and step.messages == [] and step.call is None
+
+
+def test_gold_earns_full_marks_and_a_constant_does_not(tmp_path: Path) -> None:
+    task = task_of(tmp_path)
+    examples = task.examples("train")
+    assert [score(task, example, *task.gold(example)) for example in examples] == [1, 1, 1, 1]
+    assert [score(task, example, "It is 4. <answer>4</answer>") for example in examples] == [0, 1, 0, 0]
+    assert [score(task, example, "$\\boxed{0.5}$") for example in examples] == [0, 0, 1, 0]
+    assert [score(task, example, "") for example in examples] == [0, 0, 0, 0]
+    rollout = Rollout(task="vqa", example_id="", group=0, sample=0, weight_version=0, rewards={"accuracy": 1.0})
+    assert task.success(rollout)
+    rollout.rewards["accuracy"] = 0.0
+    assert not task.success(rollout)
+
+
+def test_splits_are_read_once(tmp_path: Path) -> None:
+    task = task_of(tmp_path, max_eval=2)
+    assert [example.payload["answer"] for example in task.examples("eval")] == ["4", "\\frac{1}{2}"]
+    (tmp_path / "mine.jsonl").unlink()
+    assert len(task.examples("eval")) == 2
+
+
+def test_a_picture_that_vanished_fails_the_episode(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    path = str(write(tmp_path / "mine.json", [{"question": "?", "answer": "x", "image": "a.png"}]))
+    (example,) = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[path]))).examples("eval")
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(HostFault, match=r"^mine.json row 0: image: cannot be opened"):
+        asyncio.run(VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[path]))).env(example).reset(0))
+
+
+def test_demonstrations_are_dealt_in_rounds(tmp_path: Path) -> None:
+    talks = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(number)}]} for number in range(5)]
+    task = task_of(tmp_path, demonstrations=[str(write(tmp_path / "talks.jsonl", talks))])
+
+    def dealt(num: int, seed: int) -> list[str]:
+        return [shown.messages[-1]["content"][0]["text"] for shown in task.demonstrations("transcripts", num=num, seed=seed)]
+
+    twelve = dealt(12, 0)
+    assert dealt(7, 0) == twelve[:7] and dealt(12, 1) != twelve
+    assert sorted(twelve[:5]) == sorted(twelve[5:10]) == list("01234") and len(set(twelve[10:])) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, r"^task.data.eval=\[\]: give the files"),
+        ({"reward": "deepeyes"}, "^task.reward=deepeyes: counts tools"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        VqaTask(TaskSettings(name="vqa", **settings))
+
+
+def test_demonstrations_need_files_and_have_one_split(tmp_path: Path) -> None:
+    task = task_of(tmp_path)
+    with pytest.raises(ValueError, match=r"^task.data.demonstrations=\[\]: give the files"):
+        task.demonstrations("transcripts", num=1, seed=0)
+    with pytest.raises(ValueError, match="^sft.splits=correct: choose one of transcripts"):
+        task.demonstrations("correct", num=1, seed=0)

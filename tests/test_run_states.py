@@ -1,0 +1,190 @@
+"""Which checkpoints are kept, which one a run goes on from, and what is refused; in a world of one, with a policy that writes one file."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.config import CheckpointSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.run import History
+from megatron_rl.run_states import Checkpoints, RunState, find, published, recall, surplus
+from megatron_rl.types import RunFailed
+from megatron_rl.world import connect, place
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def settings(random_model: Path, tmp_path: Path) -> Settings:
+    return Settings(
+        model=ModelSettings(path=str(random_model)), task=TaskSettings(name="number_line"), run=RunSettings(dir=str(tmp_path)),
+        checkpoint=CheckpointSettings(every=1, keep_last=1, keep_best=1),
+    )  # fmt: skip
+
+
+@dataclass
+class SlowSave:
+    folder: Path
+    written: bool = False
+
+    def is_written(self) -> bool:
+        return self.written
+
+    def finish(self) -> None:
+        (self.folder / "tensors").write_text("3.14")
+
+
+class SlowPolicy:
+    """Stands in for the policy: a save is finished when it is waited for, or was said to be written."""
+
+    def __init__(self) -> None:
+        self.saves: list[SlowSave] = []
+
+    def save(self, folder: Path, *, optimizer: str, background: bool) -> SlowSave:
+        self.saves.append(SlowSave(folder))
+        return self.saves[-1]
+
+
+def names(settings: Settings) -> list[str]:
+    return sorted(path.name for path in (Path(settings.run.dir) / "checkpoints").iterdir())
+
+
+def write(settings: Settings, successes: list[float | None]) -> None:
+    """A checkpoint after every step; None where it was not evaluated."""
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None)
+    for step, success in enumerate(successes, start=1):
+        checkpoints.begin(step)
+        metrics = {} if success is None else {"eval/greedy_success": success}
+        checkpoints.step_done(step, history=History(returns=[0.5] * step), metrics=metrics)
+    checkpoints.settle()
+
+
+@pytest.mark.parametrize(
+    ("successes", "keep_last", "keep_best", "gone"),
+    [
+        ({}, 1, 1, set()),
+        ({3: None}, 1, 0, set()),
+        ({1: 0.5, 2: 0.9, 3: None, 4: 0.1}, 1, 1, {1, 3}),
+        ({1: 0.5, 2: 0.9, 3: None, 4: 0.1}, 2, 0, {1, 2}),
+        ({1: 0.5, 2: 0.9, 3: None, 4: 0.1}, 1, 2, {3}),
+        ({1: 0.9, 2: 0.9, 3: 0.1}, 1, 1, {1}),
+        ({1: None, 2: None, 3: None}, 2, 2, {1}),
+        ({9: 0.1, 10: 0.0}, 1, 0, {9}),
+    ],
+)
+def test_the_last_and_the_best_are_kept(successes: dict, keep_last: int, keep_best: int, gone: set[int]) -> None:
+    assert surplus(successes, keep_last=keep_last, keep_best=keep_best) == gone
+
+
+def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find(settings) == (None, RunState())
+    write(settings, [0.2, 0.7, None, 0.1, None])
+    assert names(settings) == ["step_00000002", "step_00000005"]
+    checkpoint, state = find(settings)
+    assert (checkpoint.name, state.step, state.history.returns, state.success) == ("step_00000005", 5, [0.5] * 5, None)
+    assert recall(published(checkpoint.parent)[0]).success == 0.7
+    assert state.settings["model"]["path"] == settings.model.path
+    assert {"tensors", "hf/config.json", "hf/tokenizer.json"} <= state.files.keys() and state.files["tensors"] == 4
+    assert not [name for name in state.files if name.endswith(".safetensors")]
+    assert capsys.readouterr().out == f"resume: {checkpoint}\n"
+
+
+def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
+    """Not before, and never later than the next one is begun; what it replaces goes last."""
+    policy = SlowPolicy()
+    checkpoints = Checkpoints(settings, policy, start=None)
+    for step in (1, 2):
+        checkpoints.begin(step)
+        checkpoints.step_done(step, history=History(), metrics={})
+    assert names(settings) == [".step_00000002.partial", "step_00000001"]
+    policy.saves[1].written = True
+    checkpoints.step_done(3, history=History(returns=[0.0]), metrics={})
+    assert names(settings) == ["step_00000002"]
+    (checkpoint,) = published(Path(settings.run.dir) / "checkpoints")
+    assert recall(checkpoint).history.returns == [], "of its own step, not of the one that published it"
+
+
+def test_in_the_foreground_it_is_there_at_the_end_of_its_step(settings: Settings) -> None:
+    settings.checkpoint = CheckpointSettings(every=2, background=False)
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None)
+    for step in (1, 2, 3):
+        checkpoints.begin(step)
+        checkpoints.step_done(step, history=History(), metrics={})
+    assert names(settings) == ["step_00000002"]
+
+
+def test_what_a_kill_left_is_removed(settings: Settings) -> None:
+    write(settings, [None])
+    leftover = Path(settings.run.dir) / "checkpoints" / ".step_00000002.partial" / "hf"
+    leftover.mkdir(parents=True)
+    assert find(settings)[1].step == 1
+    assert names(settings) == ["step_00000001"]
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing", "no state", "half a state"])
+def test_damage_is_told_with_the_folder_and_what_to_do(damage: str, settings: Settings) -> None:
+    write(settings, [0.9, None])
+    newest = Path(settings.run.dir) / "checkpoints" / "step_00000002"
+    state = newest / "run" / "state.json"
+    {
+        "shorter": lambda: (newest / "tensors").write_text("3"),
+        "missing": (newest / "tensors").unlink,
+        "no state": state.unlink,
+        "half a state": lambda: state.write_text(state.read_text()[:20]),
+    }[damage]()
+    remedy = "remove this folder to go on from the checkpoint before it, or from the beginning"
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(newest))}: damaged \([^\n]*\); {remedy}$"):
+        find(settings)
+    assert names(settings) == ["step_00000001", "step_00000002"], "nothing is removed, nothing silently older is taken"
+
+
+def test_starting_anew_over_checkpoints_is_refused(settings: Settings) -> None:
+    write(settings, [None])
+    settings.checkpoint = replace(settings.checkpoint, resume=False)
+    with pytest.raises(ValueError, match=r"^checkpoint.resume=False: .*step_00000001 is there; resume, choose another"):
+        find(settings)
+
+
+def test_settings_that_make_it_another_run_are_refused_and_others_are_told(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    write(settings, [None])
+    (newest,) = published(Path(settings.run.dir) / "checkpoints")
+    settings.algo = replace(settings.algo, lr=0.25)
+    settings.run = replace(settings.run, steps=41)
+    find(settings)
+    assert capsys.readouterr().out == f"resume: {newest}; changed since: algo.lr=0.25 (was 1e-06), run.steps=41 (was 40)\n"
+    settings.model = replace(settings.model, frozen=["vision"])
+    told = f"model.frozen=['vision']: was [] when {newest} was written; resume with that, or choose another run.dir"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        find(settings)
+
+
+def test_a_setting_of_a_newer_program_is_no_change(settings: Settings) -> None:
+    write(settings, [None])
+    (newest,) = published(Path(settings.run.dir) / "checkpoints")
+    path = newest / "run" / "state.json"
+    state = json.loads(path.read_text())
+    del state["settings"]["lora"]
+    path.write_text(json.dumps(state))
+    assert find(settings)[1].step == 1
+
+
+def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings: Settings) -> None:
+    """Published, when its step was recorded; one that was begun in the step that failed is no checkpoint."""
+    for num_recorded, expected in ((1, ["step_00000001"]), (0, [".step_00000001.partial"])):
+        changed = replace(settings, run=replace(settings.run, dir=f"{settings.run.dir}/{num_recorded}"))
+        checkpoints = Checkpoints(changed, SlowPolicy(), start=None)
+        checkpoints.begin(1)
+        for _ in range(num_recorded):
+            checkpoints.step_done(1, history=History(), metrics={})
+        with pytest.raises(RunFailed, match="judges are down"), checkpoints.settled_on_failure():
+            raise RunFailed("judges are down")
+        assert names(changed) == expected

@@ -1,0 +1,120 @@
+"""Comparing checkpoints: the smallest difference is found, named and measured; equal ones are equal across formats and spellings."""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.models.mapping import nested
+from tests.support.foreign import State
+from tools.convert import compare, converter_hf_to_mcore
+
+NAME = "model.layers.2.mlp.down_proj.weight"
+
+
+def changed(model: Path, out: Path, change: Callable[[State], State]) -> Path:
+    shutil.copytree(model, out)
+    save_file(change(load_file(out / "model.safetensors")), out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[State], State]:
+    return lambda state: {**state, name: tensor}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    capsys.readouterr()
+    code = compare.main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().out
+
+
+def test_equal_across_formats_and_spellings(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All three against each other, tensors and what the models compute (transformers and Megatron on one CPU: 1e-4 of logits of 10)."""
+    newer = changed(random_model, tmp_path / "newer", lambda state: {nested(name): tensor for name, tensor in state.items()})
+    assert converter_hf_to_mcore.main(["--hf", str(newer), "--out", str(tmp_path / "mcore")]) == 0
+    assert run(capsys, random_model, newer) == (0, "81 tensors equal to the last bit, 0 within 0, 0 beyond or on one side only\n")
+    assert run(capsys, tmp_path / "mcore", random_model)[0] == 0
+    code, said = run(capsys, random_model, tmp_path / "mcore", "--logits", "--atol", "1e-4")
+    assert code == 0 and "logits of the text prompt" in said and "logits of the two-image prompt" in said
+
+
+def test_one_bit_is_a_difference(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last bit of one number of 4 MB; and -0.0 against 0.0, which are equal as numbers."""
+    tensor = load_file(random_model / "model.safetensors")[NAME]
+    flipped = tensor.clone()
+    flipped.view(torch.int32)[7, 3] ^= 1
+    gap = (flipped.double() - tensor.double()).abs().max().item()
+    other = changed(random_model, tmp_path / "flipped", with_tensor(NAME, flipped))
+    code, said = run(capsys, random_model, other)
+    assert code == 1 and NAME in said and f"{gap:.3g}" in said and "80 tensors equal to the last bit, 0 within 0, 1 beyond" in said
+    assert run(capsys, random_model, other, "--atol", gap)[0] == 0
+    assert run(capsys, random_model, other, "--atol", gap * 0.99)[0] == 1
+    zeros = changed(random_model, tmp_path / "zeros", with_tensor(NAME, torch.zeros_like(tensor)))
+    negative = changed(random_model, tmp_path / "negative", with_tensor(NAME, -torch.zeros_like(tensor)))
+    assert run(capsys, zeros, negative) == (0, "80 tensors equal to the last bit, 1 within 0, 0 beyond or on one side only\n")
+
+
+def test_nan_is_beyond_every_tolerance(
+    random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where numbers that are equal come after it."""
+    monkeypatch.setattr(compare, "PART", 1000)
+    tensor = load_file(random_model / "model.safetensors")[NAME]
+    tensor[0, 0] = math.nan
+    other = changed(random_model, tmp_path / "nan", with_tensor(NAME, tensor))
+    code, said = run(capsys, random_model, other, "--atol", "1e9")
+    assert code == 1 and NAME in said and "nan" in said
+    assert run(capsys, other, other)[0] == 0  # the same bits
+
+
+def test_what_cannot_be_subtracted_differs(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing tensor, one too many, another shape, whatever the tolerance; another number type is compared by value."""
+    tensor = load_file(random_model / "model.safetensors")[NAME]
+
+    def change(state: State) -> State:
+        del state["model.norm.weight"]
+        return {**state, "extra.weight": torch.ones(3), NAME: tensor[:-1].contiguous()}
+
+    code, said = run(capsys, random_model, changed(random_model, tmp_path / "other", change), "--atol", "1e9")
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in said.splitlines() if "differs" in line]
+    assert code == 1 and sorted(rows) == [
+        ["extra.weight", "nothing", "float32 [3]", "differs"],
+        [NAME, "float32 [128, 256]", "float32 [127, 256]", "differs"],
+        ["model.norm.weight", "float32 [128]", "nothing", "differs"],
+    ]
+    halved = changed(random_model, tmp_path / "halved", with_tensor(NAME, tensor.bfloat16()))
+    gap = (tensor.bfloat16().double() - tensor.double()).abs().max().item()
+    assert run(capsys, random_model, halved, "--atol", gap)[0] == 0
+    assert run(capsys, random_model, halved, "--atol", gap * 0.99)[0] == 1
+
+
+def test_a_copy_of_tied_embeddings_and_padding_are_no_difference(
+    tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(state: State) -> State:
+        (name,) = (name for name in state if name.endswith("embed_tokens.weight"))
+        padded = torch.cat([state[name], torch.ones(64, state[name].shape[1])])
+        return {**state, name: padded, "lm_head.weight": padded.clone()}
+
+    number = len(load_file(tied_model / "model.safetensors"))
+    code, said = run(capsys, tied_model, changed(tied_model, tmp_path / "published", change))
+    assert code == 0 and said == f"{number} tensors equal to the last bit, 0 within 0, 0 beyond or on one side only\n"
+
+
+def test_logits_are_held_to_the_tolerance(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights within --atol whose logits are not."""
+    tensor = load_file(random_model / "model.safetensors")["model.norm.weight"]
+    other = changed(random_model, tmp_path / "louder", with_tensor("model.norm.weight", tensor + 0.01))
+    assert run(capsys, random_model, other, "--atol", "0.0101")[0] == 0
+    assert run(capsys, random_model, other, "--atol", "0.0101", "--logits")[0] == 1
+
+
+def test_folders_that_cannot_be_compared(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, said in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "holds no checkpoint")):
+        assert compare.main([str(random_model), str(wrong)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and said in error

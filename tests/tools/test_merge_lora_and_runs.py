@@ -1,0 +1,146 @@
+"""Merging an adapter into its base, and all checkpoints of a run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.weights.formats.torch_dist import McoreTensors
+from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from tests.support.foreign import State, tensors_of
+from tests.support.merging import assert_refused, assert_same, merge
+from tools.convert import merge_run
+
+
+def write_adapter(folder: Path, *, targets: dict[str, tuple[int, int]], rank: int = 3, **settings: object) -> State:
+    """A random adapter in PEFT's format: module -> (outputs, inputs)."""
+    generator = torch.Generator().manual_seed(0)
+    state = {}
+    for module, (outputs, inputs) in targets.items():
+        state[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator)
+        state[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator)
+    folder.mkdir()
+    save_file(state, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 7,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
+    return state
+
+
+TARGETS = {
+    "model.language_model.layers.1.self_attn.k_proj": (64, 128), "model.layers.3.mlp.gate_proj": (256, 128),
+    "model.visual.blocks.0.attn.qkv": (192, 64), "visual.merger.mlp.2": (128, 256),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_an_adapter_is_added_to_its_weights_alone(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, use_rslora: bool) -> None:
+    """Names in both spellings; W + scale B A in double precision is the oracle. The base is ours, or a Hugging Face folder."""
+    model, checkpoint = checkpoints["untied"]
+    adapter = write_adapter(tmp_path / "adapter", targets=TARGETS, use_rslora=use_rslora)
+    scale = 7 / 3**0.5 if use_rslora else 7 / 3
+    before = tensors_of(model)
+    for base in (checkpoint, model):
+        out = tmp_path / f"merged_{base.name}"
+        assert merge(base, out, "--lora", tmp_path / "adapter") == 0
+        after = tensors_of(out)
+        touched = set()
+        for module in TARGETS:
+            a, b = (adapter[f"base_model.model.{module}.lora_{half}.weight"].double() for half in "AB")
+            name = f"{module.replace('model.language_model.', 'model.').replace('model.visual.', 'visual.')}.weight"
+            torch.testing.assert_close(after[name].double(), before[name].double() + scale * b @ a, rtol=1e-5, atol=1e-5)
+            assert not torch.equal(after[name], before[name])
+            touched.add(name)
+        assert_same({name: after[name] for name in after.keys() - touched}, {name: before[name] for name in before.keys() - touched})
+
+
+def test_adapters_that_do_not_fit_are_refused(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = checkpoints["untied"]
+
+    def refused(name: str, *said: str, drop: str = "", targets: dict[str, tuple[int, int]] = TARGETS, **settings: object) -> None:
+        adapter = write_adapter(tmp_path / name, targets=targets, **settings)
+        if drop:
+            del adapter[drop]
+            save_file(adapter, tmp_path / name / "adapter_model.safetensors")
+        assert_refused(model, tmp_path / "out", capsys, *said, options=("--lora", tmp_path / name))
+
+    refused("dora", "use_dora", use_dora=True)
+    refused("bias", "bias=all", bias="all")
+    refused("whole_modules", "modules_to_save", modules_to_save=["lm_head"])
+    refused("ranks", "rank_pattern", rank_pattern={"q_proj": 8})
+    refused("stranger", "layers.9.mlp.up_proj", targets={"model.layers.9.mlp.up_proj": (256, 128)})
+    refused("misshapen", "model.layers.0.mlp.up_proj", "[257, 3]", "[256, 128]", targets={"model.layers.0.mlp.up_proj": (257, 128)})
+    refused("half", "lora_B", "visual.merger.mlp.2", drop="base_model.model.visual.merger.mlp.2.lora_B.weight")
+    refused("twice", "k_proj", targets={**TARGETS, "model.layers.1.self_attn.k_proj": (64, 128)})
+    (tmp_path / "bare").mkdir()
+    assert_refused(model, tmp_path / "out", capsys, "adapter_config.json", options=("--lora", tmp_path / "bare"))
+
+
+def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that fails does not stop the others; a second call merges what is left; --steps selects."""
+    model, checkpoint = checkpoints["untied"]
+    run, out = tmp_path / "run", tmp_path / "merged"
+    steps = [run / "checkpoints" / f"step_{step:08d}" for step in (3, 6, 9)]
+    for path in steps:
+        shutil.copytree(checkpoint, path)
+    shutil.copytree(checkpoint, run / "checkpoints" / ".step_00000012.partial")
+    data = next(path for path in steps[1].iterdir() if path.suffix == ".distcp")
+    data.rename(data.with_suffix(".lost"))
+    call = ["--run", str(run), "--out", str(out)]
+    assert merge_run.main(call) == 1
+    said = capsys.readouterr()
+    assert (
+        "error: step_00000006: " in said.err and said.err.count("\n") == 1 and said.out.splitlines()[-1] == "2 merged, 0 skipped, 1 failed"
+    )
+    assert sorted(path.name for path in out.iterdir()) == ["step_00000003", "step_00000009"]
+    data.with_suffix(".lost").rename(data)
+    assert merge_run.main([*call, "--steps", "3", "9"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 merged, 2 skipped, 0 failed"
+    assert merge_run.main(call) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 merged, 2 skipped, 0 failed"
+    for path in steps:
+        assert_same(tensors_of(out / path.name), tensors_of(model))
+    assert merge_run.main([*call, "--steps", "4"]) == 1 and "there are 3 6 9" in capsys.readouterr().err
+    assert merge_run.main(["--run", str(tmp_path / "merged" / "step_00000003"), "--out", str(out)]) == 1
+
+
+def test_a_step_is_neither_its_own_result_nor_another_folder_one(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, out = tmp_path / "run" / "checkpoints", tmp_path / "merged"
+    shutil.copytree(checkpoints["untied"][1], steps / "step_00000003")
+    assert merge_run.main(["--run", str(tmp_path / "run"), "--out", str(steps)]) == 1
+    said = capsys.readouterr()
+    assert "error: step_00000003: --out=" in said.err and "holds --checkpoint=" in said.err and "0 skipped, 1 failed" in said.out
+    (out / "step_00000003").mkdir(parents=True)
+    assert merge_run.main(["--run", str(tmp_path / "run"), "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert "step_00000003: exists" in said.err and "0 skipped, 1 failed" in said.out
+
+
+def test_a_run_whose_adapter_is_gone(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the checkpoint that is damaged: nobody gave an adapter."""
+    checkpoint, like = tmp_path / "step", checkpoints["untied"][1]
+    tensors = McoreTensors(like)
+    checkpoint.mkdir()
+    with TorchDistWriter(checkpoint) as writer:
+        for key in tensors.names():
+            writer.add(key, tensors.read(key))
+        writer.add("vision.merger.mlp.0.adapter.lora_a.0", torch.ones(2, 256))
+        writer.finish()
+    shutil.copytree(like / "hf", checkpoint / "hf")
+    assert_refused(checkpoint, tmp_path / "out", capsys, f"--checkpoint={checkpoint}: its run trained an adapter", "no adapter/ in it")
+    (checkpoint / "adapter").mkdir()
+    assert_refused(checkpoint, tmp_path / "out", capsys, f"--checkpoint={checkpoint / 'adapter'}: there is no adapter_config.json")

@@ -1,0 +1,88 @@
+"""Mapped reading and steady writing of large files: the bytes, against plain reads; the page cache, against the kernel's own word."""
+
+import gc
+import os
+import random
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.weights.formats import writing
+from megatron_rl.weights.formats.reading import mapped
+from megatron_rl.weights.formats.writing import SteadyFile
+
+PAGES = 64
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A file of 64 pages, on the disk."""
+    path = tmp_path / "numbers"
+    path.write_bytes(random.Random(0).randbytes(PAGES * 4096))
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    return path
+
+
+def is_cached(path: Path, page: int) -> bool:
+    """Whether a page can be read without the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(descriptor, [bytearray(4096)], page * 4096, os.RWF_NOWAIT) == 4096
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def test_a_mapped_tensor_is_the_files_and_changing_it_is_not_the_files(stored: Path) -> None:
+    """At an offset that is no multiple of a page."""
+    before = stored.read_bytes()
+    tensor = mapped(stored, offset=4100, dtype=torch.int16, shape=torch.Size([3, 5000]))
+    assert tensor.shape == (3, 5000) and tensor.numpy().tobytes() == before[4100:34100]
+    tensor.zero_()
+    assert stored.read_bytes() == before
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_what_is_read_once_leaves_the_page_cache_with_its_tensor(stored: Path, once: bool) -> None:
+    if is_cached(stored, PAGES // 2):
+        pytest.skip("the temporary folder lies on a file system that is its page cache")
+    tensor = mapped(stored, offset=0, dtype=torch.uint8, shape=torch.Size([PAGES * 4096]), once=once)
+    part = tensor[4096:]
+    assert is_cached(stored, PAGES // 2)
+    del tensor
+    gc.collect()
+    assert is_cached(stored, PAGES // 2), "a view of it still lives"
+    del part
+    gc.collect()
+    assert is_cached(stored, PAGES // 2) != once
+
+
+def test_a_steady_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces that fall on both sides of where the kernel is told to begin; a tensor that is a view, and one without dimensions."""
+    monkeypatch.setattr(writing, "WRITE_BYTES", 7)
+    columns, number = torch.arange(12, dtype=torch.int16).reshape(3, 4)[:, 1:3], torch.tensor(2.5)
+    file = SteadyFile(tmp_path / "file")
+    assert [file.write(data) for data in (b"abc", memoryview(b"defghijklmnopqrstuvwxyz"), b"")] == [3, 23, 0]
+    file.write_tensor(columns)
+    file.write_tensor(number)
+    file.seek(0)
+    file.write(b"ABC")
+    file.finish()
+    expected = b"ABCdefghijklmnopqrstuvwxyz" + columns.numpy().tobytes() + number.numpy().tobytes()
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="^weights.bin: File too large$"), SteadyFile(tmp_path / "weights.bin") as file:
+            file.write(bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

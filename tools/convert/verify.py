@@ -1,0 +1,130 @@
+"""Does a Megatron checkpoint compute what its Hugging Face folder computes? A symmetric mistake survives a round trip, but not this.
+
+Both run in fp32 in this process, one after the other, on token ids and image patches made from a seed, so no tokenizer or processor is
+needed: a prompt of text, and one with two images of different sizes.
+"""
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from PIL import Image as Pillow
+from torch import nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from megatron_rl.batch import Piece, pack
+from megatron_rl.config import LoraSettings, ParallelSettings, require
+from megatron_rl.cpu import on_cpu_too
+from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.training_state import load_weights
+from megatron_rl.policy.transformer import Qwen2_5_VL
+from megatron_rl.types import Context, Image
+from megatron_rl.weights.formats.source import WholeShards
+from megatron_rl.world import connect, place
+
+TOLERANCE = 1e-5
+"""Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""
+
+
+def prompts(config: Qwen2_5_VLConfig) -> dict[str, Context]:
+    """A text and an image prompt of random token ids and patches; no two tokens of the images are alike."""
+    generator = torch.Generator().manual_seed(0)
+    special = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
+    plain = [token for token in range(config.text_config.vocab_size) if token not in special]
+
+    def text(length: int) -> list[int]:
+        return [plain[index] for index in torch.randint(len(plain), (length,), generator=generator).tolist()]
+
+    vision = config.vision_config
+    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    images = []
+    for rows, columns in ((4, 6), (8, 4)):
+        patch_PC = torch.randn(rows * columns, numbers, generator=generator)
+        images.append(Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, rows, columns), key=f"{rows} x {columns}"))
+    shown = Context(text(5))
+    for image in images:
+        placeholders = [config.vision_start_token_id, *[config.image_token_id] * image.num_tokens, config.vision_end_token_id]
+        shown.token_ids += placeholders + text(3)
+        shown.images.append(image)
+    read = Context(text(24))
+    for context in (read, shown):
+        context.loss_mask = [0] * len(context.token_ids)
+        context.engine_logprobs = [0.0] * len(context.token_ids)
+    return {"text prompt": read, "two-image prompt": shown}
+
+
+@torch.no_grad()
+def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--hf") -> dict[str, torch.Tensor]:
+    """Logits [L, vocabulary] of transformers' model for each prompt, in fp32; `dtype` is what weights are rounded to before."""
+    config = read_config(folder, key=key)
+    _check_memory(config, folder, key=key)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
+    logits = {}
+    for name, context in prompts(config).items():
+        ids = torch.tensor([context.token_ids])
+        images = {}
+        if context.images:
+            images = {
+                "pixel_values": torch.cat([image.patch_PC for image in context.images]),
+                "image_grid_thw": torch.tensor([image.grid for image in context.images]),
+                "mm_token_type_ids": (ids == config.image_token_id).int(),
+            }
+        logits[name] = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
+    return logits
+
+
+@on_cpu_too
+@torch.no_grad()
+def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, torch.Tensor]:
+    """The same of Megatron's model, loaded by Megatron's own dist_checkpointing.load."""
+    config = read_config(checkpoint / "hf", key=key)
+    remedy = "holds a LoRA adapter beside the base; merge it, and compare the merged folder"
+    require(not WholeShards(checkpoint).has_adapters(), key, checkpoint, remedy)
+    _check_memory(config, checkpoint, key=key)
+    with _world_of_one():
+        model = Qwen2_5_VL(config, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
+        load_weights(nn.ModuleList([model]), checkpoint)
+        logits = {}
+        for name, context in prompts(config).items():
+            batch = pack([Piece.uniform(context)], image_token_id=config.image_token_id)
+            logits[name] = model.head(model(batch, torch.arange(batch.num_tokens)))
+    return logits
+
+
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    """Megatron's process groups in a process that has none."""
+    connect(place(), timeout_s=60)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def _check_memory(config: Qwen2_5_VLConfig, folder: Path, *, key: str) -> None:
+    """A model in fp32 beside the weights as they come from the disk, a tensor at a time."""
+    needed = 4.4 * sum(math.prod(shape) for shape in hf_shapes(config).values()) / 2**30
+    available = psutil.virtual_memory().available / 2**30
+    remedy = f"comparing logits takes {needed:.1f} GiB of memory in fp32 and {available:.1f} GiB are free; run it on a larger machine"
+    require(needed < available, key, folder, remedy)
+
+
+def verify(hf: Path, checkpoint: Path, *, dtype: torch.dtype | None = None) -> str:
+    """A line about how close the logits are. Raises ValueError where they differ, or the model does not fit into memory."""
+    theirs, ours = hf_logits(hf, dtype=dtype), mcore_logits(checkpoint)
+    gaps = {name: ((ours[name] - logits).abs().max() / logits.abs().max()).item() for name, logits in theirs.items()}
+    account = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
+    require(
+        all(gap <= TOLERANCE for gap in gaps.values()), "--verify", checkpoint,
+        f"the result computes something else than {hf} (largest difference by largest logit: {account}; at most {TOLERANCE:g} is rounding)",
+    )  # fmt: skip
+    return f"verified: logits as Hugging Face's (largest difference by largest logit: {account})"
