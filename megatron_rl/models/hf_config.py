@@ -1,29 +1,21 @@
-"""What a Hugging Face config.json says about the weights: the tensors that must exist, and the table's rows for them."""
+"""Reads a Hugging Face config.json, flat (as released, transformers 4) or nested (transformers 5), into a ModelSpec."""
 
 import json
-from copy import deepcopy
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from megatron_rl.models.mapping import Heads, Row, canonical, table
+from megatron_rl.models.family import FAMILIES
+from megatron_rl.models.spec import Family, ModelSpec, VisionSpec
 
 TEXT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-VISION_SIZES = (
-    "depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "out_hidden_size", "patch_size", "spatial_merge_size",
-    "temporal_patch_size", "window_size",
-)  # fmt: skip
 
 
-def read_config(folder: str | Path, *, key: str = "model.path") -> Qwen2_5_VLConfig:
-    """The config of a Qwen2.5-VL folder, flat (as released, transformers 4) or nested (transformers 5).
-
-    A released config says only at the top whether embeddings are tied; here `text_config.tie_word_embeddings` always holds it.
-    Raises ValueError under the setting's or option's name `key`.
-    """
+def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
+    """The model in a Hugging Face folder. Raises ValueError under the setting's or option's name `key`."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{key}={folder}: no config.json in it; give a Hugging Face model folder (hf download ... --local-dir makes one)")
@@ -31,50 +23,48 @@ def read_config(folder: str | Path, *, key: str = "model.path") -> Qwen2_5_VLCon
         stored = json.loads(path.read_text())
     except ValueError as error:
         raise _damaged(error, folder=folder, key=key) from error
-    return parse_config(stored, folder=folder, key=key)
+    return parse_spec(stored, folder=folder, key=key)
 
 
-def parse_config(stored: dict[str, object], *, folder: str | Path, key: str) -> Qwen2_5_VLConfig:
-    """What read_config gives for a config.json with this content; `folder` is only named in errors."""
+def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> ModelSpec:
+    """What read_spec gives for a config.json with this content; `folder` is only named in errors."""
+    if not isinstance(stored, dict):
+        raise _damaged(f"it holds a {type(stored).__name__}", folder=folder, key=key)
+    model_type = stored.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"{key}={folder}: config.json describes model_type {model_type}; known: {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
     try:
-        config = Qwen2_5_VLConfig.from_dict(stored)
+        config = family.config.from_dict(stored)
     except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
         raise _damaged(error, folder=folder, key=key) from error
-    if stored.get("model_type") != "qwen2_5_vl":
-        raise ValueError(f"{key}={folder}: config.json describes model_type {stored.get('model_type')}; only qwen2_5_vl is known")
-    wrong = _wrong_in(config)
+    wrong = _wrong_in(config, family)
     if wrong:
         raise _damaged(wrong, folder=folder, key=key)
-    config.text_config.tie_word_embeddings = config.tie_word_embeddings
-    return config
+    return _spec(config, family)
 
 
 def _damaged(reason: object, *, folder: str | Path, key: str) -> ValueError:
     return ValueError(f"{key}={folder}: config.json is damaged ({' '.join(str(reason).split())}); copy it again")
 
 
-def _wrong_in(config: Qwen2_5_VLConfig) -> str:
+def _wrong_in(config: PreTrainedConfig, family: Family) -> str:
     """What no model can have, though it has the right type (which transformers checks), in words; empty if there is nothing."""
     for part, each in (("", config), ("text_config.", config.text_config), ("vision_config.", config.vision_config)):
         if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):
             return f"{part}dtype is {each.dtype}, no floating-point type of torch"
     text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
-    sizes = [("", name, text[name]) for name in TEXT_SIZES] + [("vision_config.", name, vision[name]) for name in VISION_SIZES]
+    sizes = [("", name, text[name]) for name in TEXT_SIZES] + [("vision_config.", name, vision[name]) for name in family.vision_sizes]
+    sizes += [("", "head_dim", text["head_dim"])] if text.get("head_dim") is not None else []
     for part, name, size in sizes:
         if not isinstance(size, int) or size < 1:
             return f"{part}{name} is {size}, not a positive integer"
-    for part, whole, divisor, values in (
-        ("", "hidden_size", "num_attention_heads", text),
-        ("", "num_attention_heads", "num_key_value_heads", text),
-        ("vision_config.", "hidden_size", "num_heads", vision),
-    ):
-        if values[whole] % values[divisor]:
-            return f"{part}{divisor} is {values[divisor]}, which does not divide {whole}, {values[whole]}"
+    wrong = _wrong_heads(text, family.vision(config.vision_config), family)
+    if wrong:
+        return wrong
     for part, values in (("", text), ("vision_config.", vision)):
         if values["hidden_act"] not in ACT2FN:
             return f"{part}hidden_act is {values['hidden_act']}, which transformers does not know"
-    if vision["out_hidden_size"] != text["hidden_size"]:
-        return f"vision_config.out_hidden_size is {vision['out_hidden_size']}, but hidden_size is {text['hidden_size']}"
     base = text["rope_parameters"].get("rope_theta")
     if not isinstance(base, int | float) or base <= 0:
         return f"rope_theta is {base}, not a positive number"
@@ -83,23 +73,44 @@ def _wrong_in(config: Qwen2_5_VLConfig) -> str:
     return ""
 
 
-def hf_shapes(config: Qwen2_5_VLConfig) -> dict[str, torch.Size]:
-    """The shape of every tensor that a checkpoint of this config holds, by canonical name: those of transformers' own model
-    (5.19, built without memory). Tied embeddings stand once, as `model.embed_tokens.weight`."""
-    with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(deepcopy(config))  # transformers notes its attention in the config that it is given
-    shapes = {canonical(name): tensor.shape for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    return shapes
+def _wrong_heads(text: dict[str, object], vision: VisionSpec, family: Family) -> str:
+    """Of sizes that are positive but do not fit each other."""
+    hidden, heads, key_heads, head_dim = (
+        text.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if (head_dim is None or not family.has_head_dim) and hidden % heads:
+        return f"num_attention_heads is {heads}, which does not divide hidden_size, {hidden}"
+    if head_dim is not None and not family.has_head_dim and head_dim * heads != hidden:
+        return f"head_dim is {head_dim}, but its attention has heads of hidden_size / num_attention_heads, {hidden // heads}"
+    if heads % key_heads:
+        return f"num_key_value_heads is {key_heads}, which does not divide num_attention_heads, {heads}"
+    if vision.hidden_size % vision.num_heads:
+        return f"vision_config.num_heads is {vision.num_heads}, which does not divide hidden_size, {vision.hidden_size}"
+    if vision.out_hidden_size != hidden:
+        return f"vision_config.out_hidden_size is {vision.out_hidden_size}, but hidden_size is {hidden}"
+    return ""
 
 
-def rows_of(config: Qwen2_5_VLConfig) -> list[Row]:
-    """The table of the model that a config (of `read_config`) describes."""
-    text = config.text_config
-    return table(
-        num_layers=text.num_hidden_layers,
-        heads=Heads(text.num_attention_heads, text.num_key_value_heads, text.hidden_size // text.num_attention_heads),
+def _spec(config: PreTrainedConfig, family: Family) -> ModelSpec:
+    text = config.text_config.to_dict()
+    return ModelSpec(
+        family=family,
+        config=config,
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        ffn_size=text["intermediate_size"],
+        num_heads=text["num_attention_heads"],
+        num_kv_heads=text["num_key_value_heads"],
+        head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+        vocab_size=text["vocab_size"],
         tied=config.tie_word_embeddings,
-        vision_names=sorted(name.removeprefix("visual.") for name in hf_shapes(config) if name.startswith("visual.")),
+        norm_eps=text["rms_norm_eps"],
+        max_positions=text["max_position_embeddings"],
+        rope_theta=text["rope_parameters"]["rope_theta"],
+        rope_sections=tuple(text["rope_parameters"]["mrope_section"]),
+        vision=family.vision(config.vision_config),
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        vision_start_id=config.vision_start_token_id,
+        vision_end_id=config.vision_end_token_id,
     )

@@ -110,44 +110,19 @@ def split_halves(fused: torch.Tensor) -> Tensors:
     return fused.chunk(2, 0)
 
 
-def table(*, num_layers: int, heads: Heads, tied: bool, vision_names: Sequence[str]) -> list[Row]:
-    """Every parameter of the model, once. `vision_names` are the HF vision tower's own (without the `visual.` prefix)."""
+def table(
+    *, num_layers: int, heads: Heads, tied: bool, layer_rows: Callable[[int, Heads], list[Row]], vision_names: Sequence[str]
+) -> list[Row]:
+    """Every parameter of the model, once. `layer_rows` gives those of a decoder layer, the model family's; `vision_names` are the HF
+    vision tower's own (without the `visual.` prefix)."""
     rows = [Row(f"vision.{name}", (f"visual.{name}",), "first") for name in vision_names]
     rows.append(Row("language.embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "first", shard_dim=0))
     for layer in range(num_layers):
-        rows.extend(_layer_rows(layer, heads))
+        rows.extend(layer_rows(layer, heads))
     rows.append(Row("language.decoder.final_layernorm.weight", ("model.norm.weight",), "last"))
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     rows.append(Row("language.output_layer.weight", (head,), "last", shard_dim=0, exported=not tied))
     return rows
-
-
-def _layer_rows(layer: int, heads: Heads) -> list[Row]:
-    mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
-
-    def qkv(kind: str) -> Row:
-        names = tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv")
-        return Row(
-            f"{mcore}self_attention.linear_qkv.{kind}", names, stage,
-            fuse=lambda tensors: fuse_qkv(tensors, heads), split=lambda fused: split_qkv(fused, heads), shard_dim=0,
-        )  # fmt: skip
-
-    gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
-    return [
-        Row(
-            f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage,
-            fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight",
-        ),
-        qkv("weight"),
-        qkv("bias"),
-        Row(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
-        Row(
-            f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage,
-            fused_norm=f"{mcore}mlp.linear_fc1.layer_norm_weight",
-        ),
-        Row(f"{mcore}mlp.linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
-        Row(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), stage, shard_dim=1),
-    ]  # fmt: skip
 
 
 PEFT_PREFIX = "base_model.model."

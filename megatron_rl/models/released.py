@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from transformers import Qwen2_5_VLConfig
-
-from megatron_rl.models.hf_config import parse_config, read_config
+from megatron_rl.models.hf_config import parse_spec, read_spec
+from megatron_rl.models.spec import ModelSpec
 
 SIZES = {
     "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2},
@@ -32,8 +31,8 @@ def released_config(size: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def known_config(path: str) -> Qwen2_5_VLConfig:
-    """The config of a model folder, or of a released model by its name on the hub, which need not be here."""
+def known_spec(path: str) -> ModelSpec:
+    """Of a model folder, or of a released model by its name on the hub, which need not be here."""
     if path in HUB_IDS and not Path(path).exists():
-        return parse_config(released_config(HUB_IDS[path]), folder=path, key="model.path")
-    return read_config(path)
+        return parse_spec(released_config(HUB_IDS[path]), folder=path, key="model.path")
+    return read_spec(path)

@@ -1,15 +1,14 @@
 """How much memory one micro-batch takes on a rank besides the weights: what autograd keeps, and what exists only in passing.
 
-A formula in the manner of Korthikanti et al. (arXiv 2205.05198), counted tensor by tensor from our own layers (qwen2_5_vl.py without
-Transformer Engine, whose layers keep less; vision.py): tests/plan/test_activations.py counts what autograd really keeps. Numbers a token,
-or a patch: H hidden, A of queries, K of keys, F of the MLP. Attention is flash attention: linear in the length.
+A formula in the manner of Korthikanti et al. (arXiv 2205.05198), counted tensor by tensor from our own layers (policy/transformer.py
+without Transformer Engine, whose layers keep less; policy/vision.py): tests/plan/test_activations.py counts what autograd really keeps.
+Numbers a token, or a patch: H hidden, A of queries, K of keys, F of the MLP. Attention is flash attention: linear in the length.
 """
 
 from dataclasses import dataclass
 
-from transformers import Qwen2_5_VLConfig
-
 from megatron_rl.config import LoraSettings, ParallelSettings
+from megatron_rl.models.spec import ModelSpec
 
 LOGIT_BYTES = 24
 """Of one entry of the logits at the peak of their backward pass: six fp32 numbers, whatever the model's type (logprobs.py)."""
@@ -32,75 +31,76 @@ class Activations:
 
 
 def activations(
-    model: Qwen2_5_VLConfig, parallel: ParallelSettings, *,
+    model: ModelSpec, parallel: ParallelSettings, *,
     stage: int, num_tokens: int, max_patches: int, width: int, lora: LoraSettings, frozen: list[str],
 ) -> Activations:  # fmt: skip
     """Of `num_tokens` tokens, all of which may be an image's or sampled, on a rank of pipeline stage `stage`.
 
     max_patches: of one image; the rank with most to encode has its share and at most one image more. width: bytes of a number.
     """
-    text = model.text_config
-    hidden = text.hidden_size * width / (parallel.tp if parallel.sequence_parallel else 1)
+    hidden = model.hidden_size * width / (parallel.tp if parallel.sequence_parallel else 1)
     layer = language_layer(model, parallel, width=width, lora=lora)
-    layers = text.num_hidden_layers // parallel.pp
+    layers = model.num_layers // parallel.pp
     kept = num_tokens * layers * (hidden if parallel.recompute == "full" else layer)
-    gathered = 2 * text.hidden_size * width if parallel.sequence_parallel else 0
-    intermediate = text.intermediate_size * width / parallel.tp
+    gathered = 2 * model.hidden_size * width if parallel.sequence_parallel else 0
+    intermediate = model.ffn_size * width / parallel.tp
     working = num_tokens * (2 * intermediate + 2 * hidden + gathered + (layer if parallel.recompute == "full" else 0))
     if stage == 0:
         vision_kept, vision_working = vision_bytes(
-            model, parallel, num_patches=4 * num_tokens, max_patches=max_patches, width=width, is_kept=trains_vision(lora, frozen)
+            model,
+            parallel,
+            num_patches=model.vision.patches_a_token * num_tokens,
+            max_patches=max_patches,
+            width=width,
+            is_kept=trains_vision(lora, frozen),
         )
         kept += num_tokens * hidden + vision_kept
         working = max(working, vision_working)
     if stage == parallel.pp - 1:
-        logits = parallel.logprob_rows * text.vocab_size // parallel.tp * LOGIT_BYTES
-        kept += num_tokens * (hidden * (4 + 2 * width) / width + 2 * text.hidden_size * width)
+        logits = parallel.logprob_rows * model.vocab_size // parallel.tp * LOGIT_BYTES
+        kept += num_tokens * (hidden * (4 + 2 * width) / width + 2 * model.hidden_size * width)
         working = max(working, logits, num_tokens * hidden * (16 + width) / width)
     return Activations(kept=int(kept), in_flight=_in_flight(stage, parallel), working=int(working))
 
 
-def language_layer(model: Qwen2_5_VLConfig, parallel: ParallelSettings, *, width: int, lora: LoraSettings) -> float:
+def language_layer(model: ModelSpec, parallel: ParallelSettings, *, width: int, lora: LoraSettings) -> float:
     """Bytes a token that autograd keeps of one decoder layer.
 
     Of each norm its input in fp32, its normalized input and its output; of attention the fused projection, both rotated parts and the
     result (A + 2 K, A, K, A), its softmax statistics and four rows of sines and cosines; of the MLP the fused projection, the activation,
     the other half and their product (2 F, F, F, F). Selective recomputation saves the statistics only: flash attention keeps no scores.
     """
-    text, tp = model.text_config, parallel.tp
-    dim = text.hidden_size // text.num_attention_heads
-    query, key, inner = text.hidden_size / tp, text.num_key_value_heads * dim / tp, text.intermediate_size / tp
-    norms = 2 * text.hidden_size * (4 + 2 * width) / (tp if parallel.sequence_parallel else 1)
-    attention = (3 * query + 3 * key + 4 * dim) * width + 4 * text.num_attention_heads / tp
+    tp, dim = parallel.tp, model.head_dim
+    query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
+    norms = 2 * model.hidden_size * (4 + 2 * width) / (tp if parallel.sequence_parallel else 1)
+    attention = (3 * query + 3 * key + 4 * dim) * width + 4 * model.num_heads / tp
     adapters = lora.rank * 7 * width
     return norms + attention + 5 * inner * width + adapters
 
 
 def vision_bytes(
-    model: Qwen2_5_VLConfig, parallel: ParallelSettings, *, num_patches: int, max_patches: int, width: int, is_kept: bool
+    model: ModelSpec, parallel: ParallelSettings, *, num_patches: int, max_patches: int, width: int, is_kept: bool
 ) -> tuple[int, int]:
     """Bytes kept and in passing of the tower, which encodes this rank's share of the patches."""
-    vision = model.vision_config
-    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    vision = model.vision
     mine = num_patches if parallel.tp == 1 else min(num_patches, num_patches // parallel.tp + max_patches)
     hidden = vision.hidden_size * width
     block = vision_block(model, width=width)
     merger = vision.hidden_size * (4 + 4 * width)
-    pixels = num_patches * numbers * width
+    pixels = num_patches * vision.patch_numbers * width
     if not is_kept:
         return 0, int(pixels + mine * block)
-    kept = mine * (numbers * width + merger + vision.depth * (hidden if parallel.recompute == "full" else block))
-    passing = 2 * vision.intermediate_size * width + (block if parallel.recompute == "full" else 0)
+    kept = mine * (vision.patch_numbers * width + merger + vision.num_blocks * (hidden if parallel.recompute == "full" else block))
+    passing = 2 * vision.ffn_size * width + (block if parallel.recompute == "full" else 0)
     return int(kept), int(pixels + mine * passing)
 
 
-def vision_block(model: Qwen2_5_VLConfig, *, width: int) -> float:
+def vision_block(model: ModelSpec, *, width: int) -> float:
     """Bytes a patch that autograd keeps of one block: as in a decoder layer, but gate and up are apart (F each) and rotations are fp32."""
-    vision = model.vision_config
-    dim = vision.hidden_size // vision.num_heads
+    vision = model.vision
     norms = 2 * vision.hidden_size * (4 + 2 * width)
-    attention = 6 * vision.hidden_size * width + 2 * 4 * dim + 4 * vision.num_heads
-    return norms + attention + 4 * vision.intermediate_size * width
+    attention = 6 * vision.hidden_size * width + 2 * 4 * vision.head_dim + 4 * vision.num_heads
+    return norms + attention + 4 * vision.ffn_size * width
 
 
 def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:

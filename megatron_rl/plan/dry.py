@@ -4,15 +4,15 @@ from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import Settings, require
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.memory import GB, GPUS, PROCESS, USABLE, Plan, SharePlan, in_gb, plan
 
 GPUS_A_NODE = 8
 
 
-def dry_run(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> Plan:
+def dry_run(model: ModelSpec, settings: Settings, *, world_size: int) -> Plan:
     """Print the plan. Raises ValueError where it does not fit the GPU."""
     planned = plan(model, settings, world_size=world_size)
     console = Console(highlight=False)

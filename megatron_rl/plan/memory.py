@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import Settings, require
-from megatron_rl.models.hf_config import hf_shapes
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.activations import Activations, activations
 from megatron_rl.plan.shares import Share, shares
 
@@ -93,9 +92,9 @@ class Plan:
         return max(rank.peak for rank in self.ranks) <= USABLE * GPUS[self.gpu]
 
 
-def plan(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> Plan:
+def plan(model: ModelSpec, settings: Settings, *, world_size: int) -> Plan:
     """Raises ValueError where the engine has no room for its weights and one context."""
-    micro_batch = (settings.sft if settings.stage == "sft" else settings.algo).micro_batch_tokens
+    micro_batch = settings.batch.micro_batch_tokens
     num_tokens = max(micro_batch, settings.engine.max_model_len)
     engine = plan_engine(model, settings)
     found = shares(model, settings, world_size=world_size)
@@ -104,19 +103,19 @@ def plan(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> Pla
         world_size=world_size,
         num_tokens=num_tokens,
         engine=engine,
-        host=max((_plan_host(share, settings, replicas=world_size // len(found)) for share in found), key=lambda host: host.total),
+        host=max((_plan_host(share, model, settings, replicas=world_size // len(found)) for share in found), key=lambda host: host.total),
         ranks=[_plan_share(share, model, settings, engine=engine, num_tokens=num_tokens) for share in found],
     )
 
 
-def plan_engine(model: Qwen2_5_VLConfig, settings: Settings) -> EnginePlan:
+def plan_engine(model: ModelSpec, settings: Settings) -> EnginePlan:
     """vLLM's own division of its share: weights, the largest step, and a cache of the rest."""
-    given, text = settings.engine, model.text_config
+    given = settings.engine
     width = getattr(torch, given.dtype).itemsize
     budget = int(given.gpu_memory_utilization * GPUS[settings.run.gpu])
-    weights = sum(math.prod(shape) for shape in hf_shapes(model).values()) * width // given.tp
+    weights = sum(math.prod(shape) for shape in model.shapes().values()) * width // given.tp
     working = _engine_step(model, settings, width=width)
-    token = 2 * text.num_hidden_layers * text.num_key_value_heads * (text.hidden_size // text.num_attention_heads) * width // given.tp
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width // given.tp
     cache_tokens = (budget - weights - working) // token
     require(
         cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
@@ -126,30 +125,30 @@ def plan_engine(model: Qwen2_5_VLConfig, settings: Settings) -> EnginePlan:
     return EnginePlan(budget=budget, weights=weights, working=working, cache_tokens=cache_tokens)
 
 
-def _engine_step(model: Qwen2_5_VLConfig, settings: Settings, *, width: int) -> int:
+def _engine_step(model: ModelSpec, settings: Settings, *, width: int) -> int:
     """Layer inputs and MLP of all batched tokens, or those of the tower for images of as many tokens; and three fp32 copies of the logits.
     vLLM 0.32.0 batches 16,384 tokens offline on an H100 or H200, 8,192 on smaller GPUs (engine/arg_utils.py)."""
-    text, vision, tp = model.text_config, model.vision_config, settings.engine.tp
+    vision, tp = model.vision, settings.engine.tp
     batched = 16384 if settings.run.gpu in ("h100", "h200") else 8192
-    language = batched * (4 * text.hidden_size + 3 * text.intermediate_size // tp) * width
-    tower = 4 * batched * (4 * vision.hidden_size + 2 * vision.intermediate_size // tp) * width
-    return max(language, tower) + settings.engine.max_num_seqs * text.vocab_size * 12
+    language = batched * (4 * model.hidden_size + 3 * model.ffn_size // tp) * width
+    tower = vision.patches_a_token * batched * (4 * vision.hidden_size + 2 * vision.ffn_size // tp) * width
+    return max(language, tower) + settings.engine.max_num_seqs * model.vocab_size * 12
 
 
-def _plan_share(share: Share, model: Qwen2_5_VLConfig, settings: Settings, *, engine: EnginePlan, num_tokens: int) -> SharePlan:
+def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: EnginePlan, num_tokens: int) -> SharePlan:
     held, parallel = share.held, settings.parallel
     width = getattr(torch, settings.model.dtype).itemsize
     # Megatron keeps the main weights on the GPU and offloads a copy of them with the moments (optimizer/distrib_optimizer.py, 0.16.1).
     optimizer = held.main if parallel.offload_optimizer else held.main + held.moments
     awake = held.parameters + held.gradients
-    max_patches = settings.model.max_pixels // model.vision_config.patch_size**2
+    max_patches = settings.model.max_pixels // model.vision.patch**2
     passing = activations(
         model, parallel, stage=share.pp_rank, num_tokens=num_tokens, max_patches=max_patches,
         width=width, lora=settings.lora, frozen=settings.model.frozen,
     )  # fmt: skip
     step = 0 if parallel.offload_optimizer else held.moments // 2  # torch's AdamW holds the roots of all second moments at once
-    largest = model.text_config.vocab_size * model.text_config.hidden_size * width
-    buckets = 2 * (settings.engine.bucket_mib << 20) + largest
+    largest = model.vocab_size * model.hidden_size * width
+    buckets = 2 * int(settings.engine.bucket_mib * 2**20) + largest
     return SharePlan(
         share=share,
         activations=passing,
@@ -160,17 +159,18 @@ def _plan_share(share: Share, model: Qwen2_5_VLConfig, settings: Settings, *, en
     )
 
 
-def _plan_host(share: Share, settings: Settings, *, replicas: int) -> HostPlan:
-    held, parallel, algo = share.held, settings.parallel, settings.algo
+def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: int) -> HostPlan:
+    held, vision, parallel, batch, select = share.held, model.vision, settings.parallel, settings.batch, settings.select
     state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
-    references = 2 if settings.stage == "grpo" and algo.kl_coef > 0 and not settings.lora.rank else 0  # its own, and the current ones aside
+    references = 2 if settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank else 0  # its own, the current aside
     copies = held.parameters * (references + (1 if parallel.offload_parameters else 0))
     pixels = settings.engine.max_images * settings.model.max_pixels
-    pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * 28 * 28)
-    rolled_out = algo.prompts_per_step * algo.group_size * algo.max_generations
-    trained = algo.prompts_per_step * algo.group_size if algo.rank_by_std else rolled_out
-    # Of each color a byte, and two frames of fp32 for the image and again for its micro-batch.
-    pictures = pixels * (3 * rolled_out + 48 * trained // replicas)
+    pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * (vision.patch * vision.merge) ** 2)
+    rolled_out = batch.prompts_per_step * batch.group_size * select.max_generations
+    trained = batch.prompts_per_step * batch.group_size if select.rank_by_std else rolled_out
+    # Of each color a byte, and the frames of a patch in fp32 for the image and again for its micro-batch.
+    in_patches = 2 * 4 * vision.channels * vision.temporal_patch
+    pictures = pixels * (vision.channels * rolled_out + in_patches * trained // replicas)
     return HostPlan(optimizer=state, copies=copies, pictures=pictures)
 
 

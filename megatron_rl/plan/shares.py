@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import Settings
 from megatron_rl.cpu import megatron_without_memory
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.optimizer import build_optimizer, with_gradients
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.transformer import build_chunks
@@ -44,7 +44,7 @@ class Share:
     held: Footprint
 
 
-def shares(model: Qwen2_5_VLConfig, settings: Settings, *, world_size: int) -> list[Share]:
+def shares(model: ModelSpec, settings: Settings, *, world_size: int) -> list[Share]:
     """One for each rank of the first data-parallel replica, stage by stage."""
     assert not dist.is_initialized(), "a plan makes up its own world"
     parallel = settings.parallel
@@ -69,13 +69,12 @@ def _world(rank: int, *, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _share(model: Qwen2_5_VLConfig, settings: Settings) -> Share:
+def _share(model: ModelSpec, settings: Settings) -> Share:
     layout = build_layout(settings.parallel, seed=0)
-    optimizer = settings.sft if settings.stage == "sft" else settings.algo
     with megatron_without_memory():
         chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=settings.lora)
         parallel = with_gradients(chunks, settings.model.frozen, lora=settings.lora)
-        held = held_by(parallel, build_optimizer(optimizer, parallel, offload=False))
+        held = held_by(parallel, build_optimizer(settings.optim, parallel, offload=False))
     return Share(
         tp_rank=layout.tp_rank,
         pp_rank=layout.pp_rank,

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from megatron_rl.config import Settings
-from megatron_rl.models.hf_config import hf_shapes
-from megatron_rl.models.released import known_config
+from megatron_rl.models.released import known_spec
 from megatron_rl.plan.memory import GPUS, plan
 from megatron_rl.start import check_sizes
 from tests.contracts.test_configs import EXPERIMENTS, settings_of, train
@@ -21,10 +20,10 @@ TOTALS = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Inst
 
 def shares_of(settings: Settings) -> dict[int, int]:
     """Parameters of a rank by stage, counted over Hugging Face's names."""
-    parallel, model = settings.parallel, known_config(settings.model.path)
-    layers_a_stage = model.text_config.num_hidden_layers // parallel.pp
+    parallel, model = settings.parallel, known_spec(settings.model.path)
+    layers_a_stage = model.num_layers // parallel.pp
     counts = dict.fromkeys(range(parallel.pp), 0)
-    for name, shape in hf_shapes(model).items():
+    for name, shape in model.shapes().items():
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         last = name.startswith(("model.norm", "lm_head"))
         stage = int(layer[1]) // layers_a_stage if layer else parallel.pp - 1 if last else 0
@@ -35,11 +34,11 @@ def shares_of(settings: Settings) -> dict[int, int]:
 
 def adapters_of(settings: Settings) -> int:
     """Parameters of the adapters on one rank, by hand: rank * (inputs + outputs) of each projection, the cut side over tp."""
-    text, tp = known_config(settings.model.path).text_config, settings.parallel.tp
-    hidden, inner, kv = text.hidden_size, text.intermediate_size, text.num_key_value_heads * text.hidden_size // text.num_attention_heads
+    model, tp = known_spec(settings.model.path), settings.parallel.tp
+    hidden, inner, kv = model.hidden_size, model.ffn_size, model.num_kv_heads * model.hidden_size // model.num_heads
     column = 3 * hidden + (hidden + 2 * kv) // tp + 2 * (hidden + inner // tp)
     row = (hidden // tp + hidden) + (inner // tp + hidden)
-    return settings.lora.rank * text.num_hidden_layers * (column + row) // settings.parallel.pp
+    return settings.lora.rank * model.num_layers * (column + row) // settings.parallel.pp
 
 
 def test_the_recipes_that_must_run_here_are_there() -> None:
@@ -52,7 +51,7 @@ def test_the_recipes_that_must_run_here_are_there() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     settings = settings_of(f"experiment={recipe}")
-    model = known_config(settings.model.path)
+    model = known_spec(settings.model.path)
     check_sizes(settings, model, settings.run.world)
     planned = plan(model, settings, world_size=settings.run.world)
     adapters = adapters_of(settings)
@@ -61,11 +60,11 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     for rank in planned.ranks:
         assert rank.share.num_parameters == expected[rank.share.pp_rank] + adapters
         assert rank.peak <= 0.9 * GPUS[settings.run.gpu]
-    vision = sum(math.prod(shape) for name, shape in hf_shapes(model).items() if name.startswith("visual."))
+    vision = sum(math.prod(shape) for name, shape in model.shapes().items() if name.startswith("visual."))
     frozen = sum(expected.values()) if adapters else vision if "vision" in settings.model.frozen else 0
     assert sum(rank.share.num_trained for rank in planned.ranks if rank.share.tp_rank == 0) == sum(expected.values()) + adapters - frozen
     assert planned.fits
-    assert sum(math.prod(shape) for shape in hf_shapes(model).values()) == TOTALS[settings.model.path]
+    assert sum(math.prod(shape) for shape in model.shapes().values()) == TOTALS[settings.model.path]
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 4, 1), (2, 2, 7), (4, 2, 1), (4, 7, 2)])
@@ -73,12 +72,12 @@ def test_every_share_of_other_layouts(tp: int, pp: int, vpp: int) -> None:
     """Ranks together hold the model once, but for the whole tensors, which each tensor-parallel rank holds."""
     layout = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.sequence_parallel={tp > 1}"]
     settings = settings_of("experiment=codev_7b_h200x8", *layout)
-    model = known_config(settings.model.path)
+    model = known_spec(settings.model.path)
     planned = plan(model, settings, world_size=56)
     expected = shares_of(settings)
     for rank in planned.ranks:
         assert rank.share.num_parameters == expected[rank.share.pp_rank]
-    sizes = {name: math.prod(shape) for name, shape in hf_shapes(model).items()}
+    sizes = {name: math.prod(shape) for name, shape in model.shapes().items()}
     whole = sum(size for name, size in sizes.items() if name.startswith("visual.") or name.endswith(WHOLE))
     assert sum(rank.share.num_parameters for rank in planned.ranks) == sum(sizes.values()) + (tp - 1) * whole
 

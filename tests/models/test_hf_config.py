@@ -8,12 +8,14 @@ import pytest
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig
 
-from megatron_rl.models.hf_config import hf_shapes, read_config, rows_of
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.mapping import canonical
 from megatron_rl.models.released import SIZES, released_config
+from megatron_rl.models.spec import VisionSpec
 
 PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
 """As published."""
+NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -24,12 +26,22 @@ def test_every_released_size_is_read(size: str, style: str, tmp_path: Path) -> N
         stored = Qwen2_5_VLConfig.from_dict(stored).to_dict()
         assert "hidden_size" not in stored and stored["text_config"]["hidden_size"] == SIZES[size]["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    config = read_config(tmp_path)
-    assert config.text_config.tie_word_embeddings is (size == "3B")
-    assert config.text_config.rope_parameters["mrope_section"] == [16, 24, 24] and config.text_config.rope_parameters["rope_theta"] == 1e6
-    shapes = hf_shapes(config)
+    spec = read_spec(tmp_path)
+    assert spec.tied is (size == "3B")
+    assert (spec.rope_sections, spec.rope_theta, spec.norm_eps, spec.max_positions) == ((16, 24, 24), 1e6, 1e-6, 128000)
+    assert (spec.num_layers, spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_kv_heads) == tuple(
+        SIZES[size][name] for name in NAMES
+    )
+    assert (spec.head_dim, spec.image_token_id, spec.video_token_id) == (128, 151655, 151656)
+    assert (spec.vocab_size, spec.vision_start_id, spec.vision_end_id) == (151936 if size == "3B" else 152064, 151652, 151653)
+    assert spec.vision == VisionSpec(
+        num_blocks=32, hidden_size=1280, ffn_size=3420 if size in ("3B", "7B") else 3456, num_heads=16, out_hidden_size=spec.hidden_size,
+        channels=3, patch=14, temporal_patch=2, merge=2, window=112,
+    )  # fmt: skip
+    assert (spec.vision.head_dim, spec.vision.patch_numbers, spec.vision.patches_a_token) == (80, 1176, 4)
+    shapes = spec.shapes()
     assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(PARAMETERS[size], rel=2e-3)
-    assert sorted(name for row in rows_of(config) if row.exported for name in row.hf) == sorted(shapes)
+    assert sorted(name for row in spec.rows() if row.exported for name in row.hf) == sorted(shapes)
 
 
 def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
@@ -38,7 +50,7 @@ def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
     del stored["tie_word_embeddings"]
     stored["text_config"]["tie_word_embeddings"] = True
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert read_config(tmp_path).tie_word_embeddings
+    assert read_spec(tmp_path).tied
 
 
 @pytest.mark.parametrize(
@@ -47,14 +59,17 @@ def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
         (None, "no config.json"),
         ("{", "config.json is damaged"),
         ('{"model_type": "qwen2_5_vl", "hidden_size": "wide"}', "config.json is damaged"),
-        ('{"model_type": "llama"}', "describes model_type llama"),
+        ('{"model_type": "llama"}', "describes model_type llama; known: qwen2_5_vl$"),
+        ('{"model_type": ["qwen2_5_vl"]}', "describes model_type .*; known: qwen2_5_vl$"),
+        ("{}", "describes model_type None; known: qwen2_5_vl$"),
+        ("[]", "config.json is damaged .it holds a list"),
     ],
 )
 def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"^--hf={tmp_path}: .*{said}"):
-        read_config(tmp_path, key="--hf")
+        read_spec(tmp_path, key="--hf")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,8 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
         ("vocab_size", -1, "vocab_size is -1, not a positive integer"),
         ("num_attention_heads", 3, "num_attention_heads is 3, which does not divide hidden_size, 3584"),
         ("num_key_value_heads", 3, "num_key_value_heads is 3, which does not divide num_attention_heads, 28"),
+        ("text_config.head_dim", 0, "head_dim is 0, not a positive integer"),
+        ("text_config.head_dim", 64, "head_dim is 64, but its attention has heads of hidden_size / num_attention_heads, 128"),
         ("rope_theta", None, "rope_theta is None, not a positive number"),
         ("rope_scaling", None, "mrope_section is None, no list"),
         ("vision_config.depth", 0, "vision_config.depth is 0, not a positive integer"),
@@ -82,14 +99,16 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
     ],
 )
 def test_values_that_no_model_has(key: str, value: object, said: str, tmp_path: Path) -> None:
-    stored = released_config("7B")
     part, _, name = key.rpartition(".")
+    stored = released_config("7B")
+    if part == "text_config":
+        stored = Qwen2_5_VLConfig.from_dict(stored).to_dict()
     (stored[part] if part else stored)[name] = value
     (tmp_path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=f"^--hf={tmp_path}: config.json is damaged .*{said}.*; copy it again$"):
-        read_config(tmp_path, key="--hf")
+        read_spec(tmp_path, key="--hf")
 
 
 def test_the_expected_tensors_are_those_that_transformers_saves(random_model: Path) -> None:
     saved = load_file(random_model / "model.safetensors")
-    assert hf_shapes(read_config(random_model)) == {canonical(name): tensor.shape for name, tensor in saved.items()}
+    assert read_spec(random_model).shapes() == {canonical(name): tensor.shape for name, tensor in saved.items()}

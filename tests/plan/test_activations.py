@@ -3,6 +3,7 @@
 import json
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from megatron.core import parallel_state
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import LoraSettings, ParallelSettings
 from megatron_rl.cpu import megatron_on_cpu
-from megatron_rl.models.hf_config import parse_config
+from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.released import released_config
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.activations import LOGIT_BYTES, activations, language_layer, vision_block
 from megatron_rl.policy.attention import SharedPromptParams
 from megatron_rl.policy.logprobs import Distribution
@@ -26,7 +27,7 @@ from megatron_rl.policy.transformer import build_chunks
 from megatron_rl.types import Batch
 from megatron_rl.world import connect, place
 
-HIDDEN, KEYS, VISION, PATCHES = 256, 128, 160, 1024
+HIDDEN, VISION, PATCHES = 256, 160, 1024
 FROZEN = ["vision", "merger"]
 
 
@@ -38,7 +39,7 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def small(num_layers: int) -> Qwen2_5_VLConfig:
+def small(num_layers: int) -> ModelSpec:
     """Proportions of the released models, sizes of a test."""
     stored = json.loads(json.dumps(released_config("3B")))
     stored |= {"hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "bos_token_id": 1}
@@ -46,12 +47,10 @@ def small(num_layers: int) -> Qwen2_5_VLConfig:
     stored["vision_config"] |= {"depth": 3, "hidden_size": VISION, "num_heads": 4, "intermediate_size": 428, "fullatt_block_indexes": [1]}
     stored["vision_config"]["out_hidden_size"] = HIDDEN
     stored["eos_token_id"] = 2
-    return parse_config(stored, folder="small", key="model.path")
+    return parse_spec(stored, folder="small", key="model.path")
 
 
-def build(
-    model: Qwen2_5_VLConfig, dtype: torch.dtype, *, recompute: str = "none", lora: int = 0, frozen: list[str] | None = None
-) -> nn.Module:
+def build(model: ModelSpec, dtype: torch.dtype, *, recompute: str = "none", lora: int = 0, frozen: list[str] | None = None) -> nn.Module:
     """The model inside its gradient buffers."""
     layout, adapters = build_layout(ParallelSettings(recompute=recompute), seed=0), LoraSettings(rank=lora)
     with megatron_on_cpu():
@@ -68,8 +67,9 @@ def batch_of(num_tokens: int, *, num_patches: int) -> Batch:
     return Batch(
         token_T=zeros.long(), target_T=zeros.long(), mask_T=zeros.bool(), weight_T=zeros,
         position_3T=torch.arange(num_tokens).expand(3, -1),
-        cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), prefix_S=[-1], patch_PC=torch.randn(num_patches, 1176),
-        grid_I3=torch.tensor([[1, 16, num_patches // 16]]), vision_position_V=vision, vision_row_V=vision, denominator=1,
+        cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), prefix_S=[-1], origin_S=[None],
+        patch_PC=torch.randn(num_patches, 1176),
+        grid_I3=torch.tensor([[1, 16, num_patches // 16]]), vision_position_M=vision, vision_row_M=vision, denominator=1,
         advantage_T=zeros, engine_logprob_T=zeros,
     )  # fmt: skip
 
@@ -113,10 +113,14 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.parametrize("head_dim", [HIDDEN // 4, 96])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.dtype) -> None:
-    """On a CPU K numbers less (attention reads a copy of the values, not the fused projection), and five indices of 8 bytes more."""
-    model, num_tokens, width = small(2), 256, dtype.itemsize
+def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.dtype, head_dim: int) -> None:
+    """On a CPU K numbers less (attention reads a copy of the values, not the fused projection), and five indices of 8 bytes more.
+
+    Heads of 96 are half as wide again as the hidden size divided by their number.
+    """
+    model, num_tokens, width = replace(small(2), head_dim=head_dim, rope_sections=(8, 12, head_dim // 2 - 20)), 256, dtype.itemsize
     chunk = build(model, dtype).module
     rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
     packed = chunk._packed(batch_of(num_tokens, num_patches=64))
@@ -127,7 +131,7 @@ def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.d
         layer, lambda: layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
     )
     formula = language_layer(model, ParallelSettings(), width=width, lora=LoraSettings())
-    assert abs(kept / num_tokens - (formula - KEYS * width)) <= 40
+    assert abs(kept / num_tokens - (formula - 2 * head_dim * width)) <= 40
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -206,3 +210,16 @@ def test_a_layer_is_cut_by_tensor_parallelism() -> None:
     cut = language_layer(model, ParallelSettings(tp=2, sequence_parallel=True), width=2, lora=LoraSettings())
     rotary = 4 * 64 * 2
     assert cut - rotary == (whole - rotary) / 2
+
+
+def test_a_vision_token_is_as_many_patches_as_the_tower_merges() -> None:
+    """Where nine patches and not four make a token, a batch full of images has the tower keep nine quarters."""
+    model, parallel = small(4), ParallelSettings()
+    wider = replace(model, vision=replace(model.vision, merge=3))
+
+    def of_images(model: ModelSpec) -> int:
+        given = {"stage": 0, "num_tokens": 64, "max_patches": 4, "width": 2, "lora": LoraSettings()}
+        trained, still = (activations(model, parallel, **given, frozen=frozen).kept for frozen in ([], FROZEN))
+        return trained - still
+
+    assert of_images(wider) == of_images(model) * 9 // 4

@@ -10,17 +10,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl import config
-from megatron_rl.algo.losses import LossMetrics
-from megatron_rl.batch import Piece
 from megatron_rl.config import EngineSettings, LoraSettings, ModelSettings, ParallelSettings, RunSettings, Settings
-from megatron_rl.models.hf_config import read_config
-from megatron_rl.models.released import known_config
+from megatron_rl.minibatches import WeightedContext
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.released import known_spec
 from megatron_rl.plan.memory import plan, plan_engine
 from megatron_rl.plan.shares import Footprint, shares
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.start import run
-from megatron_rl.types import Context
+from megatron_rl.types import Context, LossMetrics
 from megatron_rl.world import connect, place
 
 KINDS = {
@@ -34,7 +33,7 @@ KINDS = {
 def settings_for(folder: Path, *, lora: LoraSettings | None = None, **model: object) -> Settings:
     return Settings(
         model=ModelSettings(path=str(folder), **model), lora=lora or LoraSettings(), run=RunSettings(dir="there"),
-        task=config.TaskSettings(name="number_line"), algo=config.AlgoSettings(lr=1e-3),
+        task=config.TaskSettings(name="number_line"), optim=config.OptimSettings(lr=1e-3),
     )  # fmt: skip
 
 
@@ -49,17 +48,17 @@ def world() -> Iterator[None]:
 def measured(settings: Settings) -> Footprint:
     """Build the policy, train it for one step, and add up the distinct storages of each kind."""
     policy = Policy(
-        settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optimizer=settings.algo, num_updates=1,
+        settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optim=settings.optim, num_steps=1,
         lora=settings.lora, banned_ids=[], image_token_id=7,
     )  # fmt: skip
     context = Context()
     context.extend([11, 12])
     context.extend([13, 14], logprobs=[0.0, 0.0])
-    batches = policy.pack([Piece.uniform(context)], max_tokens=10)
-    policy.update(batches, lambda logprob_R, *_: (-logprob_R.sum(), LossMetrics(sums={}, maxima={})))
-    parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.chunks.parameters()}
+    batches = policy.pack([WeightedContext(context)], max_tokens=10)
+    policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
+    parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.network.chunks.parameters()}
     gradients = {p.main_grad.untyped_storage().data_ptr(): p.main_grad.untyped_storage().nbytes() for p in trained(policy)}
-    state = policy.optimizer.optimizer.state
+    state = policy.network.optimizer.optimizer.state
     main = {p.untyped_storage().data_ptr(): p.nbytes for p in state}
     return Footprint(
         parameters=sum(parameters.values()),
@@ -70,13 +69,13 @@ def measured(settings: Settings) -> Footprint:
 
 
 def trained(policy: Policy) -> list[torch.nn.Parameter]:
-    return [p for p in policy.chunks.parameters() if p.requires_grad]
+    return [p for p in policy.network.chunks.parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path, request: pytest.FixtureRequest) -> None:
     settings = settings_for(random_model, **KINDS[kind])
-    (share,) = shares(read_config(random_model), settings, world_size=1)
+    (share,) = shares(read_spec(random_model), settings, world_size=1)
     request.getfixturevalue("world")
     assert share.held == measured(settings)
     assert share.held.gradients >= 4 * share.num_trained
@@ -84,7 +83,7 @@ def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path,
 
 def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
     """Each of four replicas has a fourth of the padded buffer."""
-    settings, model = settings_for(random_model, dtype="bfloat16"), read_config(random_model)
+    settings, model = settings_for(random_model, dtype="bfloat16"), read_spec(random_model)
     (alone,), (one,) = (shares(model, settings, world_size=size) for size in (1, 4))
     assert (one.num_parameters, one.held.parameters) == (alone.num_parameters, one.held.gradients // 2)
     assert one.held.main <= one.held.gradients // 4
@@ -94,7 +93,7 @@ def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
 
 def test_the_engine_of_7b_by_hand() -> None:
     """16.58 GB of weights; a token of keys and values is 2 * 28 layers * 4 heads * 128 * 2 bytes = 57,344."""
-    model, of_a_run = known_config("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
+    model, of_a_run = known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=32768)
     engine = plan_engine(model, Settings(engine=given, run=of_a_run))
     assert engine.budget == 70_500_000_000
@@ -104,17 +103,35 @@ def test_the_engine_of_7b_by_hand() -> None:
     assert halved.weights == engine.weights // 2
 
 
+@pytest.mark.parametrize("merge", [2, 4])
+def test_pictures_by_hand(merge: int) -> None:
+    """Of 7B, whose patches are 14 pixels wide and whose engine batches 16,384 tokens: where 16 patches are a token, the tower needs more
+    than the language model. On the host a context of 1,000 tokens has (14 * merge) ** 2 pixels of each; a pixel of the 8 * 16 episodes
+    takes 3 bytes as a picture, and twice 3 * 2 numbers of fp32 in its patches."""
+    model = known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
+    model = replace(model, vision=replace(model.vision, merge=merge))
+    given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=1000, max_num_seqs=8, max_images=1000)
+    settings = Settings(
+        model=ModelSettings(dtype="bfloat16"), engine=given, run=RunSettings(dir="there"),
+        batch=config.BatchSettings(prompts_per_step=8, group_size=16),
+    )  # fmt: skip
+    planned = plan(model, settings, world_size=1)
+    language, tower = 16384 * (4 * 3584 + 3 * 18944) * 2, merge**2 * 16384 * (4 * 1280 + 2 * 3420) * 2
+    assert planned.engine.working == (language if merge == 2 else tower) + 8 * 152064 * 12
+    assert planned.host.pictures == 1000 * (14 * merge) ** 2 * 8 * 16 * (3 + 2 * 3 * 2 * 4)
+
+
 @pytest.mark.parametrize(("share", "length"), [(0.3, 4096), (0.45, 128000)])
 def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
     """Neither the weights of 7B in a third of 48 GB, nor one context of 128,000 tokens, 7.3 GB, in what they leave of 21.6 GB."""
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
     settings = Settings(engine=engine, run=RunSettings(dir="there", gpu="l40s"))
     with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s have no room .* \(16.6 GB\)"):
-        plan_engine(known_config("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
+        plan_engine(known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
 
 
 def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
-    model = known_config("Qwen/Qwen2.5-VL-3B-Instruct")
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
     def planned(**parallel: object) -> tuple:
         engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
@@ -130,6 +147,28 @@ def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
     assert here.sync - away.sync == here.optimizer - away.optimizer == held.moments
     assert here.rollout - away.rollout == held.moments + held.parameters + held.gradients
     assert host_away.total - host_here.total == held.parameters + 4 * held.main
+
+
+def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -> None:
+    """With a KL term the host holds the reference and, while it is swapped in, the current weights; AdamW's step holds the roots of all
+    second moments at once: more, here, than the activations of micro-batches of one short context."""
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024)
+
+    def planned(stage: str = "rl", **algo: float) -> tuple:
+        settings = Settings(
+            stage=stage, model=ModelSettings(dtype="bfloat16", frozen=["vision"]), parallel=ParallelSettings(recompute="full"),
+            engine=engine, batch=config.BatchSettings(micro_batch_tokens=1024), algo=config.AlgoSettings(**algo),
+            run=RunSettings(dir="there"),
+        )  # fmt: skip
+        result = plan(model, settings, world_size=1)
+        return result.ranks[0], result.host
+
+    (rank, host), (_, host_kl), (_, host_sft) = planned(), planned(kl_coef=0.1), planned(stage="sft", kl_coef=0.1)
+    held = rank.share.held
+    assert host_kl.copies - host.copies == 2 * held.parameters and host_sft.copies == host.copies == 0
+    assert rank.activations.total < held.moments // 2
+    assert rank.update == 2_000_000_000 + held.main + held.moments + held.parameters + held.gradients + held.moments // 2
 
 
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

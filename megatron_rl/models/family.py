@@ -1,0 +1,9 @@
+"""The model families that this trainer knows: a row each, whose content is a file of its own."""
+
+from collections.abc import Mapping
+
+from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
+from megatron_rl.models.spec import Family
+
+FAMILIES: Mapping[str, Family] = {"qwen2_5_vl": QWEN2_5_VL}
+"""By model_type of config.json."""
