@@ -22,7 +22,7 @@ class Placement:
     """Chunks of the model on each stage: layers go round the stages chunk by chunk (Megatron's interleaved pipeline)."""
     layers_per_chunk: int
     fused_norms: bool = False
-    """Transformer Engine's spelling of the norms (Row.fused_norm)."""
+    """Whether norms are spelled as Transformer Engine does (Row.fused_norm)."""
 
     @property
     def tp(self) -> int:
@@ -46,7 +46,7 @@ class Placement:
         return f"{chunk}.{name}"
 
     def _place(self, row: Row) -> tuple[int, int]:
-        """(pipeline stage, chunk on it)."""
+        """The pipeline stage that holds a row, and the chunk on it."""
         if ":" not in row.stage:
             return {"first": (0, 0), "last": (self.pp - 1, self.chunks - 1)}[row.stage]
         chunk, stage = divmod(_layer(row) // self.layers_per_chunk, self.pp)
@@ -122,14 +122,14 @@ class Export:
         self.shapes = shapes
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(hf_name, full tensor) in a fixed order. A tensor may share memory with the model: use it before the next update."""
+        """Yield (hf_name, full tensor) in a fixed order. A tensor may share memory with the model: use it before the next update."""
         for bucket in self.buckets:
             shards_by_row = self._gather(bucket)
             for row in bucket:
                 yield from zip(row.hf, row.to_hf(shards_by_row[row.mcore]), strict=True)
 
     def _value(self, row: Row) -> torch.Tensor:
-        """This rank's shard."""
+        """This rank's shard of a row's parameter."""
         return self.merged[row.mcore]() if row.mcore in self.merged else self.parameters[row.mcore].detach()
 
     def _gather(self, bucket: list[Row]) -> dict[str, list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Checkpoints as other trainers leave them, sliced here row by row, so that nothing of the table under test takes part."""
+"""Checkpoints as other trainers leave them, sliced here row by row or by torch, so that nothing of the table under test takes part."""
 
 import argparse
 from collections.abc import Callable
@@ -6,7 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.models.mapping import canonical
 
@@ -142,3 +146,18 @@ def write_megatron_lm(out: Path, hf: State, *, tp: int, change: Callable[[int, S
             "model": state, "rng_state": [{"np_rng_state": np.random.default_rng(0).bit_generator.state, "array": np.arange(3)}],
         }  # fmt: skip
         torch.save(everything, path)
+
+
+def write_fsdp(out: Path, hf: State, mesh_shape: tuple[int, ...]) -> None:
+    """What each rank of an FSDP world saves: DTensors cut by torch itself, one file a rank. The process group only pretends to be one."""
+    out.mkdir()
+    size = torch.Size(mesh_shape).numel()
+    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
+    for rank in range(size):
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :])
+            state = {name: distribute_tensor(tensor, mesh, placements, src_data_rank=None) for name, tensor in hf.items()}
+            torch.save(state, out / f"model_world_size_{size}_rank_{rank}.pt")
+        finally:
+            dist.destroy_process_group()

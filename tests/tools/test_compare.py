@@ -1,6 +1,8 @@
 """Comparing checkpoints: the smallest difference is found, named and measured; equal ones are equal across formats and spellings."""
 
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,3 +120,15 @@ def test_folders_that_cannot_be_compared(random_model: Path, tmp_path: Path, cap
         assert compare.main([str(random_model), str(wrong)]) == 1
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+def test_a_damaged_checkpoint_is_named_as_it_was_given(
+    checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, checkpoint = checkpoints["untied"]
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    data = next(damaged.glob("*.distcp"))
+    os.truncate(data, data.stat().st_size - 5000)
+    assert compare.main([str(model), str(damaged)]) == 1
+    assert re.fullmatch(f"error: folder={damaged}: [a-z_.0-9]+: {data.name} is cut off; .*\n", capsys.readouterr().err)

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.models import mapping
-from megatron_rl.weights.formats.torch_dist import McoreTensors
-from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.conftest import ROOT
 from tools.convert.converter_hf_to_mcore import main
 from tools.data.make_tiny_qwen2_5_vl import make
@@ -77,7 +76,7 @@ def released(tensors: Tensors) -> Tensors:
 
 def assert_holds(checkpoint: Path, wanted: Tensors) -> None:
     stored = McoreTensors(checkpoint)
-    assert stored.names() == wanted.keys()
+    assert stored.specs.keys() == wanted.keys()
     for key, tensor in wanted.items():
         found = stored.read(key)
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), key
@@ -276,7 +275,7 @@ def test_a_result_that_is_not_the_plan(fault: str, models: dict[str, Path], tmp_
 
 DIES = """
 import os, signal, sys
-from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_rl.weights.formats.torch_dist import TorchDistWriter
 from tests.conftest import ROOT
 from tools.convert.converter_hf_to_mcore import main
 add = TorchDistWriter.add

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.models.hf_config import read_spec
 from tools.data import make_shapes
 
 
@@ -17,7 +17,7 @@ def test_a_folder_holds_the_tensors_of_its_config(tmp_path: Path, monkeypatch) -
     assert make_shapes.main(["--size", "3B", "--layers", "1", "--out", str(tmp_path / "out")]) == 0
     (weights,) = (tmp_path / "out").glob("*.safetensors")
     tensors = load_file(weights)
-    assert {name: tensor.shape for name, tensor in tensors.items()} == hf_shapes(read_config(tmp_path / "out"))
+    assert {name: tensor.shape for name, tensor in tensors.items()} == read_spec(tmp_path / "out").shapes()
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     large = [tensor.flatten()[:4096].float() for tensor in tensors.values() if tensor.numel() >= 4096]
     assert len({tuple(tensor[:8].tolist()) for tensor in large}) == len(large) > 10

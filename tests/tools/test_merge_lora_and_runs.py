@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.weights.formats.torch_dist import McoreTensors
-from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.support.foreign import State, tensors_of
 from tests.support.merging import assert_refused, assert_same, merge
 from tools.convert import merge_run
@@ -136,7 +135,7 @@ def test_a_run_whose_adapter_is_gone(checkpoints: dict[str, tuple[Path, Path]], 
     tensors = McoreTensors(like)
     checkpoint.mkdir()
     with TorchDistWriter(checkpoint) as writer:
-        for key in tensors.names():
+        for key in tensors.specs:
             writer.add(key, tensors.read(key))
         writer.add("vision.merger.mlp.0.adapter.lora_a.0", torch.ones(2, 256))
         writer.finish()

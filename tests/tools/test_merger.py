@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.weights.formats.torch_dist import McoreTensors
-from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.conftest import ROOT
 from tests.support.foreign import State, tensors_of
 from tests.support.merging import assert_refused, assert_same, merge
@@ -172,7 +171,7 @@ def test_damaged_checkpoints_and_places_are_refused(
 def rewritten(checkpoint: Path, out: Path, change: Callable[[State], None]) -> Path:
     """A copy of a torch_dist checkpoint with other tensors in it, by key."""
     tensors = McoreTensors(checkpoint)
-    state = {key: tensors.read(key) for key in tensors.names()}
+    state = {key: tensors.read(key) for key in tensors.specs}
     change(state)
     out.mkdir()
     with TorchDistWriter(out) as writer:

@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.foreign import State, tensors_of, write_megatron_lm, write_verl_megatron
+from tests.support.foreign import State, tensors_of, write_fsdp, write_megatron_lm, write_verl_megatron
 from tests.support.merging import assert_refused, assert_same, merge
 
 
@@ -149,21 +145,6 @@ def test_missing_truncated_and_hostile_rank_files_are_refused(
     assert not (tmp_path / "owned").exists()
     path.write_bytes(whole)
     assert_same(merged(checkpoint, out), hf)
-
-
-def write_fsdp(out: Path, hf: State, mesh_shape: tuple[int, ...]) -> None:
-    """What each rank of an FSDP world saves: DTensors cut by torch itself, one file a rank. The process group only pretends to be one."""
-    out.mkdir()
-    size = torch.Size(mesh_shape).numel()
-    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
-    for rank in range(size):
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        try:
-            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :])
-            state = {name: distribute_tensor(tensor, mesh, placements, src_data_rank=None) for name, tensor in hf.items()}
-            torch.save(state, out / f"model_world_size_{size}_rank_{rank}.pt")
-        finally:
-            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2), (2, 3)])

@@ -17,6 +17,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.mapping import PEFT_PREFIX, Heads, Row, canonical, fuse_qkv, nested
+from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.policy.lora import Adapter, adapt_vision, adapters_off, merged_weights
 from megatron_rl.weights.formats.peft import CONFIG, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft
 from megatron_rl.weights.stream import Placement
@@ -27,6 +28,7 @@ TARGETS = {
     "vision": r"model\.visual\.blocks\..*",
     "projector": r"model\.visual\.merger\..*",
 }
+VISION_LORA = QWEN2_5_VL.vision_lora
 LORA = LoraSettings(rank=2, alpha=6.0, targets=["projector"])
 
 
@@ -47,7 +49,7 @@ def linears(random_model: Path) -> dict[str, nn.Linear]:
 def rows_for(linears: dict[str, nn.Linear], targets: list[str]) -> list[Row]:
     vision = [name.removeprefix("model.visual.") + ".weight" for name in linears if name.startswith("model.visual.")]
     others = ["patch_embed.proj.weight", "merger.ln_q.weight", "merger.mlp.0.bias"]
-    return adapter_table(targets=targets, num_layers=4, vision_names=[*vision, *others])
+    return adapter_table(targets=targets, num_layers=4, vision_names=[*vision, *others], vision_lora=VISION_LORA)
 
 
 @pytest.mark.parametrize("targets", [["attention"], ["mlp"], ["vision"], ["projector"], ["attention", "projector"], list(TARGETS)])
@@ -57,7 +59,7 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
     assert len(targets) < 4 or wanted == linears.keys()
     names = [PEFT_PREFIX + nested(name) for row in rows_for(linears, targets) for name in row.hf]
     assert sorted(names) == sorted(f"base_model.model.{name}.lora_{half}.weight" for name in wanted for half in "AB")
-    pattern = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base")["target_modules"]
+    pattern = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base", vision_lora=VISION_LORA)["target_modules"]
     assert {name for name in linears if re.fullmatch(pattern, name)} == wanted
 
 
@@ -116,13 +118,14 @@ class Merger(nn.Module):
 
 ONE = SimpleNamespace(size=lambda: 1)
 PLACEMENT = Placement(0, ONE, 0, ONE, chunks=1, layers_per_chunk=1)
-ROWS = adapter_table(targets=["projector"], num_layers=0, vision_names=["merger.mlp.0.weight", "merger.mlp.2.weight", "merger.mlp.0.bias"])
+NAMES = ["merger.mlp.0.weight", "merger.mlp.2.weight", "merger.mlp.0.bias"]
+ROWS = adapter_table(targets=["projector"], num_layers=0, vision_names=NAMES, vision_lora=VISION_LORA)
 
 
 @pytest.fixture
 def chunks() -> nn.ModuleList:
     chunk = Merger()
-    adapt_vision(chunk.vision, LORA)
+    adapt_vision(chunk.vision, LORA, VISION_LORA)
     return nn.ModuleList([chunk])
 
 
@@ -131,7 +134,7 @@ def test_a_layer_of_the_tower_keeps_its_parameters_and_can_be_itself_again() -> 
     x = torch.randn(3, 60)
     parameters, output = dict(plain.named_parameters()), plain.vision.merger.mlp(x)
     chunks = nn.ModuleList([plain])
-    adapt_vision(plain.vision, LORA)
+    adapt_vision(plain.vision, LORA, VISION_LORA)
     for name, parameter in parameters.items():
         assert plain.get_parameter(name) is parameter
     start_adapters(chunks, ROWS, PLACEMENT, seed=0)
@@ -166,7 +169,8 @@ def folder(tmp_path: Path) -> Path:
     sizes = {"0": (60, 50), "2": (50, 6)}
     tensors = {f"visual.merger.mlp.{i}.lora_A.weight": torch.randn(2, size[0]) for i, size in sizes.items()}
     tensors |= {f"visual.merger.mlp.{i}.lora_B.weight": torch.randn(size[1], 2) for i, size in sizes.items()}
-    write_peft(tmp_path / "adapter", iter(tensors.items()), peft_config(rank=2, alpha=6.0, dropout=0.0, targets=["projector"], base="base"))
+    config = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=["projector"], base="base", vision_lora=VISION_LORA)
+    write_peft(tmp_path / "adapter", iter(tensors.items()), config)
     return tmp_path / "adapter"
 
 

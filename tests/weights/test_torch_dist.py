@@ -13,8 +13,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_rl.weights.formats.torch_dist import McoreTensors
-from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.conftest import ROOT
 
 TENSORS = {
@@ -65,16 +64,16 @@ def test_runs_of_rows_are_one_tensor(tmp_path: Path, dim: int, parts: int) -> No
 def test_what_torch_wrote_is_read(tmp_path: Path) -> None:
     dcp.save(dict(TENSORS), checkpoint_id=tmp_path, no_dist=True)
     stored = McoreTensors(tmp_path)
-    assert stored.names() == {"rows", "columns", "view"}
-    assert all(torch.equal(stored.read(key), TENSORS[key]) for key in stored.names())
+    assert stored.specs.keys() == {"rows", "columns", "view"}
+    assert all(torch.equal(stored.read(key), TENSORS[key]) for key in stored.specs)
 
 
 def test_chunks_are_those_of_the_ranks(written: Path) -> None:
     stored = McoreTensors(written)
     chunks = [(tuple(offsets), tuple(sizes)) for offsets, sizes in stored.chunks("columns")]
     assert chunks == [((0, 0), (8, 2)), ((0, 2), (8, 2)), ((0, 4), (8, 2))]
-    assert (stored.shape("rows"), stored.dtype("columns")) == (torch.Size([8, 6]), torch.bfloat16)
-    assert all(torch.equal(stored.read(key), TENSORS[key]) for key in stored.names())
+    assert (stored.specs["rows"].shape, stored.specs["columns"].dtype) == (torch.Size([8, 6]), torch.bfloat16)
+    assert all(torch.equal(stored.read(key), TENSORS[key]) for key in stored.specs)
 
 
 def damage(folder: Path, change: Callable[[Metadata], None]) -> None:
@@ -145,7 +144,7 @@ WRITES_384_MB = """
 import resource, sys
 from pathlib import Path
 import torch
-from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_rl.weights.formats.torch_dist import TorchDistWriter
 with TorchDistWriter(Path(sys.argv[1])) as writer:
     writer.add("first", torch.ones(1 << 22))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

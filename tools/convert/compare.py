@@ -14,8 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.models.hf_config import hf_shapes, read_config
-from megatron_rl.weights.formats.open import HfSource, hf_part, kind_of, open_source
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.weights.formats.open import hf_part, kind_of, open_source
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.source import NamedSource, Source
 from tools.commands import in_words, quiet_libraries
 
@@ -52,14 +53,14 @@ def open_any(folder: Path) -> Source:
     """
     kind, like = kind_of(folder, key="folder"), hf_part(folder)
     if kind == "hf":
-        stored = HfSource(folder, key="folder", once=True)
+        stored = HfTensors(folder, key="folder", once=True)
         try:
-            return NamedSource(stored, hf_shapes(read_config(folder, key="folder")))
+            return NamedSource(stored, read_spec(folder, key="folder").shapes())
         except ValueError:
             return stored
     if like is None:
         raise ValueError(f"folder={folder}: no config.json in it or in its hf/; merge it with --reference first")
-    return open_source(folder, read_config(like, key="folder"), key="folder", once=True)
+    return open_source(folder, read_spec(like, key="folder"), key="folder", once=True)
 
 
 def differences(first: Source, second: Source) -> Iterator[Difference]:

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face Qwen2.5-VL folder to a Megatron distributed checkpoint (torch_dist), which loads at any layout.
+"""Converts a Hugging Face model folder to a Megatron distributed checkpoint (torch_dist), which loads at any layout.
 
 Memory stays at a few times the largest tensor whatever the model's size. The result holds the tensors and, in hf/, everything else of the
 source (config, tokenizer, processor). It appears under its name when it is complete and was checked, or not at all.
@@ -14,12 +14,13 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from rich.console import Console
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import ParallelSettings, require
-from megatron_rl.models.hf_config import hf_shapes, read_config, rows_of
-from megatron_rl.weights.formats.folders import copy_companions, whole_or_absent
-from megatron_rl.weights.formats.open import HfSource, as_dtype
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.weights.formats.files import copy_companions, whole_or_absent
+from megatron_rl.weights.formats.open import as_dtype
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.source import EMBEDDINGS, NamedSource
 from megatron_rl.weights.formats.to_mcore import Import
 from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
@@ -30,11 +31,11 @@ PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None, force: bool, check_logits: bool, console: Console) -> str:
     """Write the checkpoint at `out` and return a line about it. Raises ValueError and OSError; then `out` is as it was before."""
     check_out(out, force=force)
-    config = read_config(hf, key="--hf")
-    check_cut(config, tp=tp, pp=pp)
-    stored = HfSource(hf, key="--hf", once=True)
-    source = NamedSource(stored, hf_shapes(config))
-    plan = Import(source, rows_of(config), dtype=dtype)
+    spec = read_spec(hf, key="--hf")
+    check_cut(spec, tp=tp, pp=pp)
+    stored = HfTensors(hf, key="--hf", once=True)
+    source = NamedSource(stored, spec.shapes())
+    plan = Import(source, spec.rows(), dtype=dtype)
     with whole_or_absent(out) as partial:
         with progress_bar() as bar:
             task = bar.add_task("converting", total=plan.num_bytes)
@@ -60,14 +61,14 @@ def check_out(out: Path, *, force: bool) -> None:
     require(replaceable, "--out", out, "is no checkpoint (it has no metadata.json), so --force does not replace it")
 
 
-def check_cut(config: Qwen2_5_VLConfig, *, tp: int, pp: int) -> None:
+def check_cut(spec: ModelSpec, *, tp: int, pp: int) -> None:
     """Refuse a layout that the model does not divide into, under the options' names."""
     try:
         parallel = ParallelSettings(tp=tp, pp=pp)
         if tp * pp > 1:
             from megatron_rl.policy.parallel import check_layout  # brings Megatron: 2 seconds, and warnings that main() silences
 
-            check_layout(parallel, config, world_size=tp * pp)
+            check_layout(parallel, spec, world_size=tp * pp)
     except ValueError as error:
         raise ValueError(f"--{str(error).removeprefix('parallel.')}") from error
 

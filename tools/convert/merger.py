@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.mapping import nested
+from megatron_rl.weights.formats.files import made_ahead
 from megatron_rl.weights.formats.merge_lora import Merged
-from megatron_rl.weights.formats.open import HfSource, as_dtype, hf_part, kind_of, open_source
-from megatron_rl.weights.formats.reading import made_ahead
+from megatron_rl.weights.formats.open import as_dtype, hf_part, kind_of, open_source
+from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
 from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names
-from megatron_rl.weights.formats.tensors import HfTensors
-from megatron_rl.weights.formats.write_hf import INDEX, write_hf_folder
 from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
 
 STYLES = {"released": str, "nested": nested}
@@ -48,10 +47,10 @@ def merge(asked: Merge) -> str:
     like = asked.reference or hf_part(asked.checkpoint)
     if like is None:
         raise ValueError(f"--checkpoint={asked.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR")
-    config = read_config(like, key="--reference" if asked.reference else "--checkpoint")
-    source = open_source(asked.checkpoint, config, key="--checkpoint", once=True)
+    spec = read_spec(like, key="--reference" if asked.reference else "--checkpoint")
+    source = open_source(asked.checkpoint, spec, key="--checkpoint", once=True)
     if asked.reference is not None:
-        NamedSource(HfSource(asked.reference, key="--reference"), hf_shapes(config))  # raises unless it is a model of the same tensors
+        NamedSource(HfTensors(asked.reference, key="--reference"), spec.shapes())  # raises unless it is a model of the same tensors
     if asked.lora is not None:
         if isinstance(source, Merged):
             raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")
@@ -128,11 +127,10 @@ def _tensors(
 def _check_written(folder: Path, specs: dict[str, Spec]) -> None:
     """Raise ValueError unless the files hold what was planned, tensor by tensor and in bytes."""
     written = HfTensors(folder, key="--out")
-    check_names(written.names(), specs, source=f"--out={folder}", target="the checkpoint")
+    check_names(written.specs, specs, source=f"--out={folder}", target="the checkpoint")
     for name, spec in specs.items():
-        found = Spec(written.dtype(name), written.shape(name))
-        if found != spec:
-            raise ValueError(f"--out={folder}: {name} was written as {found}, the checkpoint gives {spec}")
+        if written.specs[name] != spec:
+            raise ValueError(f"--out={folder}: {name} was written as {written.specs[name]}, the checkpoint gives {spec}")
     planned, total = sum(spec.nbytes for spec in specs.values()), json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
     if total != planned:
         raise ValueError(f"--out={folder}: {total} bytes were written, the checkpoint gives {planned}")

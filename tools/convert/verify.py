@@ -16,41 +16,41 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from PIL import Image as Pillow
 from torch import nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.batch import Piece, pack
+from megatron_rl.batch import pack
 from megatron_rl.config import LoraSettings, ParallelSettings, require
 from megatron_rl.cpu import on_cpu_too
-from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.minibatches import WeightedContext
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.training_state import load_weights
-from megatron_rl.policy.transformer import Qwen2_5_VL
+from megatron_rl.policy.transformer import Chunk
 from megatron_rl.types import Context, Image
-from megatron_rl.weights.formats.source import WholeShards
+from megatron_rl.weights.formats.torch_dist import McoreTensors
+from megatron_rl.weights.stream import is_adapter
 from megatron_rl.world import connect, place
 
 TOLERANCE = 1e-5
 """Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""
 
 
-def prompts(config: Qwen2_5_VLConfig) -> dict[str, Context]:
+def prompts(spec: ModelSpec) -> dict[str, Context]:
     """A text and an image prompt of random token ids and patches; no two tokens of the images are alike."""
     generator = torch.Generator().manual_seed(0)
-    special = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
-    plain = [token for token in range(config.text_config.vocab_size) if token not in special]
+    special = (spec.image_token_id, spec.video_token_id, spec.vision_start_id, spec.vision_end_id)
+    plain = [token for token in range(spec.vocab_size) if token not in special]
 
     def text(length: int) -> list[int]:
         return [plain[index] for index in torch.randint(len(plain), (length,), generator=generator).tolist()]
 
-    vision = config.vision_config
-    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    images = []
-    for rows, columns in ((4, 6), (8, 4)):
-        patch_PC = torch.randn(rows * columns, numbers, generator=generator)
-        images.append(Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, rows, columns), key=f"{rows} x {columns}"))
+    merge, images = spec.vision.merge, []
+    for rows, columns in ((2 * merge, 3 * merge), (4 * merge, 2 * merge)):
+        patch_PC = torch.randn(rows * columns, spec.vision.patch_numbers, generator=generator)
+        images.append(Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, rows, columns), key=f"{rows} x {columns}", merge=merge))
     shown = Context(text(5))
     for image in images:
-        placeholders = [config.vision_start_token_id, *[config.image_token_id] * image.num_tokens, config.vision_end_token_id]
+        placeholders = [spec.vision_start_id, *[spec.image_token_id] * image.num_tokens, spec.vision_end_id]
         shown.token_ids += placeholders + text(3)
         shown.images.append(image)
     read = Context(text(24))
@@ -63,18 +63,18 @@ def prompts(config: Qwen2_5_VLConfig) -> dict[str, Context]:
 @torch.no_grad()
 def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--hf") -> dict[str, torch.Tensor]:
     """Logits [L, vocabulary] of transformers' model for each prompt, in fp32; `dtype` is what weights are rounded to before."""
-    config = read_config(folder, key=key)
-    _check_memory(config, folder, key=key)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
+    spec = read_spec(folder, key=key)
+    _check_memory(spec, folder, key=key)
+    model = spec.family.model.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
     logits = {}
-    for name, context in prompts(config).items():
+    for name, context in prompts(spec).items():
         ids = torch.tensor([context.token_ids])
         images = {}
         if context.images:
             images = {
                 "pixel_values": torch.cat([image.patch_PC for image in context.images]),
                 "image_grid_thw": torch.tensor([image.grid for image in context.images]),
-                "mm_token_type_ids": (ids == config.image_token_id).int(),
+                "mm_token_type_ids": (ids == spec.image_token_id).int(),
             }
         logits[name] = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
     return logits
@@ -84,16 +84,16 @@ def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--h
 @torch.no_grad()
 def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, torch.Tensor]:
     """The same of Megatron's model, loaded by Megatron's own dist_checkpointing.load."""
-    config = read_config(checkpoint / "hf", key=key)
+    spec = read_spec(checkpoint / "hf", key=key)
     remedy = "holds a LoRA adapter beside the base; merge it, and compare the merged folder"
-    require(not WholeShards(checkpoint).has_adapters(), key, checkpoint, remedy)
-    _check_memory(config, checkpoint, key=key)
+    require(not any(map(is_adapter, McoreTensors(checkpoint, key=key).specs)), key, checkpoint, remedy)
+    _check_memory(spec, checkpoint, key=key)
     with _world_of_one():
-        model = Qwen2_5_VL(config, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
+        model = Chunk(spec, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
         load_weights(nn.ModuleList([model]), checkpoint)
         logits = {}
-        for name, context in prompts(config).items():
-            batch = pack([Piece.uniform(context)], image_token_id=config.image_token_id)
+        for name, context in prompts(spec).items():
+            batch = pack([WeightedContext(context)], image_token_id=spec.image_token_id, positions=spec.positions)
             logits[name] = model.head(model(batch, torch.arange(batch.num_tokens)))
     return logits
 
@@ -110,9 +110,9 @@ def _world_of_one() -> Iterator[None]:
         gc.collect()
 
 
-def _check_memory(config: Qwen2_5_VLConfig, folder: Path, *, key: str) -> None:
+def _check_memory(spec: ModelSpec, folder: Path, *, key: str) -> None:
     """A model in fp32 beside the weights as they come from the disk, a tensor at a time."""
-    needed = 4.4 * sum(math.prod(shape) for shape in hf_shapes(config).values()) / 2**30
+    needed = 4.4 * sum(math.prod(shape) for shape in spec.shapes().values()) / 2**30
     available = psutil.virtual_memory().available / 2**30
     remedy = f"comparing logits takes {needed:.1f} GiB of memory in fp32 and {available:.1f} GiB are free; run it on a larger machine"
     require(needed < available, key, folder, remedy)

@@ -28,57 +28,55 @@ PREFIXES = {
 LAYER = re.compile(r"^(language\.decoder\.layers\.)(\d+)(\..*)$")
 
 
-class ClassicShards:
-    """The parameters of a classic checkpoint under their global names. Raises ValueError for a missing rank, file or tensor."""
+class ClassicRank:
+    """The parameters of one tensor-parallel rank of a classic checkpoint, from all stages, under their global names."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        files = _rank_files(folder)
-        tp, pp = max(rank for rank, _ in files) + 1, max(stage for _, stage in files) + 1
-        absent = [f"tensor rank {rank}, stage {stage}" for rank in range(tp) for stage in range(pp) if (rank, stage) not in files]
-        if absent:
-            raise ValueError(f"{folder}: no mp_rank folder for {'; '.join(absent)}; copy the whole checkpoint")
-        chunks = {place: _chunks(path) for place, path in files.items()}
-        if len({len(parts) for parts in chunks.values()}) > 1:
-            counts = {files[place].parent.name: len(parts) for place, parts in chunks.items()}
-            raise ValueError(f"{folder}: the ranks hold different numbers of model chunks: {counts}; copy the whole checkpoint")
-        self._pieces: dict[str, list[StoredTensor]] = {}
-        first_layer = 0
-        for chunk in range(len(chunks[0, 0])):
-            for stage in range(pp):
-                first_layer += self._add([chunks[rank, stage][chunk] for rank in range(tp)], first_layer)
-        self.has_megatron_tower = any(name.startswith("vision.decoder.") for name in self._pieces)
-
-    def _add(self, ranks: list[dict[str, StoredTensor]], first_layer: int) -> int:
-        """Take over one model chunk, given by tensor-parallel rank; returns its number of layers."""
-        num_layers = 0
-        for name in sorted(set().union(*ranks)):
-            lacking = [rank for rank, part in enumerate(ranks) if name not in part]
-            present = next(part[name] for part in ranks if name in part)
-            if lacking:
-                raise ValueError(
-                    f"{self.folder}: {name} stands in {_place(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint"
-                )
-            layer = LAYER.match(name)
-            if layer:
-                num_layers = max(num_layers, int(layer[2]) + 1)
-            whole = f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
-            if whole in self._pieces:
-                raise ValueError(f"{self.folder}: {whole} stands both in {_place(self._pieces[whole][0])} and in {_place(present)}")
-            self._pieces[whole] = [part[name] for part in ranks]
-        return num_layers
-
-    def names(self) -> set[str]:
-        return set(self._pieces)
-
-    def specs(self, name: str) -> list[Spec]:
-        return [Spec(piece.dtype, piece.shape) for piece in self._pieces[name]]
+    def __init__(self, folder: Path, pieces: dict[str, StoredTensor]) -> None:
+        self.folder, self._pieces = folder, pieces
+        self.specs = {name: Spec(piece.dtype, piece.shape) for name, piece in pieces.items()}
 
     def where(self, name: str) -> str:
-        return ", ".join(str(piece.path) for piece in self._pieces[name])
+        return str(self._pieces[name].path)
 
-    def read(self, name: str, rank: int) -> torch.Tensor:
-        return self._pieces[name][rank].read()
+    def read(self, name: str) -> torch.Tensor:
+        return self._pieces[name].read()
+
+
+def open_classic(folder: Path) -> list[ClassicRank]:
+    """The tensor-parallel ranks of a checkpoint in order, all with the same names. Raises ValueError for a missing rank, file or tensor."""
+    files = _rank_files(folder)
+    tp, pp = max(rank for rank, _ in files) + 1, max(stage for _, stage in files) + 1
+    absent = [f"tensor rank {rank}, stage {stage}" for rank in range(tp) for stage in range(pp) if (rank, stage) not in files]
+    if absent:
+        raise ValueError(f"{folder}: no mp_rank folder for {'; '.join(absent)}; copy the whole checkpoint")
+    chunks = {place: _chunks(path) for place, path in files.items()}
+    if len({len(parts) for parts in chunks.values()}) > 1:
+        counts = {files[place].parent.name: len(parts) for place, parts in chunks.items()}
+        raise ValueError(f"{folder}: the ranks hold different numbers of model chunks: {counts}; copy the whole checkpoint")
+    found: dict[str, list[StoredTensor]] = {}
+    first_layer = 0
+    for chunk in range(len(chunks[0, 0])):
+        for stage in range(pp):
+            first_layer += _add(found, [chunks[rank, stage][chunk] for rank in range(tp)], first_layer, folder=folder)
+    return [ClassicRank(folder, {name: pieces[rank] for name, pieces in found.items()}) for rank in range(tp)]
+
+
+def _add(found: dict[str, list[StoredTensor]], ranks: list[dict[str, StoredTensor]], first_layer: int, *, folder: Path) -> int:
+    """Take over one model chunk, given by tensor-parallel rank, under global names; returns its number of layers."""
+    num_layers = 0
+    for name in sorted(set().union(*ranks)):
+        lacking = [rank for rank, part in enumerate(ranks) if name not in part]
+        present = next(part[name] for part in ranks if name in part)
+        if lacking:
+            raise ValueError(f"{folder}: {name} stands in {_place(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint")
+        layer = LAYER.match(name)
+        if layer:
+            num_layers = max(num_layers, int(layer[2]) + 1)
+        whole = f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
+        if whole in found:
+            raise ValueError(f"{folder}: {whole} stands both in {_place(found[whole][0])} and in {_place(present)}")
+        found[whole] = [part[name] for part in ranks]
+    return num_layers
 
 
 def _place(piece: StoredTensor) -> str:
@@ -91,7 +89,7 @@ def rank_folders(folder: Path) -> list[Path]:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """(tensor rank, pipeline stage) -> file."""
+    """The file of every (tensor rank, pipeline stage)."""
     files: dict[tuple[int, int], Path] = {}
     for path in rank_folders(folder):
         name = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)

@@ -51,6 +51,7 @@ class FsdpTensors:
 
 
 def rank_paths(folder: Path) -> list[Path]:
+    """The files of FSDP shards in a folder, by name, which is not the order of their ranks."""
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 
@@ -82,7 +83,7 @@ def _pieces(path: Path) -> dict[str, StoredTensor]:
 
 
 def _shard_dimension(piece: StoredTensor) -> int | None:
-    """The dimension it is cut along; None for a whole tensor."""
+    """The dimension that a tensor is cut along; None for a whole one."""
     kinds = [kind for kind, _ in piece.placements]
     if kinds in ([], ["Replicate"], ["Replicate", "Replicate"]):
         return None

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from megatron_rl.weights.formats.peft import read_peft_config
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.source import Source
-from megatron_rl.weights.formats.tensors import HfTensors
 
 HALVES = (".lora_A.weight", ".lora_B.weight")
 
@@ -24,7 +24,7 @@ class Merged:
         self.rank, self.scale = _settings(adapter, key=key)
         self.adapter = HfTensors(adapter, key=key)
         halves: dict[str, set[str]] = {}
-        for name in sorted(self.adapter.names()):
+        for name in sorted(self.adapter.specs):
             end = next((end for end in HALVES if name.endswith(end)), "")
             target = name.removesuffix(end) + ".weight"
             if not end or target not in self.specs:
@@ -39,7 +39,7 @@ class Merged:
         if missing is not None:
             raise ValueError(f"{self.adapter.key}={self.adapter.folder}: {missing} is missing beside the other half, for {target}")
         outputs, *inputs = self.specs[target].shape
-        sizes = [list(self.adapter.shape(name)) for name in (a, b)]
+        sizes = [list(self.adapter.specs[name].shape) for name in (a, b)]
         if sizes != [[self.rank, *inputs], [outputs, self.rank]]:
             raise ValueError(
                 f"{self.adapter.key}={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} "
@@ -56,7 +56,7 @@ class Merged:
 
 
 def _settings(adapter: Path, *, key: str) -> tuple[int, float]:
-    """(rank, scale)."""
+    """The rank and the scale of an adapter."""
     config = read_peft_config(adapter, key=key)
     rank = config["r"]
     return rank, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

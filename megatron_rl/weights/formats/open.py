@@ -3,29 +3,16 @@
 from pathlib import Path
 
 import torch
-from transformers import Qwen2_5_VLConfig
 
-from megatron_rl.models.hf_config import hf_shapes, rows_of
 from megatron_rl.models.mapping import Heads, Row
-from megatron_rl.weights.formats.classic import ClassicShards, megatron_tower_rows, rank_folders
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.weights.formats.classic import megatron_tower_rows, open_classic, rank_folders
 from megatron_rl.weights.formats.fsdp import FsdpTensors, rank_paths
 from megatron_rl.weights.formats.merge_lora import Merged
-from megatron_rl.weights.formats.source import MegatronSource, NamedSource, Source, Spec, WholeShards
-from megatron_rl.weights.formats.tensors import HfTensors
-from megatron_rl.weights.formats.torch_dist import METADATA
-
-
-class HfSource:
-    """The tensors of a Hugging Face folder as they are."""
-
-    def __init__(self, folder: Path, *, key: str, once: bool = False) -> None:
-        tensors = HfTensors(folder, key=key, once=once)
-        self.folder = folder
-        self.specs = {name: Spec(tensors.dtype(name), tensors.shape(name)) for name in sorted(tensors.names())}
-        self.read = tensors.read
-
-    def where(self, name: str) -> str:
-        return str(self.folder)
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl.weights.formats.source import MegatronSource, NamedSource, Source
+from megatron_rl.weights.formats.torch_dist import METADATA, McoreTensors
+from megatron_rl.weights.stream import is_adapter
 
 
 def kind_of(folder: Path, *, key: str) -> str:
@@ -51,32 +38,34 @@ def hf_part(folder: Path) -> Path | None:
     return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
 
 
-def open_source(folder: Path, config: Qwen2_5_VLConfig, *, key: str, once: bool = False) -> Source:
-    """The checkpoint's tensors, proven to be exactly those of the model that `config` (of read_config) describes.
+def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) -> Source:
+    """The checkpoint's tensors, proven to be exactly those of the model.
 
     A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights. `once`: each tensor
     is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging Face).
     """
-    kind, shapes = kind_of(folder, key=key), hf_shapes(config)
+    kind, shapes = kind_of(folder, key=key), spec.shapes()
     if kind in ("hf", "fsdp"):
-        return NamedSource(HfSource(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder), shapes)
-    rows = rows_of(config)
+        return NamedSource(HfTensors(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder), shapes)
+    rows = spec.rows()
     if kind == "torch_dist":
-        stored = WholeShards(folder, once=once)
-        base = MegatronSource(stored, rows, shapes)
-        if not stored.has_adapters():
+        stored = McoreTensors(folder, key=key, once=once)
+        adapters = [name for name in stored.specs if is_adapter(name)]
+        base = MegatronSource([stored], rows, shapes, leave_out=adapters)
+        if not adapters:
             return base
         if not (folder / "adapter").is_dir():
             raise ValueError(f"{key}={folder}: its run trained an adapter, but there is no adapter/ in it; copy the whole checkpoint")
         return Merged(base, folder / "adapter", key=key)
-    shards = ClassicShards(folder)
-    return MegatronSource(shards, _with_megatron_tower(rows, config) if shards.has_megatron_tower else rows, shapes)
+    ranks = open_classic(folder)
+    has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)
+    return MegatronSource(ranks, _with_megatron_tower(rows, spec) if has_megatron_tower else rows, shapes)
 
 
-def _with_megatron_tower(rows: list[Row], config: Qwen2_5_VLConfig) -> list[Row]:
-    vision = config.vision_config
-    heads = Heads(vision.num_heads, vision.num_heads, vision.hidden_size // vision.num_heads)
-    return megatron_tower_rows(depth=vision.depth, heads=heads) + [row for row in rows if not row.mcore.startswith("vision.")]
+def _with_megatron_tower(rows: list[Row], spec: ModelSpec) -> list[Row]:
+    vision = spec.vision
+    heads = Heads(vision.num_heads, vision.num_heads, vision.head_dim)
+    return megatron_tower_rows(depth=vision.num_blocks, heads=heads) + [row for row in rows if not row.mcore.startswith("vision.")]
 
 
 def as_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_rl.models.mapping import PEFT_PREFIX, Row, Tensors, nested
-from megatron_rl.weights.formats.folders import whole_or_absent
-from megatron_rl.weights.formats.tensors import HfTensors
+from megatron_rl.weights.formats.files import whole_or_absent
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.stream import Placement, fill, is_adapter
 
 FOREIGN = (
@@ -46,11 +46,6 @@ LANGUAGE = {
     ),
 }
 """Targets in the language model: Megatron's linear, HF's projection, the dimension of its weight that tensor parallelism cuts."""
-VISION = {
-    "vision": r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(gate_proj|up_proj|down_proj))",
-    "projector": r"merger\.mlp\.[02]",
-}
-"""Targets in the vision tower, as patterns over the names of its modules, which are HF's own and not cut."""
 
 
 def projection(module: str) -> str:
@@ -58,25 +53,27 @@ def projection(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def is_vision_target(module: str, targets: Sequence[str]) -> bool:
-    return any(re.fullmatch(pattern, module) for target, pattern in VISION.items() if target in targets)
+def is_vision_target(module: str, targets: Sequence[str], vision_lora: Mapping[str, str]) -> bool:
+    """Whether one of the targets names this module of the vision tower; `vision_lora` is the model family's (Family.vision_lora)."""
+    return any(re.fullmatch(pattern, module) for target, pattern in vision_lora.items() if target in targets)
 
 
-def adapter_table(*, targets: Sequence[str], num_layers: int, vision_names: Sequence[str]) -> list[Row]:
-    """Every adapter tensor once; `vision_names` are the HF vision tower's parameters (without the `visual.` prefix)."""
+def adapter_table(*, targets: Sequence[str], num_layers: int, vision_names: Sequence[str], vision_lora: Mapping[str, str]) -> list[Row]:
+    """Every adapter tensor once; `vision_names` are the HF vision tower's parameters (without the `visual.` prefix), which are not cut."""
     rows = []
     for layer in range(num_layers):
         for linear, hf, cut in (entry for target, entries in LANGUAGE.items() if target in targets for entry in entries):
             rows.extend(_pair(f"language.decoder.layers.{layer}.{linear}", f"model.layers.{layer}.{hf}", f"layer:{layer}", cut=cut))
     modules = sorted(name.removesuffix(".weight") for name in vision_names if name.endswith(".weight"))
     for module in modules:
-        if is_vision_target(module, targets):
+        if is_vision_target(module, targets, vision_lora):
             rows.extend(_pair(f"vision.{module}", f"visual.{module}", "first", cut=None))
     return rows
 
 
 def _pair(linear: str, hf: str, stage: str, *, cut: int | None) -> list[Row]:
-    """Rows of the weight cut: the ranks' own outputs, hence of B. Columns cut: their own inputs, hence of A."""
+    """The rows of one linear's A and B. Where tensor parallelism cuts the rows of its weight (0), ranks have outputs of their own, hence a
+    part of B; where it cuts the columns (1), inputs of their own, hence a part of A."""
     name = projection(hf)
     return [
         Row(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
@@ -111,7 +108,7 @@ def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: Placement, fold
             raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {theirs}; state the same")
     source = HfTensors(folder, key="lora.path")
     wanted = {name for row in rows for name in row.hf}
-    missing, unknown = sorted(wanted - source.names()), sorted(source.names() - wanted)
+    missing, unknown = sorted(wanted - source.specs.keys()), sorted(source.specs.keys() - wanted)
     if missing or unknown:
         raise ValueError(
             f"lora.path={folder}: the adapter and lora.targets differ. Missing in the adapter: {missing[:3]} ({len(missing)}); "
@@ -121,7 +118,7 @@ def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: Placement, fold
 
 
 def read_peft_config(folder: Path, *, key: str) -> dict:
-    """adapter_config.json of a plain LoRA: `r` a positive integer, `lora_alpha` a number, nothing more than that.
+    """The content of adapter_config.json, of a plain LoRA: `r` a positive integer, `lora_alpha` a number, nothing more than that.
 
     Raises ValueError under the setting's or option's name `key`, naming what is wrong.
     """
@@ -154,10 +151,13 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
     return config
 
 
-def peft_config(*, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str) -> dict[str, object]:
-    """adapter_config.json. `target_modules` is a pattern over whole module names: a list of endings would meet both towers' gate_proj."""
+def peft_config(
+    *, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str, vision_lora: Mapping[str, str]
+) -> dict[str, object]:
+    """The content of adapter_config.json. `target_modules` is a pattern over whole module names: a list of endings would meet the gate_proj
+    of both towers."""
     language = "|".join(re.escape(hf) for target, entries in LANGUAGE.items() if target in targets for _, hf, _ in entries)
-    vision = "|".join(pattern for target, pattern in VISION.items() if target in targets)
+    vision = "|".join(pattern for target, pattern in vision_lora.items() if target in targets)
     parts = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
     return {
         "peft_type": "LORA",

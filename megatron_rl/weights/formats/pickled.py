@@ -27,11 +27,11 @@ class StoredTensor:
     shape: torch.Size
     stride: tuple[int, ...]
     whole: torch.Size | None = None
-    """For a part of a DTensor: the shape of the whole."""
+    """The shape of the DTensor that this is a part of; None for a tensor that is whole."""
     placements: tuple[tuple[str, int | None], ...] = ()
-    """For a part of a DTensor, one for each dimension of the mesh: ("Shard", dimension) or ("Replicate", None)."""
+    """How the DTensor that this is a part of lies on each dimension of the mesh: ("Shard", dimension) or ("Replicate", None)."""
     coordinate: tuple[int, ...] | None = None
-    """For a part of a DTensor: where the rank that saved it stood in the mesh."""
+    """Where the rank that saved a part of a DTensor stood in the mesh."""
 
     def read(self) -> torch.Tensor:
         if not self.shape.numel():
@@ -81,7 +81,7 @@ def load(path: Path) -> object:
 
 @contextmanager
 def _nothing_allowed() -> Iterator[None]:
-    """Without the classes that importing torch.distributed.tensor or transformers allowed for the whole process."""
+    """Allow none of the classes that importing torch.distributed.tensor or transformers allowed for the whole process."""
     allowed = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:

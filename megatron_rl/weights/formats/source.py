@@ -6,7 +6,7 @@ once, none left over, every shape the one that config.json asks for. The two exc
 config.vocab_size are padding and are cut off, and a stored copy of tied embeddings must equal them to the last bit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +14,6 @@ from typing import Protocol
 import torch
 
 from megatron_rl.models.mapping import Row
-from megatron_rl.weights.formats.torch_dist import McoreTensors
-from megatron_rl.weights.stream import is_adapter
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -42,52 +40,16 @@ class Source(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-class Stored(Source, Protocol):
-    """Tensors stored under Hugging Face's names, not yet held against a model."""
+class Stored(Protocol):
+    """The tensors of a folder under the names they are stored by, Hugging Face's or Megatron's, not yet held against a model."""
 
     folder: Path
+    specs: Mapping[str, Spec]
 
     def where(self, name: str) -> str:
-        """The file or files it stands in, for errors."""
+        """The file or files a tensor stands in, for errors."""
 
-
-class Shards(Protocol):
-    """A Megatron checkpoint: parameters by their name in `Row.mcore` or `Row.key`, cut over tensor-parallel ranks."""
-
-    folder: Path
-
-    def names(self) -> set[str]: ...
-
-    def specs(self, name: str) -> list[Spec]:
-        """One for each tensor-parallel rank."""
-
-    def where(self, name: str) -> str:
-        """The file or files it stands in, for errors."""
-
-    def read(self, name: str, rank: int) -> torch.Tensor: ...
-
-
-class WholeShards:
-    """A torch_dist checkpoint, where every tensor is stored whole, whatever layout wrote it; without the adapters of a LoRA run."""
-
-    def __init__(self, folder: Path, *, once: bool = False) -> None:
-        self.folder, self._tensors = folder, McoreTensors(folder, once=once)
-
-    def names(self) -> set[str]:
-        return {name for name in self._tensors.names() if not is_adapter(name)}
-
-    def has_adapters(self) -> bool:
-        return self.names() != self._tensors.names()
-
-    def specs(self, name: str) -> list[Spec]:
-        return [Spec(self._tensors.dtype(name), self._tensors.shape(name))]
-
-    def where(self, name: str) -> str:
-        return str(self.folder)
-
-    def read(self, name: str, rank: int) -> torch.Tensor:
-        assert rank == 0, f"{name} is whole"
-        return self._tensors.read(name)
+    def read(self, name: str) -> torch.Tensor: ...
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
@@ -116,7 +78,7 @@ def fit(spec: Spec, name: str, shape: torch.Size, *, stored: str) -> Spec:
 
 
 def trim(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Without the padding of the vocabulary."""
+    """The tensor without padding of the vocabulary."""
     return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
 
 
@@ -140,28 +102,36 @@ class NamedSource:
 class MegatronSource:
     """A Megatron checkpoint through the table. A row's tensors are made together, and each can be read once."""
 
-    def __init__(self, shards: Shards, rows: list[Row], shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(
+        self, ranks: Sequence[Stored], rows: list[Row], shapes: Mapping[str, torch.Size], *, leave_out: Collection[str] = ()
+    ) -> None:
+        """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore` or `Row.key`) in all of them; a single
+        one where tensors are stored whole. `leave_out`: names that are no part of the model."""
+        self._ranks = ranks
         spellings = {spelling: row for row in rows for spelling in (row.mcore, row.key)}
         names: dict[str, str] = {}
-        for name in sorted(shards.names()):
+        for name in sorted(ranks[0].specs.keys() - set(leave_out)):
             key = spellings[name].key if name in spellings else name
             if key in names:
-                raise ValueError(f"{shards.where(name)}: {name} and {names[key]} are the same tensor; remove one of them")
+                raise ValueError(f"{self._where(name)}: {name} and {names[key]} are the same tensor; remove one of them")
             names[key] = name
         copies = {row.key for row in rows if not row.exported}
         exported = {row.key: row for row in rows if row.exported}
-        check_names(names.keys() - copies, exported, source=str(shards.folder), target="the model that config.json describes")
+        check_names(names.keys() - copies, exported, source=str(ranks[0].folder), target="the model that config.json describes")
         check_names((name for row in exported.values() for name in row.hf), shapes, source="the table", target="transformers' model")
-        self._shards, self._names = shards, names
+        self._names = names
         self._copy = next((key for key in copies if key in names), None)
         self._rows = {name: row for row in exported.values() for name in row.hf}
         self._ready: dict[str, torch.Tensor] = {}
         self.specs = {name: spec for row in exported.values() for name, spec in self._row_specs(row, shapes).items()}
 
+    def _where(self, name: str) -> str:
+        return ", ".join(rank.where(name) for rank in self._ranks)
+
     def _row_specs(self, row: Row, shapes: Mapping[str, torch.Size]) -> dict[str, Spec]:
-        """What the row's shards give, computed on tensors without data."""
+        """The specs of what a row's shards give, computed on tensors without data."""
         name = self._names[row.key]
-        specs, stored = self._shards.specs(name), f"{self._shards.where(name)}: {name}"
+        specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._where(name)}: {name}"
         if len(set(specs)) > 1:
             raise ValueError(f"{stored}: its tensor-parallel parts differ: {', '.join(map(str, specs))}")
         try:
@@ -180,22 +150,21 @@ class MegatronSource:
 
     def _read_shards(self, row: Row) -> list[torch.Tensor]:
         name = self._names[row.key]
-        ranks = range(len(self._shards.specs(name)))
         if row.shard_dim is not None:
-            shards = [self._shards.read(name, rank) for rank in ranks]
+            shards = [rank.read(name) for rank in self._ranks]
             if row.hf == (EMBEDDINGS,) and self._copy is not None:
                 self._check_copy(shards)
             return shards
-        first = self._shards.read(name, 0)
-        for rank in ranks[1:]:
-            if not torch.equal(first, self._shards.read(name, rank)):
+        first = self._ranks[0].read(name)
+        for number, rank in enumerate(self._ranks[1:], start=1):
+            if not torch.equal(first, rank.read(name)):
                 raise ValueError(
-                    f"{self._shards.where(name)}: {name} is replicated, but tensor-parallel ranks 0 and {rank} hold different values"
+                    f"{self._where(name)}: {name} is replicated, but tensor-parallel ranks 0 and {number} hold different values"
                 )
         return [first]
 
     def _check_copy(self, shards: list[torch.Tensor]) -> None:
         copy = self._names[self._copy]
-        for rank, shard in enumerate(shards):
-            if not torch.equal(shard, self._shards.read(copy, rank)):
-                raise ValueError(f"{self._shards.where(copy)}: {copy} differs from the embeddings, but config.json ties them")
+        for rank, shard in zip(self._ranks, shards, strict=True):
+            if not torch.equal(shard, rank.read(copy)):
+                raise ValueError(f"{self._where(copy)}: {copy} differs from the embeddings, but config.json ties them")

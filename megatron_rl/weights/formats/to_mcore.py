@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.models.mapping import Row, Tensors
-from megatron_rl.weights.formats.reading import made_ahead
+from megatron_rl.weights.formats.files import made_ahead
 from megatron_rl.weights.formats.source import Source, Spec, check_names
-from megatron_rl.weights.formats.torch_dist import McoreTensors
-from megatron_rl.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 
 
 class Import:
@@ -23,7 +22,7 @@ class Import:
         self.written = {row.key: self._written(row) for row in self.rows}
 
     def _written(self, row: Row) -> Spec:
-        """What the row's tensor will be, computed on tensors without data."""
+        """The spec of the tensor that a row will be, computed on tensors without data."""
         specs = [self.source.specs[name] for name in row.hf]
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -34,7 +33,7 @@ class Import:
 
     @property
     def num_bytes(self) -> int:
-        """Of the result's tensors, counted on the source's side."""
+        """The size of the result's tensors, counted on the source's side."""
         return sum(spec.shape.numel() * (self.dtype or spec.dtype).itemsize for spec in self.source.specs.values())
 
     def write(self, into: Path, *, tp: int, progress: Callable[[int], None]) -> None:
@@ -61,19 +60,18 @@ class Import:
     def _check_result(self, into: Path) -> None:
         """Read the folder's own account of itself again and compare it with the plan."""
         result = McoreTensors(into, key="--out")
-        check_names(result.names(), self.written, source=str(into), target="the table")
-        found = {key: Spec(result.dtype(key), result.shape(key)) for key in result.names()}
+        check_names(result.specs, self.written, source=str(into), target="the table")
         for key, spec in self.written.items():
-            if found[key] != spec:
-                raise ValueError(f"{into}: {key} was written as {found[key]}, but its sources give {spec}")
-        num_bytes = sum(spec.nbytes for spec in found.values())
+            if result.specs[key] != spec:
+                raise ValueError(f"{into}: {key} was written as {result.specs[key]}, but its sources give {spec}")
+        num_bytes = sum(spec.nbytes for spec in result.specs.values())
         if num_bytes != self.num_bytes:
             raise ValueError(f"{into}: {num_bytes} bytes of tensors were written, {self.num_bytes} were to be")
 
 
 def num_chunks(row: Row, tp: int) -> int:
-    """Megatron cuts a tensor over ranks in equal parts, and each half of gate and up (megatron-core 0.16.1, transformer/mlp.py,
-    apply_swiglu_sharded_factory)."""
+    """How many chunks a row's tensor is stored in: Megatron cuts it over ranks in equal parts, and each half of gate and up
+    (megatron-core 0.16.1, transformer/mlp.py, apply_swiglu_sharded_factory)."""
     if row.shard_dim is None:
         return 1
     return tp * len(row.hf) if row.fuse_shards else tp

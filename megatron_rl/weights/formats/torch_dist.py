@@ -1,21 +1,34 @@
-"""Megatron's distributed checkpoint format `torch_dist`, one tensor at a time and without process groups.
+"""Megatron's distributed checkpoint format `torch_dist`, read and written one tensor at a time and without process groups.
 
 A folder holds `*.distcp` files (every chunk of a tensor is a torch.save of its own at an offset), `.metadata` (a pickled torch
 Metadata: which chunks make a tensor, and where they lie), `common.pt` and `metadata.json` (megatron-core 0.16.1, dist_checkpointing).
+
+Memory holds one tensor however large the model. torch 2.13's own FileSystemWriter keeps every tensor of a file until the file ends
+(checkpoint/filesystem.py, _write_files_from_queue), and `dist_checkpointing.save` has all of them to begin with; here each is a torch.save
+at the file's end, which is what they write too.
 """
 
 import itertools
+import json
 import math
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.utils.serialization import config
 
-from megatron_rl.weights.formats.reading import mapped
+from megatron_rl.models.mapping import Tensors
+from megatron_rl.weights.formats.files import SteadyFile, mapped
+from megatron_rl.weights.formats.source import Spec
 
 METADATA = ".metadata"
+"""The file that says which chunks make a tensor, and where they lie."""
 KNOWN = {
     **{(kind.__module__, kind.__name__): kind for kind in (
         metadata.Metadata, metadata.TensorStorageMetadata, metadata.TensorProperties, metadata.ChunkStorageMetadata,
@@ -28,10 +41,12 @@ KNOWN = {
     ("pathlib", "PosixPath"): Path,
 }  # fmt: skip
 """All that a `.metadata` of torch 2.13 or megatron-core 0.16.1 names, besides dtypes."""
+BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+"""The content of metadata.json (megatron-core 0.16.1, dist_checkpointing/core.py, CheckpointingConfig)."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Pickles come from strangers: nothing but the records of the format is ever called."""
+    """Reads `.metadata`. Pickles come from strangers: nothing but the records of the format is ever called."""
 
     def find_class(self, module: str, name: str) -> object:
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
@@ -56,14 +71,15 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
 
 
 class McoreTensors:
-    """The model's tensors in a torch_dist folder by key, each read on its own; the optimizer's are left out.
+    """The model's tensors in a torch_dist folder by their keys there, each read on its own; the optimizer's are left out.
 
-    Raises ValueError where chunks do not make up their tensor or lie beyond the end of their file.
+    Raises ValueError under the setting's or option's name `key` where chunks do not make up their tensor or lie beyond the end of their
+    file.
     """
 
     def __init__(self, folder: str | Path, *, key: str = "--checkpoint", once: bool = False) -> None:
-        """`once`: each tensor is read once, by this process alone (reading.mapped)."""
-        self.folder, self.option, self._once = Path(folder), key, once
+        """`once`: each tensor is read once, by this process alone (files.mapped)."""
+        self.folder, self.key, self._once = Path(folder), key, once
         stored = read_metadata(self.folder, key=key)
         self._tensors = {
             name: entry for name, entry in stored.state_dict_metadata.items()
@@ -71,6 +87,7 @@ class McoreTensors:
         }  # fmt: skip
         self._places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = stored.storage_data
         self._check()
+        self.specs = {name: Spec(entry.properties.dtype, entry.size) for name, entry in self._tensors.items()}
 
     def _check(self) -> None:
         lengths: dict[str, int] = {}
@@ -89,19 +106,13 @@ class McoreTensors:
                     raise self._damaged(name, f"{file} is missing" if lengths[file] < 0 else f"{file} is cut off")
 
     def _damaged(self, name: str, why: str) -> ValueError:
-        return ValueError(f"{self.option}={self.folder}: {name}: {why}; copy the whole checkpoint again")
+        return ValueError(f"{self.key}={self.folder}: {name}: {why}; copy the whole checkpoint again")
 
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._tensors[name].size
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].properties.dtype
+    def where(self, name: str) -> str:
+        return str(self.folder)
 
     def chunks(self, name: str) -> list[tuple[torch.Size, torch.Size]]:
-        """(offsets, sizes) of each chunk."""
+        """The (offsets, sizes) of each chunk of a tensor."""
         return [(chunk.offsets, chunk.sizes) for chunk in self._tensors[name].chunks]
 
     def read(self, name: str) -> torch.Tensor:
@@ -123,7 +134,7 @@ class McoreTensors:
                 tensor = torch.load(_create_file_view(file, place.offset, place.length), map_location="meta", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise self._damaged(name, f"{place.relative_path} is corrupt ({str(error).splitlines()[0]})") from error
-        if tensor.shape != chunk.sizes or tensor.dtype != self.dtype(name) or not tensor.is_contiguous():
+        if tensor.shape != chunk.sizes or tensor.dtype != self.specs[name].dtype or not tensor.is_contiguous():
             raise self._damaged(name, f"{place.relative_path} holds {tensor.dtype} {tuple(tensor.shape)}, not {tuple(chunk.sizes)}")
         offset = place.offset + tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
         return mapped(path, offset=offset, dtype=tensor.dtype, shape=tensor.shape, once=self._once)
@@ -134,3 +145,123 @@ def _overlap(chunks: list[metadata.ChunkStorageMetadata]) -> bool:
         all(a0 < b0 + b and b0 < a0 + a for a0, a, b0, b in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
         for one, other in itertools.combinations(chunks, 2)
     )
+
+
+class TorchDistWriter:
+    """Add every tensor, then `finish`. A context: leaving it early closes the files, and the folder is no checkpoint.
+
+    Raises OSError (disk full), from whichever call notices.
+    """
+
+    def __init__(self, folder: Path, *, file_bytes: int = 4 << 30) -> None:
+        """A new file begins when one has reached file_bytes."""
+        self.folder, self.file_bytes = folder, file_bytes
+        self._metadata = metadata.Metadata({}, storage_data={}, storage_meta=metadata.StorageMeta(), version=filesystem.CURRENT_DCP_VERSION)
+        self._file: SteadyFile | None = None
+        self._num_files = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, key: str, *runs: torch.Tensor, dim: int = 0, parts: int = 1) -> None:
+        """Write a tensor, given whole or as the runs of rows that make it up, cut along `dim` into `parts` equal chunks: what a rank
+        reads without the rest."""
+        assert key not in self._metadata.state_dict_metadata, f"{key} was written already"
+        shape = _stacked(runs)
+        assert parts == 1 or shape[dim] % parts == 0, f"{key} {tuple(shape)} in {parts} along {dim}"
+        entry = metadata.TensorStorageMetadata(metadata.TensorProperties(runs[0].dtype), shape, [])
+        offsets = [0] * len(shape)
+        for chunk in _cut(runs, dim, parts):
+            sizes = _stacked(chunk)
+            entry.chunks.append(metadata.ChunkStorageMetadata(torch.Size(offsets), sizes))
+            self._append(metadata.MetadataIndex(key, offsets), torch.empty(sizes, dtype=runs[0].dtype), chunk)
+            if parts > 1:
+                offsets[dim] += sizes[dim]
+        self._metadata.state_dict_metadata[key] = entry
+
+    def add_empty_object(self, key: str) -> None:
+        """A Megatron ShardedObject without content (the `_extra_state` of a linear layer): Megatron insists on finding one."""
+        self._metadata.state_dict_metadata[key] = metadata.BytesStorageMetadata()
+        self._append(metadata.MetadataIndex(key), [None])
+
+    def _append(self, index: metadata.MetadataIndex, content: torch.Tensor | list[None], runs: Tensors = ()) -> None:
+        """Append torch.save of the content; the numbers of a tensor are those of the runs, and its own are never touched."""
+        file = self._open_file()
+        offset = file.tell()
+        filled = _Filled(file, content, runs) if runs else None
+        try:
+            with config.patch({"save.compute_crc32": False}):  # torch.load does not check it (torch.serialization.set_crc32_options)
+                torch.save(content, file if filled is None else filled)
+        except RuntimeError as error:  # torch's zip writer raises its own where the file could not be written
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from error
+        assert filled is None or filled.is_done, f"torch.save did not write the numbers of {index.fqn} in one piece"
+        self._metadata.storage_data[index] = filesystem._StorageInfo(file.path.name, offset, file.tell() - offset)
+        if file.tell() >= self.file_bytes:
+            self._close_file()
+
+    def _open_file(self) -> SteadyFile:
+        if self._file is None:
+            self._file = SteadyFile(self.folder / f"__0_{self._num_files}{filesystem.DEFAULT_SUFFIX}")
+            self._num_files += 1
+        return self._file
+
+    def _close_file(self) -> None:
+        self._file.finish()
+        self._file = None
+
+    def finish(self) -> None:
+        """Write what makes the files a checkpoint."""
+        if self._file is not None:
+            self._close_file()
+        torch.save({}, self.folder / "common.pt")
+        (self.folder / "metadata.json").write_text(json.dumps(BACKENDS))
+        with (self.folder / METADATA).open("wb") as file:
+            pickle.dump(self._metadata, file)
+
+
+class _Filled:
+    """The file for one torch.save: where torch writes the numbers of `tensor`, those of the runs are written."""
+
+    def __init__(self, file: SteadyFile, tensor: torch.Tensor, runs: Tensors) -> None:
+        self.file, self.tensor, self.runs = file, tensor, runs
+        self.flush = file.flush
+        self.is_done = False
+
+    def write(self, data: memoryview) -> int:
+        if np.frombuffer(data, np.uint8).ctypes.data != self.tensor.data_ptr():
+            return self.file.write(data)
+        for run in self.runs:
+            self.file.write_tensor(run)
+        self.is_done = True
+        return len(data)
+
+
+def _stacked(runs: Tensors) -> torch.Size:
+    """The shape of the tensor that runs of rows make up."""
+    return runs[0].shape if len(runs) == 1 else torch.Size((sum(map(len, runs)), *runs[0].shape[1:]))
+
+
+def _cut(runs: Tensors, dim: int, parts: int) -> Iterator[Tensors]:
+    """The runs of each of `parts` equal chunks along `dim`."""
+    if parts == 1:
+        yield runs
+    elif dim:
+        yield from zip(*(run.chunk(parts, dim) for run in runs), strict=True)
+    else:
+        yield from _cut_rows(runs, sum(map(len, runs)) // parts)
+
+
+def _cut_rows(runs: Tensors, num_rows: int) -> Iterator[Tensors]:
+    chunk, room = [], num_rows
+    for run in runs:
+        left = run
+        while len(left):
+            chunk.append(left[:room])
+            left, room = left[room:], room - len(chunk[-1])
+            if not room:
+                yield tuple(chunk)
+                chunk, room = [], num_rows

@@ -1,7 +1,8 @@
-"""The streaming writer of safetensors folders: files as Qwen names them, read by safetensors itself, in bounded memory."""
+"""Folders of safetensors: files as Qwen names them, read by safetensors itself, in bounded memory; damage and a full disk."""
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from megatron_rl.weights.formats import write_hf
-from megatron_rl.weights.formats.folders import whole_or_absent
-from megatron_rl.weights.formats.write_hf import write_hf_folder
+from megatron_rl.weights.formats import safetensors_folder
+from megatron_rl.weights.formats.safetensors_folder import HfTensors, write_hf_folder
 from tests.conftest import ROOT
 
 
@@ -63,8 +63,8 @@ def test_files_are_numbered_and_indexed_as_released_ones(like: Path, tmp_path: P
 
 def test_a_full_header_begins_a_new_file(like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The header of 43 tensors takes some 3500 bytes; there is room for half of them."""
-    monkeypatch.setattr(write_hf, "HEADER_BYTES", 2000)
-    monkeypatch.setattr(write_hf, "MAX_ENTRY_BYTES", 200)
+    monkeypatch.setattr(safetensors_folder, "HEADER_BYTES", 2000)
+    monkeypatch.setattr(safetensors_folder, "MAX_ENTRY_BYTES", 200)
     write_hf_folder(tmp_path / "out", some_tensors(), like=like)
     found = {name: tensor for path in sorted((tmp_path / "out").glob("*.safetensors")) for name, tensor in load_file(path).items()}
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
@@ -82,54 +82,12 @@ def test_a_check_sees_the_whole_folder_and_can_refuse_it(like: Path, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["like"]
 
 
-def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the second of the two renames fails, and where the process was killed between them; then a new one can take its place."""
-    out, rename = tmp_path / "out", Path.rename
-    out.mkdir()
-    (out / "old").touch()
-
-    def fails(self: Path, target: Path) -> Path:
-        if self.name == ".out.partial":
-            raise OSError("no more renames")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(OSError, match="no more renames"), whole_or_absent(out):
-        (tmp_path / ".out.partial").touch()
-    monkeypatch.undo()
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
-    out.rename(tmp_path / ".out.replaced")
-    with pytest.raises(ValueError, match="refused"), whole_or_absent(out):
-        raise ValueError("refused")
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
-    with whole_or_absent(out) as partial:
-        (partial / "new").touch()
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/new"]
-
-
-def test_parents_that_were_made_for_nothing_go(tmp_path: Path) -> None:
-    """But those that were there, or that hold something by now, stay."""
-    (tmp_path / "there").mkdir()
-    with pytest.raises(ValueError, match="refused"), whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
-        raise ValueError("refused")
-    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
-
-    def refused_beside_a_file() -> None:
-        with whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
-            (tmp_path / "there" / "a" / "mine").touch()
-            raise ValueError("refused")
-
-    with pytest.raises(ValueError, match="refused"):
-        refused_beside_a_file()
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "mine", "there"]
-
-
 @pytest.mark.parametrize("damage", ["a byte more", "another shape", "another name"])
 def test_a_file_that_reads_back_differently_is_an_error(like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     """As if the disk had not kept what was written."""
-    close = write_hf._Shard.close
+    close = safetensors_folder._Shard.close
 
-    def damaged(shard: write_hf._Shard) -> None:
+    def damaged(shard: safetensors_folder._Shard) -> None:
         close(shard)
         data = shard.path.read_bytes()
         changed = {
@@ -140,10 +98,77 @@ def test_a_file_that_reads_back_differently_is_an_error(like: Path, tmp_path: Pa
         assert changed[damage] != data
         shard.path.write_bytes(changed[damage])
 
-    monkeypatch.setattr(write_hf._Shard, "close", damaged)
+    monkeypatch.setattr(safetensors_folder._Shard, "close", damaged)
     with pytest.raises(OSError, match=re.escape("model-00001-of-00001.safetensors: ")):
         write_hf_folder(tmp_path / "out", some_tensors(), like=like)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file({"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(2, 4)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def numbered_tensors(*, fail_after: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    for index in range(6):
+        if index == fail_after:
+            raise RuntimeError("killed in the middle")
+        yield f"t{index}", torch.full((1000,), float(index))
+
+
+def test_a_written_folder_is_complete_and_replaces_the_old_one(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        write_hf_folder(out, numbered_tensors(), like=source, shard_bytes=9000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 6 * 4000
+    stored = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
+    assert all(torch.equal(stored[name], tensor) for name, tensor in numbered_tensors())
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        *sorted(set(index["weight_map"].values())),
+        "model.safetensors.index.json",
+    ]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_failed_write_leaves_nothing_and_keeps_the_old_one(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_hf_folder(out, numbered_tensors(), like=source)
+    before = (out / "model.safetensors.index.json").read_bytes()
+    with pytest.raises(RuntimeError, match="killed"):
+        write_hf_folder(out, numbered_tensors(fail_after=4), like=source, shard_bytes=4000)
+    assert (out / "model.safetensors.index.json").read_bytes() == before
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    """A file-size limit makes the kernel refuse the write, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="model-00001"):
+            write_hf_folder(tmp_path / "out", numbered_tensors(), like=source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_damaged_and_incomplete_folders_are_named(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="^model.path=.*: model.safetensors is corrupt"):
+        HfTensors(source)
+    path.unlink()
+    with pytest.raises(ValueError, match="no \\*.safetensors"):
+        HfTensors(source)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ValueError, match="gone.safetensors"):
+        HfTensors(source)
 
 
 def test_memory_does_not_grow_with_the_file(like: Path, tmp_path: Path) -> None:
@@ -151,7 +176,7 @@ def test_memory_does_not_grow_with_the_file(like: Path, tmp_path: Path) -> None:
     code = """
 import resource, sys, torch
 from pathlib import Path
-from megatron_rl.weights.formats.write_hf import write_hf_folder
+from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 torch.zeros(10)

@@ -1,4 +1,5 @@
-"""Mapped reading and steady writing of large files: the bytes, against plain reads; the page cache, against the kernel's own word."""
+"""Mapped reading and steady writing of large files: the bytes, against plain reads; the page cache, against the kernel's own word.
+Folders that are whole or absent, whatever fails while they are written."""
 
 import gc
 import os
@@ -9,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.weights.formats import writing
-from megatron_rl.weights.formats.reading import mapped
-from megatron_rl.weights.formats.writing import SteadyFile
+from megatron_rl.weights.formats import files
+from megatron_rl.weights.formats.files import SteadyFile, mapped, whole_or_absent
 
 PAGES = 64
 
@@ -65,7 +65,7 @@ def test_what_is_read_once_leaves_the_page_cache_with_its_tensor(stored: Path, o
 
 def test_a_steady_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces that fall on both sides of where the kernel is told to begin; a tensor that is a view, and one without dimensions."""
-    monkeypatch.setattr(writing, "WRITE_BYTES", 7)
+    monkeypatch.setattr(files, "WRITE_BYTES", 7)
     columns, number = torch.arange(12, dtype=torch.int16).reshape(3, 4)[:, 1:3], torch.tensor(2.5)
     file = SteadyFile(tmp_path / "file")
     assert [file.write(data) for data in (b"abc", memoryview(b"defghijklmnopqrstuvwxyz"), b"")] == [3, 23, 0]
@@ -86,3 +86,45 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
             file.write(bytes(2000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the second of the two renames fails, and where the process was killed between them; then a new one can take its place."""
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    (out / "old").touch()
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == ".out.partial":
+            raise OSError("no more renames")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="no more renames"), whole_or_absent(out):
+        (tmp_path / ".out.partial").touch()
+    monkeypatch.undo()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
+    out.rename(tmp_path / ".out.replaced")
+    with pytest.raises(ValueError, match="refused"), whole_or_absent(out):
+        raise ValueError("refused")
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
+    with whole_or_absent(out) as partial:
+        (partial / "new").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/new"]
+
+
+def test_parents_that_were_made_for_nothing_go(tmp_path: Path) -> None:
+    """But those that were there, or that hold something by now, stay."""
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match="refused"), whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
+        raise ValueError("refused")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+    def refused_beside_a_file() -> None:
+        with whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
+            (tmp_path / "there" / "a" / "mine").touch()
+            raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        refused_beside_a_file()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "mine", "there"]

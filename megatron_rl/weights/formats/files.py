@@ -1,0 +1,175 @@
+"""Large files of tensors without waiting for the disk, and folders that are whole or absent.
+
+Read: a file is mapped, read before it is asked for, and the next tensor is made while the last one is written. Written: from front to
+end, on its way to the disk while it grows. Published: a folder takes its name when all of it is on the disk, whatever kills the process.
+"""
+
+import ctypes
+import errno
+import io
+import mmap
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14 (include/uapi/asm-generic/mman-common.h), which Python 3.11 does not name."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+"""The C library, for its madvise: Python 3.11's waits for the disk without letting other threads run (Modules/mmapmodule.c)."""
+WRITE_BYTES = 64 << 20
+"""The kernel is told to begin writing a growing file out after every so many bytes, so that fsync finds little left to do."""
+NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
+"""Suffixes of weights in a Hugging Face folder; `*.index.json` belongs to them."""
+
+
+def mapped(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, once: bool = False) -> torch.Tensor:
+    """The contiguous tensor whose bytes begin at an offset of a file. Its part of the file is read and mapped for as long as the tensor
+    lives; writing to it changes memory, never the file. `once`: nobody else needs that part, and it leaves the page cache with the tensor,
+    which spares the kernel finding other memory for what is read next. Raises OSError where the disk cannot be read."""
+    before = offset % mmap.ALLOCATIONGRANULARITY
+    num_bytes = shape.numel() * dtype.itemsize
+    with path.open("rb") as file:
+        part = mmap.mmap(file.fileno(), before + num_bytes, access=mmap.ACCESS_COPY, offset=offset - before)
+        if once:
+            weakref.finalize(part, _forget, os.dup(file.fileno()), offset, num_bytes).atexit = False
+    part.madvise(mmap.MADV_WILLNEED)
+    pages = torch.frombuffer(part, dtype=torch.uint8)
+    if LIBC.madvise(ctypes.c_void_p(pages.data_ptr()), ctypes.c_size_t(len(pages)), POPULATE_READ):
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # an older Linux, where pages are mapped as they are touched
+            raise OSError(number, os.strerror(number), str(path))
+    return torch.frombuffer(part, dtype=dtype, offset=before).view(shape)
+
+
+def _forget(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Take a part of a file, which is not mapped any more, out of the page cache; what other processes map stays."""
+    os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def made_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """Yield make(item) for every item in order, each made in a thread while the caller is busy with the one before it."""
+    with ThreadPoolExecutor(1) as maker:
+        pending: Future[Made] | None = None
+        for item in items:
+            coming = maker.submit(make, item)
+            if pending is not None:
+                yield pending.result()
+            pending = coming
+        if pending is not None:
+            yield pending.result()
+
+
+class SteadyFile(io.FileIO):
+    """A new file without a buffer. Raises OSError naming it (disk full), from whichever call notices."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.path = path
+        self._waiting = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of the data, where the file stands."""
+        left = memoryview(data).cast("B")
+        num_bytes = len(left)
+        try:
+            while left:
+                written = super().write(left[: WRITE_BYTES - self._waiting])
+                left = left[written:]
+                self._waiting += written
+                if self._waiting == WRITE_BYTES:
+                    # Linux begins to write out the pages it is told nobody needs, and does not wait for them (mm/fadvise.c).
+                    os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    self._waiting = 0
+        except OSError as error:
+            raise self._named(error) from error
+        return num_bytes
+
+    def write_tensor(self, tensor: torch.Tensor) -> None:
+        """Write the numbers of a tensor on CPU, row by row."""
+        self.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+
+    def finish(self) -> None:
+        """Wait until all of the file is on the disk, and close it."""
+        try:
+            os.fsync(self.fileno())
+        except OSError as error:
+            raise self._named(error) from error
+        self.close()
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(f"{self.path.name}: {error.strerror}")
+
+
+@contextmanager
+def whole_or_absent(out: Path) -> Iterator[Path]:
+    """An empty hidden folder beside `out`; when the block ends it is flushed to disk and takes out's name and place.
+
+    If the block raises, what was written is removed, with the parents that were made for it, and a folder that was at `out` stays.
+    What a killed process left is removed by the next one, which puts the old folder back if it died between the two renames.
+    Raises OSError (disk full, no permission, a file in the way).
+    """
+    partial, replaced = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.replaced")
+    if replaced.exists() and not out.exists():
+        replaced.rename(out)
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    made = [parent for parent in out.parents if not parent.exists()]
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for folder, _, files in os.walk(partial):
+            for file in files:
+                flush(Path(folder, file))
+            flush(Path(folder))
+        if out.exists():
+            out.rename(replaced)
+        partial.rename(out)
+        flush(out.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not out.exists():
+            replaced.rename(out)
+        with suppress(OSError):  # somebody else's file is in it by now, or it was not made
+            for parent in made:
+                parent.rmdir()
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or a folder's list of names is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def copy_companions(source: Path, into: Path) -> list[str]:
+    """Copy config, tokenizer, processor and chat template: every file of a Hugging Face folder but its weights and hidden files.
+
+    Returns the parts of a complete folder that are missing, in words.
+    """
+    into.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        is_weights = path.suffix in NO_COMPANIONS or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and not path.name.startswith("."):
+            shutil.copyfile(path, into / path.name)
+    names = {path.name for path in into.iterdir()}
+    parts = {
+        "tokenizer": {"tokenizer.json", "vocab.json"},
+        "processor": {"preprocessor_config.json", "processor_config.json"},
+        "generation config": {"generation_config.json"},
+    }
+    return [part for part, files in parts.items() if not files & names]

@@ -1,0 +1,234 @@
+"""Folders of safetensors as Hugging Face keeps models: read with their completeness checked, written tensor by tensor.
+
+The format is a little-endian 8-byte length, a JSON header of that length (it may end in spaces), and the tensors' bytes in the header's
+order without gaps (safetensors 0.6, README.md, Format). On writing the header's place is kept free and filled when the file is full, so
+that nothing has to be known of a tensor before it comes; memory holds two or three tensors, and what was written is read back before it
+is published.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.models.mapping import canonical
+from megatron_rl.weights.formats.files import SteadyFile, copy_companions, mapped, whole_or_absent
+from megatron_rl.weights.formats.source import Spec
+
+INDEX = "model.safetensors.index.json"
+"""The file that says which tensor stands in which file."""
+HEADER_BYTES = 1 << 16
+"""Room for the header of one file: some 400 tensors. A file whose header is full is closed, as one whose bytes are."""
+MAX_ENTRY_BYTES = 1 << 10
+"""Room in a header without which no further tensor is begun there; an entry takes less."""
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+"""Safetensors' names of the number types that a model is trained from."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Number type -> safetensors' name of it."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Entry:
+    """One tensor of a file's header."""
+
+    path: Path
+    name: str
+    """The tensor's name as the file spells it."""
+    spec: Spec
+    offset: int
+    """Where its bytes begin in the file."""
+
+
+class HfTensors:
+    """The tensors of a Hugging Face folder by canonical name, read one at a time.
+
+    Headers are checked at once. Raises ValueError under the setting's or option's name `key`.
+    """
+
+    def __init__(self, folder: str | Path, *, key: str = "model.path", once: bool = False) -> None:
+        """`once`: each tensor is read once, by this process alone (files.mapped)."""
+        self.folder, self.key, self._once = Path(folder), key, once
+        self._tensors: dict[str, _Entry] = {}
+        index = self._index()
+        for path in self._weight_files(index):
+            for stored in self._stored_in(path):
+                name = canonical(stored.name)
+                if name in self._tensors:
+                    first = self._tensors[name].path.name
+                    raise self._error(f"tensor {stored.name} stands in {first} and in {path.name}; remove one of the two")
+                self._tensors[name] = stored
+        listed = {canonical(name): file for name, file in index.items()}
+        present = {name: stored.path.name for name, stored in self._tensors.items()}
+        differ = sorted(name for name in listed.keys() | present.keys() if index and listed.get(name) != present.get(name))
+        if differ:
+            places = f"says {listed.get(differ[0], 'nothing')}, the files say {present.get(differ[0], 'nowhere')}"
+            raise self._error(f"{INDEX} and the files differ in {len(differ)} tensors; of {differ[0]} it {places}; copy it all again")
+        self.specs = {name: self._tensors[name].spec for name in sorted(self._tensors)}
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"{self.key}={self.folder}: {what}")
+
+    def _index(self) -> dict[str, str]:
+        """The index, {tensor: file}, as it is stored; empty without one."""
+        path = self.folder / INDEX
+        try:
+            index = dict(json.loads(path.read_text())["weight_map"]) if path.exists() else {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._error(f"{INDEX} is damaged ({error}); copy it again") from error
+        wrong = next((name for name, file in index.items() if not isinstance(file, str) or not file or "\0" in file), None)
+        if wrong is not None:
+            raise self._error(f"{INDEX} is damaged ({wrong} is in {index[wrong]!r}, which is no file's name); copy it again")
+        return index
+
+    def _weight_files(self, index: dict[str, str]) -> list[Path]:
+        files = sorted({self.folder / file for file in index.values()}) or sorted(self.folder.glob("*.safetensors"))
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise self._error(f"{INDEX} names {', '.join(missing)}, not in the folder; copy the whole checkpoint")
+        if not files and any(self.folder.glob("*.bin")):
+            raise self._error("its weights are *.bin pickles, which can run code; save it as safetensors first (save_pretrained)")
+        if not files:
+            raise self._error("no *.safetensors file in it; give a Hugging Face model folder")
+        return files
+
+    def _stored_in(self, path: Path) -> list[_Entry]:
+        """The tensors of one file. Safetensors checks it: the header, the sizes, the file's length, and that there are no gaps."""
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise self._error(f"{path.name} is corrupt ({error}); copy it again") from error
+        with path.open("rb") as file:
+            data = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(data - 8))
+        header.pop("__metadata__", None)
+        unknown = sorted({entry["dtype"] for entry in header.values()} - DTYPES.keys())
+        if unknown:
+            raise self._error(f"{path.name} holds numbers of type {unknown[0]}; quantized checkpoints cannot be trained")
+        return [
+            _Entry(path, name, Spec(DTYPES[entry["dtype"]], torch.Size(entry["shape"])), data + entry["data_offsets"][0])
+            for name, entry in header.items()
+        ]
+
+    def where(self, name: str) -> str:
+        return str(self.folder)
+
+    def stored_name(self, name: str) -> str:
+        """The file's own spelling of a canonical name."""
+        return self._tensors[name].name
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that canonical name, on CPU in the stored dtype; its part of the file is mapped for as long as it lives."""
+        stored = self._tensors[name]
+        return mapped(stored.path, offset=stored.offset, dtype=stored.spec.dtype, shape=stored.spec.shape, once=self._once)
+
+
+def write_hf_folder(
+    out: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    like: Path,
+    shard_bytes: int = 4 << 30,
+    config: dict | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> list[str]:
+    """Write a complete Hugging Face folder at `out`: the tensors, and everything else (config, tokenizer, processor) from `like`.
+
+    It is written beside its final name, flushed to disk, read back (headers against what came), and renamed last, so that a folder called
+    `out` is whole or absent. `config` replaces like's config.json; `check` is shown the folder before it is renamed and may refuse it.
+    Returns the parts of a complete folder that `like` lacks, in words. Raises OSError (disk full, no permission) and what `tensors` and
+    `check` raise; what was written until then is removed.
+    """
+    with whole_or_absent(out) as partial:
+        _write_shards(partial, tensors, shard_bytes)
+        lacking = copy_companions(like, partial)
+        if config is not None:
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if check is not None:
+            check(partial)
+    return lacking
+
+
+class _Shard:
+    """One safetensors file that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = SteadyFile(path)
+        self.file.seek(8 + HEADER_BYTES)
+        self.header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        self.header_bytes = 64
+        self.size = 0
+
+    def has_room(self, nbytes: int, shard_bytes: int) -> bool:
+        """Whether the next tensor fits; the first one always does."""
+        return self.size == 0 or (self.size + nbytes <= shard_bytes and self.header_bytes + MAX_ENTRY_BYTES <= HEADER_BYTES)
+
+    def reserve(self, name: str, tensor: torch.Tensor) -> None:
+        """Note the next tensor's place in the header."""
+        end = self.size + tensor.nbytes
+        entry = {name: {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self.size, end]}}
+        self.header.update(entry)
+        self.size = end
+        self.header_bytes += len(json.dumps(entry))
+
+    def close(self) -> None:
+        header = json.dumps(self.header).encode()
+        assert len(header) <= HEADER_BYTES, f"{self.path.name}: its header has {len(header)} bytes"
+        self.file.seek(0)
+        self.file.write(HEADER_BYTES.to_bytes(8, "little") + header.ljust(HEADER_BYTES))
+        self.file.finish()
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
+    """Write, while the next tensor is being made, the last one; then number the files, prove them and write the index."""
+    shards: list[_Shard] = []
+    names: set[str] = set()
+    pending: Future[None] | None = None
+    with ThreadPoolExecutor(1) as writer, ExitStack() as files:
+        for name, tensor in tensors:
+            assert name not in names, f"{name} was exported twice"
+            names.add(name)
+            if pending is not None:
+                pending.result()
+            if not shards or not shards[-1].has_room(tensor.nbytes, shard_bytes):
+                if shards:
+                    shards[-1].close()
+                shards.append(_Shard(folder / f"model-{len(shards) + 1:05d}.safetensors"))
+                files.callback(shards[-1].file.close)
+            shards[-1].reserve(name, tensor)
+            pending = writer.submit(shards[-1].file.write_tensor, tensor.detach().to("cpu"))
+        if pending is not None:
+            pending.result()
+            shards[-1].close()
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard.path = shard.path.rename(folder / file)
+        _prove(shard)
+        weight_map |= dict.fromkeys(_names(shard), file)
+    total = sum(shard.size for shard in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _names(shard: _Shard) -> list[str]:
+    return [name for name in shard.header if name != "__metadata__"]
+
+
+def _prove(shard: _Shard) -> None:
+    """Read the file's header back with safetensors' own reader, which refuses gaps and a wrong length, and compare with what came."""
+    try:
+        with safe_open(shard.path, framework="pt") as file:
+            read = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(f"{shard.path.name}: cannot be read back ({error})") from error
+    wanted = {name: (shard.header[name]["dtype"], shard.header[name]["shape"]) for name in _names(shard)}
+    if read != wanted:
+        differing = sorted(name for name in read.keys() | wanted.keys() if read.get(name) != wanted.get(name))
+        raise OSError(f"{shard.path.name}: reads back differently: {', '.join(differing[:4])}")

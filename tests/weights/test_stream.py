@@ -1,0 +1,100 @@
+"""Weights streamed out of a live model: what comes is what went in, however small the buckets that carry it."""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_rl.models.mapping import Heads, Row, table
+from megatron_rl.models.qwen2_5_vl import layer_rows
+from megatron_rl.weights.stream import Export, Placement, _buckets, load_hf
+
+WIDTH, FFN, VOCABULARY = 8, 12, 20
+ROWS = table(
+    num_layers=4,
+    heads=Heads(num_query=4, num_kv=2, dim=2),
+    tied=False,
+    layer_rows=layer_rows,
+    vision_names=["merger.ln_q.weight", "merger.mlp.0.weight"],
+)
+SHAPES = {
+    "embed_tokens": (VOCABULARY, WIDTH), "lm_head": (VOCABULARY, WIDTH), "q_proj": (8, WIDTH), "k_proj": (4, WIDTH), "v_proj": (4, WIDTH),
+    "o_proj": (WIDTH, 8), "gate_proj": (FFN, WIDTH), "up_proj": (FFN, WIDTH), "down_proj": (WIDTH, FFN), "0": (WIDTH, WIDTH),
+}  # fmt: skip
+"""The weight of a Hugging Face layer by the last part of its name; norms have one dimension."""
+
+
+def hf_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name in (name for row in ROWS for name in row.hf):
+        layer, kind = name.split(".")[-2:]
+        shape = SHAPES.get(layer, (WIDTH,))
+        tensors[name] = torch.randn(shape if kind == "weight" else shape[:1], generator=generator)
+    return tensors
+
+
+def chunk_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A chunk of a model with the table's parameters, all zero."""
+    chunk = nn.Module()
+    for row in ROWS:
+        *parents, own = row.mcore.split(".")
+        module = chunk
+        for parent in parents:
+            if parent not in module._modules:
+                module.add_module(parent, nn.Module())
+            module = module._modules[parent]
+        shape = row.to_mcore(tuple(tensors[name] for name in row.hf), 0, 1).shape
+        module.register_parameter(own, nn.Parameter(torch.zeros(shape)))
+    return chunk
+
+
+@pytest.fixture
+def alone() -> Iterator[Placement]:
+    """The placement of a world of one process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    group = dist.group.WORLD
+    yield Placement(0, group, 0, group, chunks=1, layers_per_chunk=4)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 300, 1000, 1 << 20])
+def test_what_is_exported_is_what_was_loaded(bucket_bytes: int, alone: Placement) -> None:
+    """In one bucket for each kind, in several, and with every parameter in a bucket of its own."""
+    tensors = hf_tensors()
+    chunks = nn.ModuleList([chunk_of(tensors)])
+    load_hf(chunks, ROWS, alone, tensors.__getitem__)
+    export = Export(chunks, ROWS, alone, bucket_bytes=bucket_bytes)
+    assert {0: len(ROWS), 1 << 20: 2}.get(bucket_bytes, len(export.buckets)) == len(export.buckets)
+    assert (2 < len(export.buckets) < len(ROWS)) == (bucket_bytes in (300, 1000))
+    for _ in range(2):
+        exported = list(export.tensors())
+        assert sorted(name for name, _ in exported) == sorted(tensors)
+        assert [name for name, tensor in exported if not torch.equal(tensor, tensors[name])] == []
+
+
+@pytest.mark.parametrize("max_numel", [0, 50, 100, 500, 1 << 20])
+def test_buckets_hold_every_row_once_and_no_more_than_they_may(max_numel: int) -> None:
+    """Over two stages with two chunks each; a row that is larger than a bucket has one of its own."""
+    placement = Placement(0, SimpleNamespace(size=lambda: 2), 0, SimpleNamespace(size=lambda: 2), chunks=2, layers_per_chunk=1)
+    tensors = hf_tensors()
+    shapes = {row.mcore: row.to_mcore(tuple(tensors[name] for name in row.hf), 0, 2).shape for row in ROWS}
+
+    def numel(*rows: Row) -> int:
+        return sum(shapes[row.mcore].numel() for row in rows)
+
+    def kind(row: Row) -> tuple[int, bool]:
+        return placement.owner(row), row.shard_dim is not None
+
+    buckets = _buckets(ROWS, shapes, placement, max_numel)
+    assert sorted(row.mcore for bucket in buckets for row in bucket) == sorted(row.mcore for row in ROWS)
+    assert all(len({kind(row) for row in bucket}) == 1 for bucket in buckets)
+    assert all(len(bucket) == 1 or numel(*bucket) <= max_numel for bucket in buckets)
+    for each in {kind(row) for row in ROWS}:
+        mine = [bucket for bucket in buckets if kind(bucket[0]) == each]
+        assert [row for bucket in mine for row in bucket] == [row for row in ROWS if kind(row) == each]
+        assert all(numel(*one, other[0]) > max_numel for one, other in itertools.pairwise(mine)), "a bucket was closed too early"
