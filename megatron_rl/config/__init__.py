@@ -5,27 +5,34 @@
 
 from dataclasses import dataclass, field
 
-from megatron_rl.config.algo import DROPS, ENDS, AlgoSettings, OptimizerSettings, SftSettings
+from megatron_rl.config.algo import AlgoSettings
+from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.model import PARTS, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.config.optim import OptimSettings
 from megatron_rl.config.rollout import DataSettings, EngineSettings, JudgeSettings, SandboxSettings, TaskSettings
 from megatron_rl.config.run import CheckpointSettings, RunSettings, WandbSettings
+from megatron_rl.config.select import DROPS, ENDS, SelectSettings
+from megatron_rl.config.sft import SftSettings
 
 __all__ = [
-    "DROPS", "ENDS", "PARTS", "AlgoSettings", "CheckpointSettings", "DataSettings", "EngineSettings", "JudgeSettings", "LoraSettings",
-    "ModelSettings", "OptimizerSettings", "ParallelSettings", "RunSettings", "SandboxSettings", "Settings", "SftSettings", "TaskSettings",
-    "WandbSettings", "require", "require_choice",
+    "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "DataSettings", "EngineSettings",
+    "JudgeSettings", "LoraSettings", "ModelSettings", "OptimSettings", "ParallelSettings", "RunSettings", "SandboxSettings",
+    "SelectSettings", "Settings", "SftSettings", "TaskSettings", "WandbSettings", "require", "require_choice",
 ]  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True)
 class Settings:
-    stage: str = "grpo"
-    """grpo, or sft for the supervised warm start."""
+    stage: str = "rl"
+    """What the run does: rl, or sft for the supervised warm start."""
     model: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    select: SelectSettings = field(default_factory=SelectSettings)
     algo: AlgoSettings = field(default_factory=AlgoSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
@@ -34,4 +41,5 @@ class Settings:
     wandb: WandbSettings = field(default_factory=WandbSettings)
 
     def __post_init__(self) -> None:
-        require_choice("stage", self.stage, ("grpo", "sft"))
+        is_rl, dropout = self.stage == "rl", self.lora.dropout
+        require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the policy that sampled had none")

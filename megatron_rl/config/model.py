@@ -12,15 +12,19 @@ PARTS = ("vision", "merger", "language")
 
 @dataclass(kw_only=True, slots=True)
 class ModelSettings:
+    """Which model is trained, which of its parts, and how it sees pictures."""
+
     path: str = MISSING
     """A Hugging Face Qwen2.5-VL folder: the policy's start, the reference of the KL term, the tokenizer and the processor."""
     dtype: str = "float32"
+    """Number type of the trainer's weights and activations: float32, or bfloat16 with float32 main weights in the optimizer."""
     frozen: list[str] = field(default_factory=list)
     """Parts that are not trained: any of vision (the tower), merger (its projector into the language model), language."""
     min_pixels: int = 3136
+    """Fewest pixels of an image as the model sees it: a smaller one is enlarged once, to sides that are multiples of 28."""
     max_pixels: int = 1003520
-    """Every image, first prompt or later observation, is resized once to lie between these (sides are multiples of 28; leave the upper
-    limit a little slack, because it is met by rounding down: 300 x 300 under 12544 = 112 * 112 becomes 84 x 84)."""
+    """Most pixels of an image as the model sees it: a larger one is shrunk once, to sides that are multiples of 28. Leave it a little
+    slack, because it is met by rounding down: 300 x 300 under 12544 = 112 * 112 becomes 84 x 84."""
 
     def __post_init__(self) -> None:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
@@ -36,12 +40,13 @@ class LoraSettings:
     """Low-rank adapters (arXiv 2106.09685) on a frozen base; the reference policy is the base with the adapters off."""
 
     rank: int = 0
-    """0 trains the model itself."""
+    """Rank of the adapters; 0 trains the model itself, without any."""
     alpha: float = 32.0
-    """Adapters count alpha / rank."""
+    """What an adapter computes is scaled by alpha / rank."""
     dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped while it is trained; stage=sft only."""
     targets: list[str] = field(default_factory=lambda: ["attention", "mlp"])
-    """Linear layers that get one: any of attention and mlp (of the language model), vision (the tower's blocks), projector (its merger)."""
+    """Linear layers with adapters: any of attention and mlp (of the language model), vision (the tower's blocks), projector (merger)."""
     path: str = ""
     """A PEFT folder to start from; its rank, alpha and targets must be those stated here."""
 
@@ -60,10 +65,13 @@ class ParallelSettings:
     """The trainer's layout; the data-parallel size is what remains: world / (tp * pp)."""
 
     tp: int = 1
+    """Tensor-parallel size: ranks that share every layer of the language model."""
     pp: int = 1
+    """Pipeline-parallel size: stages that the language model's layers are dealt to."""
     vpp: int = 1
     """Model chunks a pipeline stage holds; above 1 the schedule is interleaved."""
     sequence_parallel: bool = False
+    """Cut activations between the tensor-parallel layers along the tokens, too; saves memory where parallel.tp is above 1."""
     recompute: str = "none"
     """Activations computed again in the backward pass: none, selective (attention), or full (every layer, and the vision blocks)."""
     logprob_rows: int = 2048

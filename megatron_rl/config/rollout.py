@@ -1,5 +1,6 @@
 """Where episodes come from: the engine and the task."""
 
+import math
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -9,21 +10,26 @@ from megatron_rl.config.checks import require, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class EngineSettings:
+    """The vLLM engine that samples the policy's replies."""
+
     tp: int = 1
     """Ranks an engine spans; world / tp engines roll out side by side."""
     dtype: str = "float32"
+    """Number type of the engine's weights, activations and cache: float32 or bfloat16."""
     device: str = "auto"
-    """auto takes CUDA where there is one; cuda refuses to start without it; cpu never uses it."""
+    """Where the engine runs: auto takes CUDA where there is one, cuda refuses to start without it, cpu never uses it."""
     kv_cache_mib: int = 64
-    """Memory for keys and values on a CPU."""
+    """Memory for keys and values on a CPU, in MiB for each rank."""
     gpu_memory_utilization: float = 0.45
     """Share of a GPU's memory for the engine's weights and cache."""
     max_model_len: int = 1024
+    """Tokens in one context at most, prompts, pictures and replies together; an episode that reaches it ends (max_tokens)."""
     max_num_seqs: int = 256
+    """Replies that an engine samples at the same time at most; further ones wait."""
     max_images: int = 8
-    """Images in one context at most."""
-    bucket_mib: int = 256
-    """Weights travel to the engine in buckets of this size."""
+    """Images in one context at most; an episode that would show more ends."""
+    bucket_mib: float = 256.0
+    """Size of the buckets, in MiB, in which the trainer's weights travel to the engine; 0.5 is half a MiB."""
 
     def __post_init__(self) -> None:
         require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
@@ -31,7 +37,8 @@ class EngineSettings:
         require_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
         require(0 < share < 1, "engine.gpu_memory_utilization", share, "must lie between 0 and 1")
-        for key in ("kv_cache_mib", "max_model_len", "max_num_seqs", "max_images", "bucket_mib"):
+        require(0 < self.bucket_mib < math.inf, "engine.bucket_mib", self.bucket_mib, "must be a positive number")
+        for key in ("kv_cache_mib", "max_model_len", "max_num_seqs", "max_images"):
             require(getattr(self, key) >= 1, f"engine.{key}", getattr(self, key), "must be at least 1")
 
 
@@ -40,15 +47,15 @@ class SandboxSettings:
     """Where the code of a task's episodes runs (sandbox/README.md)."""
 
     url: str = ""
-    """A sandbox server, `python -m sandbox serve`; empty: a pool beside each engine."""
+    """Address of a sandbox server (python -m sandbox serve), which has limits of its own; empty opens a pool beside each engine."""
     size: int = 8
-    """Boxes at once, one an episode that runs code; further episodes wait for one."""
+    """Boxes of a pool at once, one an episode that runs code; further episodes wait for one."""
     call_s: float = 10.0
-    """Wall time of one call."""
+    """Wall time of one call in seconds; past it the box's state is lost."""
     memory_mib: int = 1024
-    """Of one box."""
+    """Memory of one box in MiB, above what all boxes share."""
     isolation: str = "auto"
-    """none runs code of the policy without any wall: for tests of trusted code only."""
+    """Walls around a box: auto takes all that the host offers, none runs the policy's code without any (tests of trusted code only)."""
 
     def __post_init__(self) -> None:
         require(self.size >= 1, "task.sandbox.size", self.size, "must be at least 1")
@@ -64,14 +71,17 @@ class JudgeSettings:
     urls: list[str] = field(default_factory=list)
     """Base addresses, e.g. http://judge:18901/v1; requests go to the healthy ones in turn. Empty: there is no judge."""
     model: str = ""
-    """The served model; empty asks the server."""
+    """Name of the served model; empty asks the server for it."""
     temperature: float = 0.0
+    """Sampling temperature of the judge's replies."""
     max_tokens: int = 512
+    """Tokens of one reply of the judge at most."""
     timeout_s: float = 60.0
-    """Of one request..."""
+    """Seconds after which a request is given up, and that a request waits for servers that rest."""
     tries: int = 5
-    """...of which a judgement makes so many at most; then the rollout is failed, never 0."""
+    """Requests that one judgement makes at most; after the last the rollout is failed, never 0."""
     concurrency: int = 32
+    """Requests of one judge under way at the same time, over all its servers."""
     cache: str = ""
     """A file that keeps verdicts between runs; empty keeps them for this run."""
 
@@ -86,9 +96,11 @@ class DataSettings:
     """The user's questions: JSON lists, JSON lines or Parquet (README, "Your data")."""
 
     train: list[str] = field(default_factory=list)
+    """Files of the questions to train on."""
     eval: list[str] = field(default_factory=list)
+    """Files of the held-out questions that evaluations ask."""
     demonstrations: list[str] = field(default_factory=list)
-    """Transcripts for the supervised warm start."""
+    """Files of transcripts for the supervised warm start."""
     images: str = ""
     """The folder that relative image paths start from; empty: the folder of the file that names them."""
     max_eval: int = 0
@@ -100,21 +112,26 @@ class DataSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TaskSettings:
+    """What is played, by which rules, and what it needs: sandbox, judge, data."""
+
     name: str = MISSING
+    """Which task is played: number_line, visual_python, visual_search, vqa, or one of your own."""
     protocol: str = "pyvision"
     """How a task with tools is spoken: pyvision, codev, deepeyes or functions."""
     reward: str = "accuracy"
     """The rubric of a task with questions: accuracy, pyvision, deepeyes, codev or tapo."""
     max_turns: int = 10
+    """Replies of the policy in one episode at most."""
     eval_max_turns: int = 0
-    """0: as in training."""
+    """Replies in one episode of an evaluation at most; 0 takes task.max_turns."""
     max_tokens_per_turn: int = 64
+    """Tokens that the policy samples in one reply at most."""
     max_pixels: int = 0
-    """Of an episode's images together, at their final sizes; 0 sets no limit. Their number is bounded by engine.max_images."""
+    """Pixels of all images of one context together, at their final sizes; 0 sets no limit. Their number is bounded by engine.max_images."""
     max_seconds: float = 0.0
-    """Wall time of an episode, looked at between turns; 0 sets no limit."""
+    """Wall time of an episode in seconds, looked at between turns; 0 sets no limit."""
     errors_end: bool = False
-    """A call that goes wrong ends the episode; otherwise the policy reads the error and may mend it."""
+    """Whether a call that goes wrong ends the episode; otherwise the policy reads the error and may mend it."""
     eval_samples: int = 8
     """Samples of each evaluation example at the training temperature, beside the greedy one."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)

@@ -9,25 +9,30 @@ from megatron_rl.config.checks import require, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class RunSettings:
+    """How long a run takes, how it is watched, and where it is kept."""
+
     dir: str = MISSING
     """The run folder: resolved config, metrics, recorded rollouts, final checkpoint."""
     seed: int = 0
+    """Decides what is dealt, what is sampled, and how adapters begin; the same seed repeats a run."""
     steps: int = 40
+    """Steps of training in stage=rl; the warm start has sft.steps."""
     eval_every: int = 0
-    """Evaluate every so many steps; 0 evaluates once, at the end."""
+    """Steps from one evaluation to the next; 0 evaluates once, at the end."""
     max_failed: float = 0.1
-    """The run stops when a larger fraction of a step's rollouts, or of an evaluation's, failed through our own fault."""
+    """Fraction of a step's rollouts, or of an evaluation's, that may fail through our own fault; when more do, the run stops."""
     dry: bool = False
     """Build every rank's share without memory, print the plan of memory for a GPU, and stop."""
     gpu: str = "h200"
     """The GPU that the plan is for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141 GB)."""
     world: int = 0
-    """Processes that a dry run plans for, one a GPU; 0: as many as torchrun started."""
+    """Processes that a dry run plans for, one a GPU; 0 takes as many as torchrun started."""
     require_improvement: bool = False
     """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
     record_best: int = 1
+    """Rollouts of each step with the highest rewards to keep as jsonl and png."""
     record_worst: int = 1
-    """Rollouts a step to keep as jsonl and png."""
+    """Rollouts of each step with the lowest rewards to keep as jsonl and png."""
 
     def __post_init__(self) -> None:
         require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
@@ -47,12 +52,14 @@ class CheckpointSettings:
     every: int = 0
     """Steps between checkpoints; 0 writes none."""
     keep_last: int = 2
+    """Newest checkpoints that are kept when older ones are removed."""
     keep_best: int = 1
-    """Of those with an evaluation, the best so many are kept besides the last."""
+    """Checkpoints with the highest held-out greedy success that are kept besides the newest; those without an evaluation do not count."""
     background: bool = True
     """Write while training goes on; the folder appears when it is complete."""
     optimizer: str = "fully_reshardable"
-    """fully_reshardable: resumes at any layout; dp_reshardable: faster to write, only the data-parallel size may change."""
+    """Format of the optimizer's state: fully_reshardable resumes at any layout; dp_reshardable is faster to write, and only the
+    data-parallel size may change."""
     resume: bool = True
     """Continue from the newest complete checkpoint of run.dir, if there is one."""
 
@@ -65,8 +72,12 @@ class CheckpointSettings:
 
 @dataclass(kw_only=True, slots=True)
 class WandbSettings:
+    """Metrics in Weights & Biases, beside metrics.jsonl and TensorBoard."""
+
     mode: str = "disabled"
+    """What W&B gets: nothing (disabled), files in the run folder (offline), or all of it at once (online)."""
     project: str = "megatron-rl"
+    """The W&B project that the run belongs to."""
 
     def __post_init__(self) -> None:
         require_choice("wandb.mode", self.mode, ("disabled", "offline", "online"))

@@ -8,7 +8,7 @@ Rubric(
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.types import End, Image, Turn
@@ -61,8 +61,10 @@ class Score:
     """The same without the turn parts."""
     rewards: dict[str, float]
     """By part, unweighted; a veto that holds is there with 1."""
-    turns: list[float]
-    """What each turn contributes to `reward`."""
+    turns: list[float | None]
+    """What each turn is worth as a step of the turn parts, weighted; None where it is no step of any."""
+    gains: list[float]
+    """What each turn changed in `reward`: they and `outcome` sum to it. For a part that is a mean: how far it moved the mean so far."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -95,15 +97,32 @@ class Rubric:
         held = [name for name, veto in self.vetoes.items() if veto(outcome)]
         if held:
             rewards = {name: min(value, 0.0) for name, value in rewards.items()}
-        turns = [0.0] * len(outcome.turns)
+        turns: list[float | None] = [None] * len(outcome.turns)
+        gains = [0.0] * len(outcome.turns)
         for (name, part), given in zip(self.turn_parts.items(), turn_values, strict=True):
-            steps = [0.0 if value is None else min(value, 0.0) if held else value for value in given]
-            count = sum(value is not None for value in given) if part.mean else 1
-            rewards[name] = sum(steps) / max(count, 1)
-            turns = [turn + part.weight * step / max(count, 1) for turn, step in zip(turns, steps, strict=True)]
+            if len(given) != len(turns):
+                raise ValueError(f"rubric: {name} gave {len(given)} values for {len(turns)} turns")
+            steps = [None if value is None else min(value, 0.0) if held else value for value in given]
+            so_far = running(steps, mean=part.mean)
+            rewards[name] = so_far[-1] if so_far else 0.0
+            for number, step in enumerate(steps):
+                gains[number] += part.weight * (so_far[number] - (so_far[number - 1] if number else 0.0))
+                if step is not None:
+                    turns[number] = (turns[number] or 0.0) + part.weight * step
         total = sum(part.weight * rewards[name] for name, part in self.parts.items())
+        earned_by_turns = sum(part.weight * rewards[name] for name, part in self.turn_parts.items())
         rewards |= {f"veto {name}": float(name in held) for name in self.vetoes}
-        return Score(reward=total + sum(turns), outcome=total, rewards=rewards, turns=turns)
+        return Score(reward=total + earned_by_turns, outcome=total, rewards=rewards, turns=turns, gains=gains)
+
+
+def running(steps: Sequence[float | None], *, mean: bool) -> list[float]:
+    """The sum of the steps up to each turn, or their mean; None is no step. Example: [1, None, 0], mean -> [1, 1, 0.5]."""
+    values, total, count = [], 0.0, 0
+    for step in steps:
+        if step is not None:
+            total, count = total + step, count + 1
+        values.append(total / max(count, 1) if mean else total)
+    return values
 
 
 async def environment_rewards(outcome: Outcome) -> list[float | None]:

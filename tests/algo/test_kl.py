@@ -7,33 +7,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algo.losses import MAX_LOG_RATIO, kl_T
+from megatron_rl.algo.kl import ESTIMATORS, MAX_K3, MAX_LOG_RATIO, k1, k2, k3
+from tests.support.rows import tensor
 
 
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def test_kl_by_hand():
+def test_kl_by_hand() -> None:
     # logprob log 0.5, reference log 0.25: d = -log 2; k1 = log 2, k2 = log(2)^2 / 2, k3 = 0.5 - 1 + log 2
-    values = [kl_T(tensor(math.log(0.5)), tensor(math.log(0.25)), estimator=name).item() for name in ("k1", "k2", "k3")]
+    values = [estimate(tensor(math.log(0.5)), tensor(math.log(0.25))).item() for estimate in (k1, k2, k3)]
     assert values == pytest.approx([math.log(2), math.log(2) ** 2 / 2, math.log(2) - 0.5], abs=1e-15)
-    with pytest.raises(ValueError, match="kl_estimator=k4"):
-        kl_T(tensor(0.0), tensor(0.0), estimator="k4")
+    assert dict(ESTIMATORS) == {"k1": k1, "k2": k2, "k3": k3}
 
 
 @settings(deadline=None)
 @given(st.floats(-50, 19), st.floats(-1, 1))
-def test_k3_is_never_negative_and_keeps_its_digits_near_zero(far: float, near: float):
-    difference_T = tensor(far, near * 1e-4)
-    k3_far, k3_near = kl_T(torch.zeros(2, dtype=torch.float64), difference_T, estimator="k3").tolist()
+def test_k3_is_never_negative_is_bounded_and_keeps_its_digits_near_zero(far: float, near: float) -> None:
+    k3_far, k3_near = k3(torch.zeros(2, dtype=torch.float64), tensor(far, near * 1e-4)).tolist()
+    assert k3_far == pytest.approx(min(math.expm1(far) - far, 10.0), rel=1e-12, abs=1e-15)
     assert k3_far >= 0.0 or abs(k3_far) <= math.ulp(far)
     # Taylor: d^2 / 2 + d^3 / 6, the next term is below 1e-16 / 24 relative to 1; a difference of numbers near 1 would be off by 1e-16
     d = near * 1e-4
     assert k3_near == pytest.approx(d**2 / 2 + d**3 / 6, abs=5e-18 + 2 * math.ulp(d))
 
 
-def test_estimators_in_expectation_by_enumeration():
+def test_estimators_in_expectation_by_enumeration() -> None:
     """Over all outcomes of a categorical: means of the values, and of the gradients, against the KL divergences in closed form."""
     logits_V = tensor(0.3, -1.2, 0.8, 0.0, 2.0).requires_grad_()
     reference_V = torch.log_softmax(tensor(-0.5, 0.4, 1.1, 0.2, -1.0), dim=0)
@@ -43,8 +39,8 @@ def test_estimators_in_expectation_by_enumeration():
     (kl_grad_V,) = torch.autograd.grad(kl, logits_V, retain_graph=True)
     (reverse_grad_V,) = torch.autograd.grad(reverse_kl, logits_V, retain_graph=True)
     means, gradients = {}, {}
-    for name in ("k1", "k2", "k3"):
-        mean = (logprob_V.detach().exp() * kl_T(logprob_V, reference_V, estimator=name)).sum()  # drawn, so no gradient through the weights
+    for name, estimate in ESTIMATORS.items():
+        mean = (logprob_V.detach().exp() * estimate(logprob_V, reference_V)).sum()  # drawn, so no gradient through the weights
         means[name] = mean.item()
         (gradients[name],) = torch.autograd.grad(mean, logits_V, retain_graph=True)
     assert means["k1"] == pytest.approx(kl.item(), abs=1e-14)
@@ -55,9 +51,36 @@ def test_estimators_in_expectation_by_enumeration():
     torch.testing.assert_close(gradients["k3"], reverse_grad_V, rtol=0, atol=1e-14)
 
 
-def test_k3_of_a_vanished_token_is_finite_in_float32():
-    logprob_T = torch.tensor([-1000.0]).requires_grad_()
-    value_T = kl_T(logprob_T, torch.zeros(1), estimator="k3")
-    value_T.sum().backward()
-    assert value_T.item() == pytest.approx(math.exp(MAX_LOG_RATIO) - 1 - MAX_LOG_RATIO, rel=1e-6)
-    assert logprob_T.grad.item() == 0.0
+@pytest.mark.parametrize(
+    ("difference", "value", "gradient"),
+    [
+        (2.5, math.exp(2.5) - 3.5, 1 - math.exp(2.5)),  # 8.68, the last before the bound
+        (2.7, 10.0, 0.0),  # e^2.7 - 3.7 = 11.2
+        (8.0, 10.0, 0.0),  # 3e3, whose gradient would be as large
+        (-10.5, math.exp(-10.5) + 9.5, 1 - math.exp(-10.5)),
+        (-12.0, 10.0, 0.0),  # e^-12 + 11
+    ],
+)
+def test_k3_ends_at_its_bound_and_so_does_its_gradient(difference: float, value: float, gradient: float) -> None:
+    logprob_R = tensor(-13.0).requires_grad_()
+    value_R = k3(logprob_R, tensor(-13.0 + difference))
+    value_R.sum().backward()
+    assert MAX_K3 == 10.0
+    assert value_R.item() == pytest.approx(value, abs=1e-12)
+    assert logprob_R.grad.item() == pytest.approx(gradient, abs=1e-12)
+
+
+@pytest.mark.parametrize("difference", [MAX_LOG_RATIO + 1.0, 100.0, 1000.0, math.inf])
+def test_k3_of_a_vanished_token_is_finite_in_float32(difference: float) -> None:
+    """float32's exp overflows at 88, and a gradient of 0 * inf would be NaN."""
+    logprob_R = torch.tensor([-difference]).requires_grad_()
+    value_R = k3(logprob_R, torch.zeros(1))
+    value_R.sum().backward()
+    assert (value_R.item(), logprob_R.grad.item()) == (10.0, 0.0)
+
+
+@pytest.mark.parametrize(("name", "gradient"), [("k1", 1.0), ("k2", 30.0)])
+def test_k1_and_k2_have_no_bound(name: str, gradient: float) -> None:
+    logprob_R = tensor(30.0).requires_grad_()
+    ESTIMATORS[name](logprob_R, tensor(0.0)).sum().backward()
+    assert logprob_R.grad.item() == gradient

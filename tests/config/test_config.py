@@ -2,37 +2,73 @@
 
 import pytest
 
-from megatron_rl.config import AlgoSettings, RunSettings, SftSettings
+from megatron_rl.algo.algorithms import check_algorithm
+from megatron_rl.config import (
+    AlgoSettings,
+    BatchSettings,
+    EngineSettings,
+    LoraSettings,
+    OptimSettings,
+    RunSettings,
+    SelectSettings,
+    Settings,
+    SftSettings,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "room"), [(AlgoSettings, "algo"), (SftSettings, "sft")])
+@pytest.mark.parametrize(
+    ("settings", "values", "message"),
+    [
+        (OptimSettings, {"schedule": "steep"}, "optim.schedule=steep: choose one of constant, linear, cosine"),
+        (OptimSettings, {"lr": -1.0}, "optim.lr=-1.0: must not be negative"),
+        (OptimSettings, {"lr": 0.1, "min_lr": 0.2}, "optim.min_lr=0.2: must lie between 0 and optim.lr=0.1"),
+        (OptimSettings, {"clip_grad": 0.0}, "optim.clip_grad=0.0: must be positive"),
+        (OptimSettings, {"beta2": 1.0}, r"optim.beta2=1.0: must lie in \[0, 1\)"),
+        (OptimSettings, {"part_lr": {"head": 1.0}}, "optim.part_lr=head: choose one of"),
+        (AlgoSettings, {"kl_coef": -0.1}, "algo.kl_coef=-0.1: "),
+        (AlgoSettings, {"entropy_coef": -0.1}, "algo.entropy_coef=-0.1: must not be negative"),
+        (AlgoSettings, {"std_eps": -1e-6}, "algo.std_eps=-1e-06: "),
+        (AlgoSettings, {"temperature": 0.009}, "algo.temperature=0.009: .*vLLM"),
+        (AlgoSettings, {"temperature": 2.1}, "algo.temperature=2.1: .*vLLM"),
+        (AlgoSettings, {"kl_in_reward": True}, "algo.kl_in_reward=True: needs algo.kl_coef"),
+        (BatchSettings, {"micro_batch_tokens": 0}, "batch.micro_batch_tokens=0: "),
+        (BatchSettings, {"aggregation": "mean"}, "batch.aggregation=mean: choose one of"),
+        (BatchSettings, {"fixed_length": 9}, "batch.fixed_length=9: goes with batch.aggregation=fixed_length"),
+        (BatchSettings, {"prompts_per_step": 5, "minibatches": 2}, "batch.prompts_per_step=5: must divide by batch.minibatches=2"),
+        (BatchSettings, {"group_size": 1}, "batch.group_size=1: "),
+        (SelectSettings, {"drop": ["bad"]}, "select.drop=bad: choose one of"),
+        (SelectSettings, {"max_generations": 0}, "select.max_generations=0: "),
+        (SftSettings, {"num_demonstrations": 0}, "sft.num_demonstrations=0: "),
+        (SftSettings, {"splits": ["a", "b"], "steps": [-5, 10]}, r"sft.steps=\[-5, 10\]: "),
+        (SftSettings, {"splits": [], "steps": []}, r"sft.steps=\[\]: "),
+        (EngineSettings, {"bucket_mib": 0}, "engine.bucket_mib=0: "),
+        (RunSettings, {"dir": "r", "max_failed": 1.0}, "run.max_failed=1.0: "),
+        (RunSettings, {"dir": "r", "record_best": -1}, "run.record_best=-1: "),
+        (Settings, {"lora": LoraSettings(rank=4, dropout=0.1)}, "lora.dropout=0.1: must be 0 in stage=rl"),
+    ],
+)
+def test_what_could_only_end_in_a_traceback_is_refused_at_once(settings: type, values: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        settings(**values)
+
+
+def test_the_warm_start_may_have_dropout() -> None:
+    assert Settings(stage="sft", lora=LoraSettings(rank=4, dropout=0.1)).lora.dropout == 0.1
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"schedule": "steep"}, "schedule=steep: choose one of constant, linear, cosine"),
-        ({"lr": -1.0}, "lr=-1.0: must not be negative"),
-        ({"lr": 0.1, "min_lr": 0.2}, r"min_lr=0.2: must lie between 0 and ROOM.lr=0.1"),
-        ({"clip_grad": 0.0}, "clip_grad=0.0: must be positive"),
+        ({"name": "ppq"}, "algo.name=ppq: choose one of grpo, rloo, .*dppo"),
+        ({"turns": "turn_group"}, "algo.turns=turn_group: choose one of broadcast, outcome_and_turn, return_to_go"),
+        ({"kl_estimator": "k4"}, "algo.kl_estimator=k4: choose one of k1, k2, k3"),
+        ({"correction": "tis"}, "algo.correction=tis: choose one of none, token_tis"),
+        (
+            {"name": "rloo", "turns": "return_to_go"},
+            "algo.turns=return_to_go: algo.name=rloo credits whole episodes; use broadcast",
+        ),
     ],
 )
-def test_an_optimizer_setting_is_named_by_its_room(settings: type, room: str, values: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{room}.{message.replace('ROOM', room)}"):
-        settings(**values)
-
-
-@pytest.mark.parametrize(
-    ("settings", "values", "key"),
-    [
-        (AlgoSettings, {"kl_coef": -0.1}, "algo.kl_coef=-0.1"),
-        (AlgoSettings, {"std_eps": -1e-6}, "algo.std_eps=-1e-06"),
-        (SftSettings, {"num_demonstrations": 0}, "sft.num_demonstrations=0"),
-        (SftSettings, {"micro_batch_tokens": 0}, "sft.micro_batch_tokens=0"),
-        (SftSettings, {"splits": ["a", "b"], "steps": [-5, 10]}, r"sft.steps=\[-5, 10\]"),
-        (SftSettings, {"splits": [], "steps": []}, r"sft.steps=\[\]"),
-        (RunSettings, {"dir": "r", "max_failed": 1.0}, "run.max_failed=1.0"),
-        (RunSettings, {"dir": "r", "record_best": -1}, "run.record_best=-1"),
-    ],
-)
-def test_what_could_only_end_in_a_traceback_is_refused_at_once(settings: type, values: dict, key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key}: "):
-        settings(**values)
+def test_names_are_those_of_the_tables(values: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_algorithm(AlgoSettings(**values))

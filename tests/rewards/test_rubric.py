@@ -3,8 +3,10 @@
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_rl.rewards.rubric import CORRECT, Outcome, Part, Reward, Rubric, TurnPart, environment_rewards
+from megatron_rl.rewards.rubric import CORRECT, Outcome, Part, Reward, Rubric, TurnPart, environment_rewards, running
 from megatron_rl.types import End, HostFault, Turn
 
 
@@ -35,7 +37,8 @@ def test_parts_are_weighted_and_reported_bare() -> None:
     rubric = Rubric(parts={"accuracy": Part(gives(1.0), weight=0.8), "format": Part(gives(-1.0), weight=0.25)})
     score = asyncio.run(rubric.score(outcome(0.0)))
     assert (score.reward, score.outcome) == (pytest.approx(0.55), pytest.approx(0.55))
-    assert score.rewards == {"accuracy": 1.0, "format": -1.0} and score.turns == [0.0]
+    assert score.rewards == {"accuracy": 1.0, "format": -1.0}
+    assert (score.turns, score.gains) == ([None], [0.0]), "without turn parts no turn is a step"
 
 
 @pytest.mark.parametrize(("accuracy", "expected"), [(0.0, 0.0), (0.4, 0.4), (CORRECT, 0.8), (1.0, 1.3)])
@@ -46,17 +49,60 @@ def test_a_bonus_is_paid_from_correct_on(accuracy: float, expected: float) -> No
 
 
 def test_turn_parts_by_mean_and_by_sum() -> None:
-    """Steps 1 and -1 of three turns with weight 0.5: mean 0, each turn gives a half of half. Summed without a mean: 2 + 4 + 1."""
+    """Steps 1 and -1 of three turns with weight 0.5: the mean is 1, 1, then 0, so half of 1, 0 and -1 is gained. Summed: 2 + 4 + 1.
+
+    As a step a turn is worth its whole weighted value, however many there are.
+    """
     parts = {"evidence": TurnPart(steps(1.0, None, -1.0), weight=0.5), "return": TurnPart(environment_rewards, mean=False)}
     score = asyncio.run(Rubric(parts={"accuracy": Part(gives(1.0))}, turn_parts=parts).score(outcome(2.0, 4.0, 1.0)))
-    assert score.turns == [0.25 + 2.0, 4.0, -0.25 + 1.0]
+    assert score.turns == [0.5 + 2.0, 4.0, -0.5 + 1.0]
+    assert score.gains == [0.5 + 2.0, 4.0, -0.5 + 1.0]
     assert (score.outcome, score.reward) == (1.0, 8.0)
     assert score.rewards == {"accuracy": 1.0, "evidence": 0.0, "return": 7.0}
 
 
+def test_a_turn_gains_what_it_moves_the_mean_by() -> None:
+    """Steps 1 0 - 1 of weight 2: the mean is 1, 1/2, 1/2, 2/3. A second part, -3 from the second turn on, sums with weight 0.1."""
+    parts = {
+        "evidence": TurnPart(steps(1.0, 0.0, None, 1.0), weight=2.0),
+        "cost": TurnPart(steps(None, -3.0, None, None), weight=0.1, mean=False),
+    }
+    score = asyncio.run(Rubric(turn_parts=parts).score(outcome(0.0, 0.0, 0.0, 0.0)))
+    assert score.gains == pytest.approx([2.0, -1.0 - 0.3, 0.0, 1 / 3], abs=1e-15)
+    assert score.turns == [2.0, pytest.approx(-0.3), None, 2.0], "a 0 is a step, None is none"
+    assert (score.outcome, score.reward) == (0.0, pytest.approx(4 / 3 - 0.3))
+    assert running([1.0, None, 0.0], mean=True) == [1.0, 1.0, 0.5]
+    assert running([None, 2.0, None, 3.0], mean=False) == [0.0, 2.0, 2.0, 5.0]
+    assert running([], mean=True) == []
+
+
+VALUES = st.one_of(st.none(), st.floats(-3, 3))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(VALUES, VALUES), max_size=8), st.floats(-2, 2), st.floats(0, 2), st.booleans())
+def test_outcome_and_gains_are_the_reward_up_to_every_turn(values: list[tuple], accuracy: float, weight: float, vetoed: bool) -> None:
+    """The gains up to a turn are what the turn parts would pay if the episode ended there: by the textbook's means and sums."""
+    first, second = ([each[part] for each in values] for part in (0, 1))
+    parts = {"evidence": TurnPart(steps(*first), weight=weight), "cost": TurnPart(steps(*second), weight=0.5, mean=False)}
+    rubric = Rubric(parts={"accuracy": Part(gives(accuracy))}, turn_parts=parts, vetoes={"held": lambda _: vetoed})
+    score = asyncio.run(rubric.score(outcome(*[0.0] * len(values))))
+
+    def worth(given: list[float | None], turn: int) -> list[float]:
+        return [min(value, 0.0) if vetoed else value for value in given[: turn + 1] if value is not None]
+
+    for turn in range(len(values)):
+        means, sums = worth(first, turn), worth(second, turn)
+        expected = weight * sum(means) / max(len(means), 1) + 0.5 * sum(sums)
+        assert sum(score.gains[: turn + 1]) == pytest.approx(expected, abs=1e-12)
+    assert score.outcome == (min(accuracy, 0.0) if vetoed else accuracy)
+    assert score.outcome + sum(score.gains) == pytest.approx(score.reward, abs=1e-12)
+    assert [turn is None for turn in score.turns] == [each == (None, None) for each in values]
+
+
 def test_without_steps_a_mean_is_nothing() -> None:
     score = asyncio.run(Rubric(turn_parts={"evidence": TurnPart(steps(None, None))}).score(outcome(0.0, 0.0)))
-    assert (score.reward, score.turns, score.rewards) == (0.0, [0.0, 0.0], {"evidence": 0.0})
+    assert (score.reward, score.turns, score.gains, score.rewards) == (0.0, [None, None], [0.0, 0.0], {"evidence": 0.0})
 
 
 def test_a_veto_takes_what_is_good_and_leaves_what_is_bad() -> None:
@@ -68,7 +114,7 @@ def test_a_veto_takes_what_is_good_and_leaves_what_is_bad() -> None:
     )
     score = asyncio.run(rubric.score(outcome(0.0, 0.0)))
     assert score.rewards == {"accuracy": 0.0, "format": -1.0, "code": 0.0, "evidence": -0.5, "veto long": 1.0, "veto other": 0.0}
-    assert score.turns == [0.0, -0.25]
+    assert (score.turns, score.gains) == ([0.0, -0.5], [0.0, -0.25])
     assert (score.outcome, score.reward) == (pytest.approx(-0.2), pytest.approx(-0.45))
 
 
@@ -80,9 +126,10 @@ def test_trouble_is_no_score() -> None:
         asyncio.run(Rubric(parts={"accuracy": Part(gives(1.0)), "process": Part(down)}).score(outcome()))
 
 
-def test_a_turn_part_gives_one_value_a_turn() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        asyncio.run(Rubric(turn_parts={"evidence": TurnPart(steps(1.0))}).score(outcome(0.0, 0.0)))
+@pytest.mark.parametrize("values", [(), (1.0,), (1.0, None, 1.0)])
+def test_a_turn_part_gives_one_value_a_turn(values: tuple[float | None, ...]) -> None:
+    with pytest.raises(ValueError, match=f"evidence gave {len(values)} values for 2 turns"):
+        asyncio.run(Rubric(turn_parts={"evidence": TurnPart(steps(*values))}).score(outcome(0.0, 0.0)))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ BOXED = "<answer>\n\\boxed{%s}\n</answer>"
 
 
 def shown(color: str) -> Image:
-    return Image(Pictures.new("RGB", (56, 56), color), None, (1, 4, 4), color)
+    return Image(Pictures.new("RGB", (56, 56), color), None, (1, 4, 4), color, merge=2)
 
 
 def turn(text: str, call: ToolCall | None = None, *images: Image) -> Turn:
@@ -210,7 +210,7 @@ def test_deepeyes_format(replies: list[str], expected: int) -> None:
 
 
 def test_tapo_gives_each_call_its_step() -> None:
-    """Evidence 1, nothing seen 0, an error -1, the first call again -1, little gained 0.25: mean 0.05, half of which is paid."""
+    """Evidence 1, nothing seen 0, an error -1, the first call again -1, little gained 0.25: mean -0.15, half of which is paid."""
     judge = Scripted({"step_evidence": [1.0, 0.25]})
     outcome = played(
         turn(CODE, python("a"), shown("red")),
@@ -222,7 +222,9 @@ def test_tapo_gives_each_call_its_step() -> None:
     )
     assert red_lines(outcome) == [False, False, True, True, False, False]
     result = score("tapo", outcome, judge=judge)
-    assert result.turns == pytest.approx([0.1, 0.0, -0.1, -0.1, 0.025, 0.0])
+    assert result.turns == [0.5, 0.0, -0.5, -0.5, 0.125, None], "the answer is no call"
+    # the mean so far is 1, 1/2, 0, -1/4, -0.15 and stays; half of each change
+    assert result.gains == pytest.approx([0.5, -0.25, -0.25, -0.125, 0.05, 0.0], abs=1e-15)
     assert (result.outcome, result.reward) == (1.0, pytest.approx(1.0 - 0.075))
 
 
@@ -291,7 +293,7 @@ def test_a_recorded_judge_replays(tmp_path) -> None:  # noqa: ANN001
         assert (await rubric.score(played(turn(BOXED % "crimson")))).reward == 1.0
         with pytest.raises(HostFault, match=r"verdicts.sqlite holds no verdict of answer_equivalence 1 by judge"):
             await rubric.score(played(turn(BOXED % "scarlet")))
-        assert (judge.cache_hits, judge.requests) == (1, 0)
+        assert (judge.cache_hits, judge.servers.requests) == (1, 0)
         await judge.close()
 
     asyncio.run(main())

@@ -1,0 +1,67 @@
+"""Everything that tells one algorithm from another: a row of a table. Nothing else asks for algo.name.
+
+To add one: write its credit (credit.py) or its surrogate (surrogates.py) and a row here; a preset in configs/algo gives its constants.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.algo import credit, surrogates
+from megatron_rl.algo.corrections import CORRECTIONS
+from megatron_rl.algo.credit import TURN_SCHEMES, Credit
+from megatron_rl.algo.kl import ESTIMATORS
+from megatron_rl.algo.surrogates import Bounds, Surrogate
+from megatron_rl.config import AlgoSettings, require, require_choice
+from megatron_rl.types import Rows
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Algorithm:
+    credit: Credit
+    surrogate: Surrogate = surrogates.clipped
+    bounds: Callable[[Rows, AlgoSettings], Bounds] = surrogates.ratio_bounds
+    """Where the surrogate's trust region ends; measured, not trained on."""
+    needs_peers: bool = True
+    """Credit compares the members of a group: a rollout whose peers all failed is not trained on."""
+    by_turn: bool = False
+    """algo.turns may be other than broadcast."""
+
+    def reads(self, algo: AlgoSettings) -> tuple[str, ...]:
+        """Columns of Context that networks must fill before `credit`."""
+        return ("old_logprobs", "reference_logprobs") if algo.kl_in_reward else ()
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "grpo": Algorithm(credit=credit.group_relative, by_turn=True),
+    "rloo": Algorithm(credit=credit.leave_one_out),
+    "opo": Algorithm(credit=credit.length_weighted),
+    "reinforce_pp": Algorithm(credit=credit.whitened_returns, needs_peers=False),
+    "gspo": Algorithm(credit=credit.group_relative, surrogate=surrogates.sequence_clipped, bounds=surrogates.sequence_ratio_bounds),
+    "cispo": Algorithm(credit=credit.group_relative, surrogate=surrogates.stopped_ratio, by_turn=True),
+    "sapo": Algorithm(credit=credit.group_relative, surrogate=surrogates.sigmoid_gated, by_turn=True, bounds=surrogates.no_bounds),
+    "gmpo": Algorithm(credit=credit.group_relative, surrogate=surrogates.geometric, bounds=surrogates.log_ratio_bounds),
+    "dppo": Algorithm(
+        credit=credit.group_relative, surrogate=surrogates.divergence_bounded, by_turn=True, bounds=surrogates.divergence_bounds
+    ),
+}
+"""DAPO and Dr. GRPO are grpo with other settings (configs/algo)."""
+
+
+def check_algorithm(algo: AlgoSettings) -> None:
+    """ValueError: a name that is in no table, or settings that do not go together."""
+    require_choice("algo.name", algo.name, tuple(ALGORITHMS))
+    require_choice("algo.turns", algo.turns, tuple(TURN_SCHEMES))
+    require_choice("algo.kl_estimator", algo.kl_estimator, tuple(ESTIMATORS))
+    require_choice("algo.correction", algo.correction, tuple(CORRECTIONS))
+    by_turn = [name for name, row in ALGORITHMS.items() if row.by_turn]
+    remedy = f"algo.name={algo.name} credits whole episodes; use broadcast, or one of {', '.join(by_turn)}"
+    require(algo.turns == "broadcast" or algo.name in by_turn, "algo.turns", algo.turns, remedy)
+
+
+def needs_old(algo: AlgoSettings, *, num_updates: int) -> bool:
+    """Whether the trainer's logprobs before the step's first update are a forward pass of their own."""
+    return num_updates > 1 or algo.kl_in_reward
+
+
+def needs_reference(algo: AlgoSettings) -> bool:
+    return algo.kl_coef > 0

@@ -1,0 +1,232 @@
+"""Credit: what every sampled token is worth, written to Context.advantages of all rollouts that were scored.
+
+Plain floats, no tensors. Sums are exact (`statistics`), so a result depends neither on the order of the rollouts nor on the rank. A rollout
+that is dropped (Rollout.dropped) still counts in its group's baseline. A group needs two scored members: without one to compare with, a
+rollout's credit is 0.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import NotFinite, Rollout
+
+Credit = Callable[[Sequence[Rollout], AlgoSettings], None]
+
+
+def group_relative(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+    """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (R_i - mean(R)) / (std(R) + std_eps) over the group.
+
+    Without algo.normalize_std A_i = R_i - mean(R), Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor
+    G - 1): the paper leaves it open, and the common implementations take torch.std's default. algo.turns (TURN_SCHEMES) says what R_i is
+    for a turn; the deviation is then that of all credits of the group's turns, one number a group, so that weights of turn parts count.
+    """
+    for members in groups_of(rollouts).values():
+        credits = TURN_SCHEMES[algo.turns](members, algo)
+        if algo.normalize_std:
+            scale = deviation(credits) if algo.turns != "broadcast" else _stdev([reward_of(rollout, algo) for rollout in members])
+            credits = [[value / (scale + algo.std_eps) if value else 0.0 for value in turns] for turns in credits]
+        for rollout, turns in zip(members, credits, strict=True):
+            write(rollout, turns)
+
+
+def leave_one_out(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+    """RLOO (arXiv 2402.14740, eq. 4): A_i = R_i - mean of the others' = G / (G - 1) * (R_i - mean(R))."""
+    for members in groups_of(rollouts).values():
+        centered = _centered([reward_of(rollout, algo) for rollout in members])
+        for rollout, value in zip(members, centered, strict=True):
+            write(rollout, [value * len(members) / max(len(members) - 1, 1)] * len(rollout.turns))
+
+
+def length_weighted(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+    """OPO (arXiv 2505.23585): A_i = R_i - sum(n_j R_j) / sum(n_j), the baseline of least variance; n counts an episode's sampled tokens."""
+    for members in groups_of(rollouts).values():
+        rewards, lengths = [reward_of(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
+        is_flat = len(set(rewards)) == 1
+        baseline = rewards[0] if is_flat else math.fsum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(sum(lengths), 1)
+        for rollout, reward in zip(members, rewards, strict=True):
+            write(rollout, [reward - baseline] * len(rollout.turns))
+
+
+def whitened_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+    """REINFORCE++ (arXiv 2501.03262): the return from each token on, whitened over all tokens of the step that are trained on.
+
+    The episode's reward is earned by its last token, a KL penalty (algo.kl_in_reward) by each. (G - mean) / sqrt(var + 1e-8), var with
+    the divisor N - 1.
+    """
+    scored = [rollout for members in groups_of(rollouts).values() for rollout in members]
+    trained = [rollout for rollout in scored if rollout.is_trained_on]
+    returns = [_token_returns(rollout, algo) for rollout in trained]
+    every = [value for contexts in returns for values in contexts for value in values if value is not None]
+    mean, scale = _mean(every), math.sqrt(_stdev(every) ** 2 + 1e-8)
+    for rollout, contexts in zip(trained, returns, strict=True):
+        for context, values in zip(rollout.contexts, contexts, strict=True):
+            context.attach("advantages", [0.0 if value is None else (value - mean) / scale for value in values])
+    for rollout in scored:
+        if not rollout.is_trained_on:
+            write(rollout, [0.0] * len(rollout.turns))
+
+
+def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
+    """Every turn has what its episode has: R_i - mean(R)."""
+    centered = _centered([reward_of(rollout, algo) for rollout in members])
+    return [[value] * len(rollout.turns) for rollout, value in zip(members, centered, strict=True)]
+
+
+def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
+    """The outcome's advantage, plus for a turn that is a step how its score compares with the group's steps of the same number.
+
+    A turn that is no step (Turn.score None) and a step that nobody else has have the outcome's alone. As MT-GRPO (arXiv 2505.11821, the
+    authors' code) adds a turn's advantage to the outcome's; there both are normalized by themselves, which loses their weights, and a turn
+    is also credited with those after it.
+    """
+    outcomes = _centered([rollout.outcome - penalty(rollout, algo) for rollout in members])
+    credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
+    steps: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for index, rollout in enumerate(members):
+        for number, turn in enumerate(rollout.turns):
+            if turn.score is not None:
+                steps[number].append((index, turn.score))
+    for number, scored in steps.items():
+        for (index, _), value in zip(scored, _against_others([score for _, score in scored], len(members)), strict=True):
+            credits[index][number] += value
+    return credits
+
+
+def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
+    """What was still to be earned from a turn on, the outcome included, against the others that reached a turn of this number.
+
+    G_t = outcome + sum over s >= t of turn_discount^(s - t) * gain_s (process supervision, arXiv 2402.03300, section 4.1.3). A baseline of
+    others' returns depends on nothing that the turn decides, so the expected gradient is that of the reward. A turn that nobody else
+    reached is compared with what the others earned in all: its credit is the episode's, R_i - mean(R).
+    """
+    returns = [_returns(rollout, algo) for rollout in members]
+    credits = broadcast(members, algo)
+    for number in range(max(map(len, returns))):
+        reached = [index for index, values in enumerate(returns) if len(values) > number]
+        if len(reached) == 1:
+            continue
+        for index, value in zip(reached, _against_others([returns[index][number] for index in reached], len(members)), strict=True):
+            credits[index][number] = value
+    return credits
+
+
+TURN_SCHEMES: Mapping[str, Callable[[Sequence[Rollout], AlgoSettings], list[list[float]]]] = {
+    "broadcast": broadcast,
+    "outcome_and_turn": outcome_and_turn,
+    "return_to_go": return_to_go,
+}
+"""Credit of each turn of each member of a group, before it is normalized. One turn an episode: all three are R_i - mean(R)."""
+
+
+def spreads(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:
+    """How far each group's credits lie from 0: their root mean square, not normalized. 0: the group teaches nothing.
+
+    For one turn an episode that is the deviation of its rewards. KL penalties are left out: they are known only after the selection.
+    """
+    algo, spread = replace(algo, kl_in_reward=False), {}
+    for group, members in groups_of(rollouts).items():
+        values = [value for turns in TURN_SCHEMES[algo.turns](members, algo) for value in turns]
+        if algo.turns == "broadcast":
+            values = _centered([reward_of(rollout, algo) for rollout in members])
+        spread[group] = math.sqrt(math.fsum(value * value for value in values) / max(len(values), 1))
+    return spread
+
+
+def groups_of(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
+    """The scored members of each group, in order. NotFinite: a reward is no number."""
+    groups: dict[int, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        if not rollout.is_scored:
+            continue
+        name = f"{rollout.example_id}#{rollout.sample}"
+        assert rollout.reward is not None, f"rollout {name} is {rollout.status} but was never scored"
+        if not math.isfinite(rollout.reward):
+            raise NotFinite(f"task={rollout.task}: {name} was rewarded {rollout.reward}; mend its reward function")
+        groups[rollout.group].append(rollout)
+    return groups
+
+
+def reward_of(rollout: Rollout, algo: AlgoSettings) -> float:
+    """The episode's reward, less its KL penalty."""
+    return rollout.reward - penalty(rollout, algo)
+
+
+def penalty(rollout: Rollout, algo: AlgoSettings) -> float:
+    """kl_coef * sum over sampled tokens of (old - reference logprob), where that is taken off the reward; 0 otherwise.
+
+    Also 0 where the rollout is not trained on: its tokens were not read, and its bare reward stands in its group's baseline.
+    """
+    if not (algo.kl_in_reward and rollout.is_trained_on):
+        return 0.0
+    return algo.kl_coef * math.fsum(
+        old - reference
+        for context in rollout.contexts
+        if any(context.loss_mask)
+        for old, reference, sampled in zip(context.old_logprobs, context.reference_logprobs, context.loss_mask, strict=True)
+        if sampled
+    )
+
+
+def deviation(credits: Sequence[Sequence[float]]) -> float:
+    """Root of the credits' mean square, with the divisor N - 1 of a sample deviation."""
+    values = [value for turns in credits for value in turns]
+    return math.sqrt(math.fsum(value * value for value in values) / max(len(values) - 1, 1))
+
+
+def write(rollout: Rollout, turns: Sequence[float]) -> None:
+    """Give every sampled token its turn's credit."""
+    columns = [[0.0] * len(context.token_ids) for context in rollout.contexts]
+    for turn, value in zip(rollout.turns, turns, strict=True):
+        start, stop = turn.span
+        columns[turn.context][start:stop] = [value] * (stop - start)
+    for context, column in zip(rollout.contexts, columns, strict=True):
+        context.attach("advantages", column)
+
+
+def _centered(values: Sequence[float]) -> list[float]:
+    """Each less the mean; equal values, one alone included, give exact zeros."""
+    mean = _mean(values)
+    return [value - mean for value in values]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, and of equal values exactly that value; 0 without any."""
+    return values[0] if len(set(values)) == 1 else statistics.fmean(values or [0.0])
+
+
+def _against_others(values: Sequence[float], num_members: int) -> list[float]:
+    """Each less the mean of the others, times (G - 1) / G: the scale of R_i - mean(R), however few of the G members have a value."""
+    scale = len(values) / max(len(values) - 1, 1) * (num_members - 1) / num_members
+    return [value * scale for value in _centered(values)]
+
+
+def _stdev(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
+    values, later = [], 0.0
+    for turn in reversed(rollout.turns):
+        later = turn.gain + algo.turn_discount * later
+        values.append(rollout.outcome - penalty(rollout, algo) + later)
+    return values[::-1]
+
+
+def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float | None]]:
+    """For each context the return from each sampled token on; None for the others."""
+    later, contexts = rollout.reward, []
+    for context in reversed(rollout.contexts):
+        values: list[float | None] = []
+        for place in reversed(range(len(context.token_ids))):
+            if not context.loss_mask[place]:
+                values.append(None)
+                continue
+            if algo.kl_in_reward:
+                later -= algo.kl_coef * (context.old_logprobs[place] - context.reference_logprobs[place])
+            values.append(later)
+        contexts.append(values[::-1])
+    return contexts[::-1]

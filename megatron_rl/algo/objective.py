@@ -1,0 +1,73 @@
+"""From an algorithm's row to the loss of a micro-batch and its metrics.
+
+Sums only: the trainer divides once, by one global integer, so that a gradient does not depend on how a batch was cut.
+"""
+
+import torch
+
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.corrections import CORRECTIONS
+from megatron_rl.algo.kl import ESTIMATORS, k3
+from megatron_rl.algo.surrogates import log_ratio
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import Loss, LossMetrics, Rows
+
+
+def objective(algo: AlgoSettings) -> Loss:
+    """Sum over sampled tokens of weight * (correction * surrogate + kl_coef * KL - entropy_coef * entropy); GRPO, arXiv 2402.03300, eq. 3.
+
+    A KL term that is taken off the reward (algo.kl_in_reward) is only measured here.
+    """
+    surrogate, correct = ALGORITHMS[algo.name].surrogate, CORRECTIONS[algo.correction]
+    estimate = ESTIMATORS[algo.kl_estimator]
+    has_kl_term = algo.kl_coef > 0 and not algo.kl_in_reward
+
+    def loss(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+        correction_R = correct(rows, algo)
+        loss_R = correction_R * surrogate(rows, algo)
+        if has_kl_term:
+            loss_R = loss_R + algo.kl_coef * estimate(rows.logprob_R, rows.reference_R)
+        if algo.entropy_coef > 0:
+            loss_R = loss_R - algo.entropy_coef * rows.entropy_R
+        return (rows.weight_R * loss_R).sum(), measure(rows, correction_R, algo)
+
+    return loss
+
+
+def likelihood(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+    """The warm start's: negative log-likelihood of the demonstrated tokens."""
+    loss = -(rows.weight_R * rows.logprob_R).sum()
+    return loss, LossMetrics(sums={"policy/entropy": rows.entropy_R.detach().sum()}, maxima={})
+
+
+@torch.no_grad()
+def measure(rows: Rows, correction_R: torch.Tensor, algo: AlgoSettings) -> LossMetrics:
+    """How far the policy went from the one that sampled, and engine from trainer.
+
+    clip_low and clip_high fractions count the tokens past the algorithm's bound on the side that their advantage pushes to; kl_old
+    estimates KL(old || pi) by k3, since the tokens are the old policy's.
+    """
+    ratio_R, advantage_R = log_ratio(rows).exp(), rows.advantage_R
+    below_R, above_R = ALGORITHMS[algo.name].bounds(rows, algo)
+    gap_R = (rows.old_R - rows.engine_R).abs()
+    counts = {
+        "policy/clip_low_fraction": (advantage_R < 0) & below_R,
+        "policy/clip_high_fraction": (advantage_R > 0) & above_R,
+        "policy/dual_clip_fraction": (advantage_R < 0) & (ratio_R > algo.dual_clip) & (algo.dual_clip > 0),
+    }
+    sums = {
+        "policy/ratio": ratio_R.sum(),
+        **{name: chosen_R.to(ratio_R.dtype).sum() for name, chosen_R in counts.items()},
+        "policy/kl_old": k3(rows.old_R, rows.logprob_R).sum(),
+        "policy/entropy": rows.entropy_R.sum(),
+        "engine/logprob_gap": gap_R.sum(),
+    }
+    if rows.reference_R is not None:
+        sums["policy/kl_reference"] = k3(rows.logprob_R, rows.reference_R).sum()
+    if algo.correction != "none":
+        sums["engine/correction"] = correction_R.sum()
+    return LossMetrics(sums=sums, maxima={"policy/ratio_gap_max": _max((ratio_R - 1.0).abs()), "engine/logprob_gap_max": _max(gap_R)})
+
+
+def _max(x_R: torch.Tensor) -> torch.Tensor:
+    return x_R.max() if x_R.numel() else x_R.new_zeros(())

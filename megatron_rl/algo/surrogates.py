@@ -1,0 +1,113 @@
+"""Surrogates: what is minimized in place of the negative reward, for each sampled token; pure torch, one equation one function.
+
+In all of them r = exp(logprob - old) is a token's importance ratio, A its advantage, sg() stops gradients. Nothing here divides or weights:
+the objective multiplies by Rows.weight_R, and the trainer divides once. On-policy (r = 1) the gradient of each is -A * grad(logprob), over
+a context's tokens together for gspo and gmpo.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_rl.algo.kl import MAX_LOG_RATIO
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import Rows
+
+Surrogate = Callable[[Rows, AlgoSettings], torch.Tensor]
+Bounds = tuple[torch.Tensor, torch.Tensor]
+"""Which tokens lie below and above an algorithm's bounds (bool, bool): metrics count those whose advantage pushes them farther out."""
+MAX_DPPO_RATIO = 20.0
+
+
+def log_ratio(rows: Rows) -> torch.Tensor:
+    """Logprob now less logprob at the start of the step, at most MAX_LOG_RATIO, where its gradient ends."""
+    return (rows.logprob_R - rows.old_R).clamp(max=MAX_LOG_RATIO)
+
+
+def clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (arXiv 1707.06347, eq. 7), with DAPO's own upper bound (2503.14476, eq. 8).
+
+    dual_clip bounds the loss of a negative advantage by dual_clip * |A| (arXiv 1912.09729, eq. 5). The gradient is 0 where a bound holds.
+    """
+    return _clip(log_ratio(rows).exp(), rows.advantage_R, algo)
+
+
+def sequence_clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+    """GSPO (arXiv 2507.18071, eq. 5 and 14): as `clipped`, with s = exp(mean of log r over the context) as every token's ratio.
+
+    s_t = sg(s) * exp(logprob - sg(logprob)): with aggregation=sequence_mean value and gradient are those of one ratio for the context.
+    """
+    mean_R = segment_mean(log_ratio(rows).detach(), rows.segment_R)
+    return _clip((mean_R + rows.logprob_R - rows.logprob_R.detach()).exp(), rows.advantage_R, algo)
+
+
+def stopped_ratio(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+    """CISPO (arXiv 2506.13585, eq. 4 and 5): -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob. Clipped tokens keep a gradient."""
+    weight_R = log_ratio(rows).exp().clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high).detach()
+    return -weight_R * rows.advantage_R * rows.logprob_R
+
+
+def geometric(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+    """GMPO (arXiv 2507.20673, eq. 4): -A exp(mean over the context of k_t), k_t = min(sign(A) log r, sign(A) clip(log r)) sign(A).
+
+    Bounds are in log space: -clip_low and clip_high. Every token has its context's value, which aggregation=sequence_mean counts once.
+    """
+    sign_R, log_ratio_R = rows.advantage_R.sign(), log_ratio(rows)
+    bounded_R = torch.minimum(sign_R * log_ratio_R, sign_R * log_ratio_R.clamp(-algo.clip_low, algo.clip_high))
+    return -segment_mean(rows.advantage_R, rows.segment_R) * segment_mean(sign_R * bounded_R, rows.segment_R).exp()
+
+
+def sigmoid_gated(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+    """SAPO (arXiv 2511.20347): -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of clipping; tau by the sign of A."""
+    tau_R = torch.full_like(rows.advantage_R, algo.sapo_tau_negative).masked_fill(rows.advantage_R > 0, algo.sapo_tau_positive)
+    return -4.0 / tau_R * torch.sigmoid(tau_R * (log_ratio(rows).exp() - 1.0)) * rows.advantage_R
+
+
+def divergence_bounded(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+    """DPPO with total variation (arXiv 2602.04879): -sg(min(r, 20)) A logprob, where the probability has not gone too far already.
+
+    Kept are A > 0 with p - q <= clip_high and A <= 0 with p - q >= -clip_low, p and q the probabilities now and at the step's start.
+    """
+    below_R, above_R = divergence_bounds(rows, algo)
+    kept_R = torch.where(rows.advantage_R > 0, ~above_R, ~below_R)
+    ratio_R = log_ratio(rows).exp().clamp(max=MAX_DPPO_RATIO).detach()
+    return -ratio_R * rows.advantage_R * rows.logprob_R * kept_R
+
+
+def ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+    ratio_R = log_ratio(rows).exp()
+    return ratio_R < 1.0 - algo.clip_low, ratio_R > 1.0 + algo.clip_high
+
+
+def sequence_ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+    ratio_R = segment_mean(log_ratio(rows), rows.segment_R).exp()
+    return ratio_R < 1.0 - algo.clip_low, ratio_R > 1.0 + algo.clip_high
+
+
+def log_ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+    log_ratio_R = log_ratio(rows)
+    return log_ratio_R < -algo.clip_low, log_ratio_R > algo.clip_high
+
+
+def divergence_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+    moved_R = rows.logprob_R.exp() - rows.old_R.exp()
+    return moved_R < -algo.clip_low, moved_R > algo.clip_high
+
+
+def no_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+    inside_R = torch.zeros_like(rows.segment_R, dtype=torch.bool)
+    return inside_R, inside_R
+
+
+def segment_mean(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
+    """The mean over each context's tokens, at each of its tokens."""
+    _, place_R, count_S = torch.unique_consecutive(segment_R, return_inverse=True, return_counts=True)
+    return (x_R.new_zeros(count_S.numel()).index_add(0, place_R, x_R) / count_S)[place_R]
+
+
+def _clip(ratio_R: torch.Tensor, advantage_R: torch.Tensor, algo: AlgoSettings) -> torch.Tensor:
+    bounded_R = ratio_R.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high)
+    loss_R = -torch.minimum(ratio_R * advantage_R, bounded_R * advantage_R)
+    if algo.dual_clip == 0:
+        return loss_R
+    return torch.where(advantage_R < 0, torch.minimum(loss_R, -algo.dual_clip * advantage_R), loss_R)

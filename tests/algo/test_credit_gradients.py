@@ -1,0 +1,121 @@
+"""What credit makes of a decision on average: expected policy gradients, by exact enumeration of all groups, against those of the reward.
+
+An episode is one of a few kinds. The order of a group's members changes nothing: each mixture of kinds is looked at once and counted as
+often as it can be dealt to the members.
+"""
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.credit import TURN_SCHEMES
+from megatron_rl.config import AlgoSettings
+from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
+from megatron_rl.types import End
+from tests.support.episodes import episode, turn_credits
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Kind:
+    """A way for an episode to go."""
+
+    probability: float
+    slopes: tuple[float, ...]
+    """For each turn, dlogprob / dtheta of what was chosen there."""
+    numbers: dict[str, float | list]
+    """Outcome, scores, gains."""
+
+
+def expected_gradient(kinds: Sequence[Kind], size: int, algo: AlgoSettings) -> float:
+    """Mean over all groups of `size` of the sum of credit * dlogprob / dtheta over all turns. Another group stands beside each."""
+    total = 0.0
+    for group in itertools.combinations_with_replacement(range(len(kinds)), size):
+        rollouts = [episode(0, **kinds[kind].numbers) for kind in group]
+        others = [episode(1, outcome=3.0, scores=(1.0, 0.0, 2.0)), episode(1, outcome=-1.0, scores=(0.5, 4.0, 0.0))]
+        ALGORITHMS[algo.name].credit([*rollouts, *others], algo)
+        gradient = 0.0
+        for rollout, kind in zip(rollouts, group, strict=True):
+            gradient += sum(credit * slope for credit, slope in zip(turn_credits(rollout), kinds[kind].slopes, strict=True))
+        ways = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
+        total += ways * math.prod(kinds[kind].probability for kind in group) * gradient
+    return total
+
+
+def by_rubric(*steps: float | None, right: bool) -> dict[str, float | list]:
+    """What a rubric with a mean turn part of weight 0.5 makes of an episode with these steps."""
+
+    async def accuracy(_: Outcome) -> float:
+        return float(right)
+
+    async def evidence(_: Outcome) -> list[float | None]:
+        return list(steps)
+
+    rubric = Rubric(parts={"accuracy": Part(accuracy)}, turn_parts={"evidence": TurnPart(evidence, weight=0.5)})
+    score = asyncio.run(rubric.score(Outcome(payload={}, turns=episode(0, 0.0, gains=[0.0] * len(steps)).turns, end=End.DONE)))
+    assert score.reward == right + 0.5, "the reward must not depend on the choice"
+    return {"outcome": score.outcome, "scores": score.turns, "gains": score.gains}
+
+
+def choices(call: float, right: float) -> list[Kind]:
+    """After a good first call an episode calls once more with probability `call`, to no avail, or answers; right is what luck decides."""
+    kinds = []
+    for probability, answer in ((right, True), (1 - right, False)):
+        once, twice = by_rubric(1.0, None, right=answer), by_rubric(1.0, 1.0, None, right=answer)
+        kinds.append(Kind(probability=(1 - call) * probability, slopes=(0.0, -call), numbers=once))
+        kinds.append(Kind(probability=call * probability, slopes=(0.0, 1 - call, 0.0), numbers=twice))
+    return [kind for kind in kinds if kind.probability]
+
+
+@pytest.mark.parametrize("scheme", TURN_SCHEMES)
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("call", [0.5, 0.2])
+def test_a_choice_that_does_not_change_the_reward_is_not_taught(scheme: str, normalize_std: bool, call: float) -> None:
+    """All 2^8 groups of episodes that are worth 1.5 whether they call once more or not."""
+    algo = AlgoSettings(turns=scheme, normalize_std=normalize_std)
+    kinds = choices(call, right=1.0)
+    assert len(kinds) == 2 and abs(expected_gradient(kinds, 8, algo)) <= 1e-12
+
+
+@pytest.mark.parametrize("scheme", TURN_SCHEMES)
+@pytest.mark.parametrize("call", [0.5, 0.2])
+def test_a_choice_is_not_taught_by_the_luck_of_those_who_made_it(scheme: str, call: float) -> None:
+    """All 4^8 groups, right by luck in 7 of 10."""
+    kinds = choices(call, right=0.7)
+    assert len(kinds) == 4 and abs(expected_gradient(kinds, 8, AlgoSettings(turns=scheme, normalize_std=False))) <= 1e-12
+
+
+P, Q = 0.6, 0.3
+LEAVES = {
+    "stop": Kind(probability=1 - P, slopes=(-P,), numbers={"outcome": 0.3, "gains": [1.0]}),
+    "go, stop": Kind(probability=P * (1 - Q), slopes=(1 - P, -Q), numbers={"outcome": 2.0, "gains": [-1.0, 0.5]}),
+    "go, go": Kind(probability=P * Q, slopes=(1 - P, 1 - Q, 0.0), numbers={"outcome": -1.0, "gains": [-1.0, 2.0, 0.25]}),
+}
+"""Two decisions: to go on after the first turn (probability P), and after the second (Q)."""
+R_STOP, R_GO_STOP, R_GO_GO = (kind.numbers["outcome"] + sum(kind.numbers["gains"]) for kind in LEAVES.values())
+SLOPES = {
+    "first": P * (1 - P) * ((1 - Q) * R_GO_STOP + Q * R_GO_GO - R_STOP),
+    "second": P * Q * (1 - Q) * (R_GO_GO - R_GO_STOP),
+}
+"""Derivatives of the expected reward (1 - P) R_STOP + P ((1 - Q) R_GO_STOP + Q R_GO_GO) in the logits of P and of Q."""
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("grpo", "broadcast"), ("grpo", "return_to_go"), ("rloo", "broadcast")])
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("decision", SLOPES)
+def test_the_expected_gradient_is_that_of_the_reward(name: str, scheme: str, size: int, decision: str) -> None:
+    """Sum over the group of A dlogprob: G times the derivative for RLOO; (G - 1) times where the mean contains oneself.
+
+    Episodes differ in length, and with probability a member is alone in its last turns.
+    """
+    turn = list(SLOPES).index(decision)
+    slopes = {leaf: tuple(slope * (place == turn) for place, slope in enumerate(kind.slopes)) for leaf, kind in LEAVES.items()}
+    kinds = [replace(kind, slopes=slopes[leaf]) for leaf, kind in LEAVES.items()]
+    algo = AlgoSettings(name=name, turns=scheme, normalize_std=False)
+    scale = size if name == "rloo" else size - 1
+    assert expected_gradient(kinds, size, algo) == pytest.approx(scale * SLOPES[decision], abs=1e-12)

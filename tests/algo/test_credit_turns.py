@@ -1,0 +1,187 @@
+"""Credit of turns against hand numbers and textbook loops. Every step has a second group, whose numbers are other ones.
+
+Expected policy gradients have their own file: test_credit_gradients.py.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algo.credit import TURN_SCHEMES, spreads
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import Rollout
+from tests.support.episodes import credits, episode, penalize
+
+
+def step() -> list[Rollout]:
+    """Group 5: rewards 1.5, 0.5, 1 and one that failed. Group 2: rewards 6 and 3."""
+    return [
+        episode(5, outcome=1.0, scores=(0.5, 0.0, 0.0)),
+        episode(2, outcome=2.0, scores=(3.0, 1.0)),
+        episode(5, outcome=0.0, scores=(0.5,)),
+        episode(5, outcome=1.0, scores=(-0.1, 0.1), lengths=(3, 2), contexts=(0, 1)),
+        episode(5, scores=(9.0, 9.0)),
+        episode(2, outcome=0.0, scores=(1.0, 2.0)),
+    ]
+
+
+def check(given: Sequence[list[float] | None], expected: Sequence[list[float] | None], *, slack: float = 1e-14) -> None:
+    assert [each if each is None else pytest.approx(each, abs=slack) for each in expected] == list(given)
+
+
+def test_broadcast_gives_every_turn_the_episodes_advantage() -> None:
+    check(credits(step(), "broadcast"), [[0.5] * 3, [1.5] * 2, [-0.5], [0.0] * 2, None, [-1.5] * 2])
+
+
+def test_outcome_and_turn_adds_the_turns_own_advantage_to_the_outcomes() -> None:
+    """Group 5: outcomes 1 0 1, mean 2/3. First turns 0.5 0.5 -0.1, mean 0.3. Second turns 0 and 0.1 of three members: 2/3 of their
+    difference from the other. A third turn has nobody to compare with. Group 2: outcomes -+1, first turns +-1, second turns -+0.5.
+    """
+    expected = [[1 / 3 + 0.2, 1 / 3 - 0.2 / 3, 1 / 3], [2.0, 0.5], [-2 / 3 + 0.2], [1 / 3 - 0.4, 1 / 3 + 0.2 / 3], None, [-2.0, -0.5]]
+    check(credits(step(), "outcome_and_turn"), expected)
+
+
+def test_a_turn_that_is_no_step_has_the_outcomes_advantage_and_is_nobodys_baseline() -> None:
+    """As above with None for the 0s: what was compared with a 0 is alone. A score of 0 is a step."""
+    rollouts = step()
+    for turn in (rollouts[0].turns[1], rollouts[0].turns[2], rollouts[1].turns[1]):
+        turn.score = None
+    rollouts[5].turns[0].score = 0.0  # 3 and 0: 1.5 off their mean
+    expected = [[1 / 3 + 0.2, 1 / 3, 1 / 3], [2.5, 1.0], [-2 / 3 + 0.2], [1 / 3 - 0.4, 1 / 3], None, [-2.5, -1.0]]
+    check(credits(rollouts, "outcome_and_turn"), expected)
+
+
+def test_return_to_go_compares_what_is_still_earned() -> None:
+    """Returns of group 5 at discount 1/2: 1 + (0.5, 0, 0) = 1.5 1 1 | 0.5 | 1 + (-0.1 + 0.05, 0.1) = 0.95 1.1. The third turn is the
+    first's alone: its whole episode, 1.5 - 1. Group 2: 5.5 3 | 2 2.
+    """
+    mean = (1.5 + 0.5 + 0.95) / 3
+    expected = [[1.5 - mean, -0.2 / 3, 0.5], [1.75, 0.5], [0.5 - mean], [0.95 - mean, 0.2 / 3], None, [-1.75, -0.5]]
+    check(credits(step(), "return_to_go", turn_discount=0.5), expected)
+    check(credits(step(), "return_to_go"), [[0.5, -0.2 / 3, 0.5], [1.5, 0.5], [-0.5], [0.0, 0.2 / 3], None, [-1.5, -0.5]])
+
+
+def test_the_longest_episode_learns_from_turns_that_nobody_else_reached() -> None:
+    """Rewards -4 -2 1 0, mean -1.25. Second turns: returns -3 and -1, of four members: 3/4 of the difference."""
+    group = [episode(0, outcome=0.0, gains=gains) for gains in ([-1.0] * 4, [-1.0] * 2, [1.0], [0.0])]
+    others = [episode(1, outcome=8.0, gains=[1.0] * 4), episode(1, outcome=4.0, gains=[1.0] * 3)]
+    expected = [[-2.75, -1.5, -2.75, -2.75], [-0.75, 1.5], [2.25], [1.25], [2.5, 2.5, 2.5, 2.5], [-2.5, -2.5, -2.5]]
+    check(credits([*group, *others], "return_to_go"), expected)
+
+
+@pytest.mark.parametrize("scheme", TURN_SCHEMES)
+def test_the_kl_in_the_reward_is_taken_off_every_return(scheme: str) -> None:
+    """Outcomes 1 less 0.5 * (2 + 4) and 1 less 0.5 * 2: -2 and 0. One turn step each of 1 and 1."""
+    rollouts = [penalize(episode(0, outcome=1.0, scores=(1.0, None)), 2.0, 4.0), penalize(episode(0, outcome=1.0, scores=(1.0,)), 2.0)]
+    rollouts += [penalize(episode(1, outcome=outcome, scores=(0.0,)), 9.0) for outcome in (1.0, 2.0)]
+    check(credits(rollouts, scheme, kl_coef=0.5, kl_in_reward=True), [[-1.0, -1.0], [1.0], [-0.5], [0.5]])
+    assert spreads(rollouts, AlgoSettings(turns=scheme, kl_coef=0.5, kl_in_reward=True)) == {0: 0.0, 1: 0.5}, "known before any KL is"
+
+
+@pytest.mark.parametrize("scheme", TURN_SCHEMES)
+def test_what_is_left_out_still_counts_in_its_groups_means(scheme: str) -> None:
+    """Two right, two wrong that ran out of turns and are dropped: by hand (1 - 1/2) for the right ones, as if nothing were dropped."""
+    rollouts = [episode(group, outcome=outcome, scores=(0.0,)) for group in (0, 1) for outcome in (1.0, group, 0.0, 1.0)]
+    for rollout in rollouts:
+        rollout.dropped = "" if rollout.outcome else "end"
+    check(credits(rollouts, scheme), [[0.5], [-0.5], [-0.5], [0.5], [0.25], [0.25], [-0.75], [0.25]])
+
+
+@pytest.mark.parametrize("scheme", TURN_SCHEMES)
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_one_alone_in_its_group_and_equal_turns_have_exact_zeros(scheme: str, normalize_std: bool) -> None:
+    alone = [episode(0, outcome=3.0, scores=(1.0, 2.0)), episode(0, scores=(1.0,))]
+    equal = [episode(1, outcome=0.1, scores=(0.7, None, 0.3)) for _ in range(3)]
+    moving = [episode(2, outcome=outcome, scores=(0.0,)) for outcome in (0.0, 1.0)]
+    given = credits([*alone, *moving, *equal], scheme, normalize_std=normalize_std, std_eps=0.0)
+    assert given[:2] == [[0.0, 0.0], None] and given[4:] == [[0.0] * 3] * 3
+    assert given[2][0] == -given[3][0] < 0
+    assert spreads([*alone, *moving, *equal], AlgoSettings(turns=scheme)) == {0: 0.0, 2: 0.5, 1: 0.0}
+
+
+def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
+    """Outcomes 1 and 0, first turns 0 and w, answers that are no step: 0.5 - w/2, 0.5 | -0.5 + w/2, -0.5 over the root of a third of
+    their squares, which for w = 1 is sqrt(1/6): 0 and sqrt(1.5). The other group's scale is another: 4, 4 | -4, -4.
+    """
+    first = {}
+    for weight in (1.0, 0.5, 0.01):
+        rollouts = [episode(0, outcome=1.0, scores=(0.0, None)), episode(0, outcome=0.0, scores=(weight, None))]
+        others = [episode(1, outcome=8.0, scores=(0.0, None)), episode(1, outcome=0.0, scores=(0.0, None))]
+        given = credits([*rollouts, *others], "outcome_and_turn", normalize_std=True, std_eps=0.0)
+        turn = 0.5 - weight / 2
+        scale = math.sqrt(2 * (turn**2 + 0.25) / 3)
+        check(given, [[turn / scale, 0.5 / scale], [-turn / scale, -0.5 / scale], [math.sqrt(0.75)] * 2, [-math.sqrt(0.75)] * 2])
+        first[weight] = given[0][0]
+    assert first[1.0] == 0 < first[0.5] < first[0.01] < math.sqrt(0.75)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in TURN_SCHEMES if scheme != "broadcast"])
+def test_turns_are_divided_by_one_number_a_group(scheme: str) -> None:
+    plain, normalized = credits(step(), scheme), credits(step(), scheme, normalize_std=True, std_eps=0.25)
+    for members in ([0, 2, 3], [1, 5]):
+        values = [value for index in members for value in plain[index]]
+        scale = math.sqrt(sum(value * value for value in values) / (len(values) - 1)) + 0.25
+        check([normalized[index] for index in members], [[value / scale for value in plain[index]] for index in members])
+
+
+SCORE = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.floats(-2, 2))
+STEP = st.lists(st.tuples(st.integers(0, 2), st.one_of(st.none(), st.floats(-3, 3)), st.lists(SCORE, min_size=1, max_size=4)), max_size=12)
+
+
+def others_mean(own: float, others: list[float], size: int) -> float:
+    return (own - sum(others) / len(others)) * (size - 1) / size if others else 0.0
+
+
+def textbook(members: list[Rollout], index: int, number: int, scheme: str, discount: float) -> float:
+    """Credit of one turn, in plain loops over the other members."""
+    own, others, size = members[index], members[:index] + members[index + 1 :], len(members)
+    if scheme == "broadcast":
+        return others_mean(own.reward, [each.reward for each in others], size)
+    if scheme == "outcome_and_turn":
+        value = others_mean(own.outcome, [each.outcome for each in others], size)
+        steps = [each.turns[number].score for each in others if len(each.turns) > number and each.turns[number].score is not None]
+        return value if own.turns[number].score is None else value + others_mean(own.turns[number].score, steps, size)
+
+    def to_go(rollout: Rollout) -> float:
+        return rollout.outcome + sum(turn.gain * discount**later for later, turn in enumerate(rollout.turns[number:]))
+
+    reached = [to_go(each) for each in others if len(each.turns) > number]
+    return others_mean(to_go(own), reached, size) if reached else others_mean(own.reward, [each.reward for each in others], size)
+
+
+@pytest.mark.parametrize("scheme", TURN_SCHEMES)
+@settings(deadline=None, max_examples=40)
+@given(STEP, st.sampled_from([1.0, 0.5, 0.0]), st.booleans(), st.randoms(use_true_random=False))
+def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
+    scheme: str, given_step: list, discount: float, normalize_std: bool, shuffler: random.Random
+) -> None:
+    """Groups, outcomes (None: failed), and the scores of the turns, of which those that are steps are gains too."""
+    rollouts = [episode(group, outcome=outcome, scores=None if outcome is None else scores) for group, outcome, scores in given_step]
+    plain = credits(rollouts, scheme, turn_discount=discount)
+    for group in range(3):
+        members = [index for index, rollout in enumerate(rollouts) if rollout.group == group and rollout.is_scored]
+        peers = [rollouts[index] for index in members]
+        for place, index in enumerate(members):
+            expected = [textbook(peers, place, number, scheme, discount) for number in range(len(rollouts[index].turns))]
+            assert plain[index] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    order = list(range(len(rollouts)))
+    shuffler.shuffle(order)
+    options = {"turn_discount": discount, "normalize_std": normalize_std}
+    whole = credits(rollouts, scheme, **options)
+    assert credits([rollouts[index] for index in order], scheme, **options) == [whole[index] for index in order]  # bit for bit
+
+
+@pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-3, 3), st.floats(-2, 2)), max_size=12), st.booleans())
+def test_with_one_turn_an_episode_all_schemes_are_grpo(scheme: str, given_step: list, normalize_std: bool) -> None:
+    """Groups, outcomes, and the score of the one turn, which is a step."""
+    rollouts = [episode(group, outcome=outcome, scores=(score,)) for group, outcome, score in given_step]
+    options = {"normalize_std": normalize_std, "std_eps": 1e-2, "turn_discount": 0.5}
+    check(credits(rollouts, scheme, **options), credits(rollouts, "broadcast", **options), slack=1e-11)
+    spread = spreads(rollouts, AlgoSettings())
+    assert spreads(rollouts, AlgoSettings(turns=scheme)) == pytest.approx(spread, abs=1e-12)

@@ -1,0 +1,276 @@
+"""The loss of a micro-batch and its metrics: hand numbers, a textbook loop over tokens in plain floats, and what every setting moves."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
+from megatron_rl.algo.objective import likelihood, objective
+from megatron_rl.batch import loss_rows, pack
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import LossMetrics, Rows
+from tests.support.episodes import episode, penalize
+from tests.support.packed import weighted
+from tests.support.rows import floats, make_rows, random_rows, tensor
+
+ALGO = AlgoSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01)
+
+
+def loss_and_gradient(rows: Rows, algo: AlgoSettings) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
+    """Loss, its gradients in logprob and entropy, metrics."""
+    loss, metrics = objective(algo)(rows)
+    gradients = torch.autograd.grad(loss, (rows.logprob_R, rows.entropy_R), allow_unused=True)
+    return loss.item(), *(torch.zeros_like(rows.old_R) if each is None else each for each in gradients), metrics
+
+
+def numbers(metrics: LossMetrics) -> dict[str, float]:
+    return {name: value.item() for name, value in (metrics.sums | metrics.maxima).items()}
+
+
+def test_a_loss_by_hand() -> None:
+    """Two tokens, r = 1 and A = 2 | r = 1.5 (clipped at 1.3) and A = 2, weights 1 and 0.5; the engine is 0.25 and 0.5 off."""
+    rows = make_rows(
+        [0.0, math.log(1.5)], [2.0, 2.0], weight=[1.0, 0.5], entropy=[0.7, 0.4], engine=[-1.25, -1.5],
+        reference=[-1.0 - math.log(2), math.log(1.5) - 2.0],
+    )  # fmt: skip
+    loss, gradient_R, entropy_gradient_R, metrics = loss_and_gradient(rows, ALGO)
+    # policy 1 * -2 + 0.5 * -2.6 = -3.3; k3 of the first token log 2 - 0.5, of the second 0; entropy 1 * 0.7 + 0.5 * 0.4 = 0.9
+    assert loss == pytest.approx(-3.3 + 0.1 * (math.log(2) - 0.5) - 0.01 * 0.9, abs=1e-14)
+    assert gradient_R.tolist() == pytest.approx([-2.0 + 0.1 * 0.5, 0.0], abs=1e-14)  # of k3: 1 - exp(-log 2)
+    assert entropy_gradient_R.tolist() == pytest.approx([-0.01, -0.005], abs=1e-16)
+    assert numbers(metrics) == pytest.approx(
+        {
+            "policy/ratio": 2.5,  # 1 + 1.5, over 2 tokens a mean of 1.25
+            "policy/clip_low_fraction": 0.0,
+            "policy/clip_high_fraction": 1.0,
+            "policy/dual_clip_fraction": 0.0,
+            "policy/kl_old": 0.5 - math.log(1.5),
+            "policy/kl_reference": math.log(2) - 0.5,
+            "policy/entropy": 1.1,
+            "engine/logprob_gap": 0.75,
+            "policy/ratio_gap_max": 0.5,
+            "engine/logprob_gap_max": 0.5,
+        },
+        abs=1e-14,
+    )
+
+
+METRICS = (
+    "policy/ratio", "policy/clip_low_fraction", "policy/clip_high_fraction", "policy/dual_clip_fraction", "policy/kl_old", "policy/entropy",
+    "engine/logprob_gap", "policy/kl_reference", "engine/correction", "policy/ratio_gap_max", "engine/logprob_gap_max",
+)  # fmt: skip
+
+
+def textbook(rows: Rows, algo: AlgoSettings) -> tuple[float, list[float], dict[str, float]]:
+    """PPO with everything that can be added, token by token in plain floats: loss, dloss / dlogprob, metrics."""
+    columns = floats(rows)
+    low, high, dual = 1 - algo.clip_low, 1 + algo.clip_high, algo.dual_clip
+    loss, gradient = 0.0, []
+    metrics = dict.fromkeys(METRICS, 0.0)
+    for t, old in enumerate(columns["old"]):
+        log_ratio, to_reference = columns["logprob"][t] - old, columns["reference"][t] - columns["logprob"][t]
+        r, a, weight, entropy = math.exp(log_ratio), columns["advantage"][t], columns["weight"][t], columns["entropy"][t]
+        capped = {"clip_high": a > 0 and r > high, "clip_low": a < 0 and r < low, "dual_clip": a < 0 and dual > 0 and r > dual}
+        bound = high if capped["clip_high"] else low if capped["clip_low"] else dual if capped["dual_clip"] else r
+        correction = min(math.exp(old - columns["engine"][t]), algo.correction_cap) if algo.correction == "token_tis" else 1.0
+        is_large = math.exp(to_reference) - 1 - to_reference > 10
+        kl, kl_gradient = {
+            "k1": (-to_reference, 1.0),
+            "k2": (to_reference**2 / 2, -to_reference),
+            "k3": (10.0, 0.0) if is_large else (math.exp(to_reference) - 1 - to_reference, 1 - math.exp(to_reference)),
+        }[algo.kl_estimator]
+        in_loss = 0.0 if algo.kl_in_reward else algo.kl_coef
+        loss += weight * (-correction * bound * a + in_loss * kl - algo.entropy_coef * entropy)
+        gradient.append(weight * ((0.0 if any(capped.values()) else -correction * r * a) + in_loss * kl_gradient))
+        for name, value in capped.items():
+            metrics[f"policy/{name}_fraction"] += value
+        metrics["policy/ratio"] += r
+        metrics["policy/kl_old"] += min(r - 1 - log_ratio, 10)
+        metrics["policy/kl_reference"] += min(math.exp(to_reference) - 1 - to_reference, 10)
+        metrics["policy/entropy"] += entropy
+        metrics["policy/ratio_gap_max"] = max(metrics["policy/ratio_gap_max"], abs(r - 1))
+        metrics["engine/logprob_gap"] += abs(old - columns["engine"][t])
+        metrics["engine/logprob_gap_max"] = max(metrics["engine/logprob_gap_max"], abs(old - columns["engine"][t]))
+        metrics["engine/correction"] += correction
+    if algo.correction == "none":
+        del metrics["engine/correction"]
+    return loss, gradient, metrics
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("correction", ["none", "token_tis"])
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 2**31), st.lists(st.integers(1, 12), max_size=4), st.sampled_from([0.0, 1.5, 3.0]), st.booleans(),
+    st.sampled_from([0.7, 3.0]),
+)  # fmt: skip
+def test_the_loss_is_the_textbook_loop(
+    estimator: str, correction: str, seed: int, lengths: list[int], dual_clip: float, in_reward: bool, spread: float
+) -> None:
+    algo = dataclasses.replace(
+        ALGO, kl_estimator=estimator, dual_clip=dual_clip, correction=correction, correction_cap=1.3, kl_in_reward=in_reward
+    )
+    rows = random_rows(seed, lengths, spread=spread)
+    loss, gradient_R, entropy_gradient_R, metrics = loss_and_gradient(rows, algo)
+    expected_loss, expected_gradient, expected = textbook(rows, algo)
+    assert loss == pytest.approx(expected_loss, rel=1e-11, abs=1e-11)
+    torch.testing.assert_close(gradient_R, tensor(*expected_gradient), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(entropy_gradient_R, -0.01 * rows.weight_R, rtol=1e-11, atol=1e-11)
+    assert numbers(metrics) == pytest.approx(expected, rel=1e-11, abs=1e-11)
+    assert {name for name in numbers(metrics) if name.endswith("_max")} == metrics.maxima.keys()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("cut", [0, 1, 3, 4])
+def test_two_halves_add_up_to_the_whole(name: str, cut: int) -> None:
+    """Cut between any two contexts."""
+    lengths = [5, 1, 8, 3]
+    algo = dataclasses.replace(ALGO, name=name, correction="token_tis")
+
+    def part(chosen: slice) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
+        rows = random_rows(7, lengths)
+        columns = {field.name: getattr(rows, field.name)[chosen].detach() for field in dataclasses.fields(Rows)}
+        leaves = {leaf: columns[leaf].clone().requires_grad_() for leaf in ("logprob_R", "entropy_R")}
+        return loss_and_gradient(Rows(**columns | leaves), algo)
+
+    border = sum(lengths[:cut])
+    whole, first, second = part(slice(None)), part(slice(border)), part(slice(border, None))
+    assert first[0] + second[0] == pytest.approx(whole[0], rel=1e-12)
+    torch.testing.assert_close(torch.cat([first[1], second[1]]), whole[1], rtol=1e-14, atol=1e-14)
+    for metric, value in whole[3].sums.items():
+        torch.testing.assert_close(first[3].sums[metric] + second[3].sums[metric], value, rtol=1e-12, atol=1e-12)
+    for metric, value in whole[3].maxima.items():
+        assert torch.equal(torch.maximum(first[3].maxima[metric], second[3].maxima[metric]), value)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_rows_are_a_loss_of_zero_with_the_usual_metrics(name: str) -> None:
+    algo = dataclasses.replace(ALGO, name=name, correction="token_tis")
+    loss, gradient_R, _, metrics = loss_and_gradient(random_rows(1, []), algo)
+    assert (loss, gradient_R.tolist()) == (0.0, [])
+    assert numbers(metrics) == dict.fromkeys(numbers(loss_and_gradient(random_rows(1, [4, 5]), algo)[3]), 0.0)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, garbage: float) -> None:
+    """A packed batch whose unsampled entries are made garbage: loss, gradient and metrics stay the same, bit for bit."""
+    contexts = [context for rollout in (episode(0, 1.0, lengths=(2, 3)), episode(0, 0.0, lengths=(1,))) for context in rollout.contexts]
+    results = []
+    for filling in (0.0, garbage):
+        packed = [weighted(context, advantage=place - 0.5, weight=1.0) for place, context in enumerate(contexts)]
+        batch = pack(packed, image_token_id=9, positions=lambda ids, images: torch.zeros(3, len(ids), dtype=torch.long), multiple_of=4)
+        logprob_T = torch.linspace(-3, -0.5, batch.num_tokens)
+        batch.old_logprob_T, batch.reference_logprob_T = logprob_T - 0.1, logprob_T + 0.2
+        for column_T in (batch.old_logprob_T, batch.reference_logprob_T, batch.advantage_T, batch.engine_logprob_T, batch.weight_T):
+            column_T.masked_fill_(~batch.mask_T, filling)
+        rows_R = batch.mask_T.nonzero().flatten()
+        logprob_R = logprob_T[rows_R].requires_grad_()
+        loss, metrics = objective(dataclasses.replace(ALGO, name=name))(loss_rows(batch, rows_R, logprob_R, torch.ones(len(rows_R))))
+        results.append((loss.item(), torch.autograd.grad(loss, logprob_R)[0].tolist(), numbers(metrics)))
+    assert math.isfinite(results[0][0]) and len(results[0][1]) == 6
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_what_is_no_term_of_the_loss_is_only_measured(in_reward: bool) -> None:
+    """Without coefficients, or with the KL in the reward, the policy term is left; without a reference its metric is missing."""
+    rows = random_rows(3, [9, 7])
+    algo = dataclasses.replace(ALGO, kl_coef=0.1 * in_reward, kl_in_reward=in_reward, entropy_coef=0.0)
+    expected = (rows.weight_R * ALGORITHMS["grpo"].surrogate(rows, algo)).sum().item()
+    measured, bare = loss_and_gradient(rows, algo), loss_and_gradient(dataclasses.replace(rows, reference_R=None), algo)
+    assert measured[0] == bare[0] == pytest.approx(expected, abs=1e-12)
+    assert torch.equal(measured[1], bare[1]) and not measured[2].any()
+    assert numbers(measured[3]).keys() - numbers(bare[3]).keys() == {"policy/kl_reference"}
+
+
+def test_a_token_far_from_the_reference_adds_its_bound_and_no_gradient() -> None:
+    """log(reference / policy) = 8: k3 is 3e3, of which 10 counts; the policy's gradient, -A, is all there is."""
+    rows = make_rows([0.0], [2.0], reference=[7.0], weight=[0.5])
+    loss, gradient_R, *_ = loss_and_gradient(rows, dataclasses.replace(ALGO, entropy_coef=0.0))
+    assert (loss, gradient_R.tolist()) == (0.5 * (-2.0 + 0.1 * 10.0), [-1.0])
+
+
+def test_the_warm_starts_loss_by_hand() -> None:
+    # 1 * 0.5 + 2 * 0.25 = 1; the gradient is minus the weight
+    rows = make_rows([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
+    loss, metrics = likelihood(rows)
+    loss.backward()
+    assert (loss.item(), rows.logprob_R.grad.tolist()) == (1.0, [-1.0, -2.0])
+    assert numbers(metrics) == {"policy/entropy": 0.75}
+
+
+# Wiring -----------------------------------------------------------------------------------------------------------------------------------
+
+GROUP = {"grpo", "gspo", "cispo", "sapo", "gmpo", "dppo"}
+"""Rows that credit as GRPO does."""
+BY_TURN, CLIPPED = GROUP - {"gspo", "gmpo"}, {"grpo", "rloo", "opo", "reinforce_pp", "gspo"}
+EVERY = set(ALGORITHMS)
+KL, TO_GO, TIS = {"kl_coef": 0.1}, {"turns": "return_to_go"}, {"correction": "token_tis"}
+WIRING: dict[str, tuple[object, dict, set[str]]] = {
+    "normalize_std": (False, {}, GROUP),
+    "std_eps": (0.5, {}, GROUP),
+    "turns": ("outcome_and_turn", {}, BY_TURN),
+    "turn_discount": (0.5, TO_GO, BY_TURN),
+    "clip_low": (0.4, {}, EVERY - {"sapo"}),
+    "clip_high": (0.4, {}, EVERY - {"sapo"}),
+    "dual_clip": (1.2, {}, CLIPPED),
+    "sapo_tau_positive": (2.0, {}, {"sapo"}),
+    "sapo_tau_negative": (2.0, {}, {"sapo"}),
+    "kl_coef": (0.1, {}, EVERY),
+    "kl_estimator": ("k2", KL, EVERY),
+    "kl_in_reward": (True, KL, EVERY),
+    "entropy_coef": (0.1, {}, EVERY),
+    "correction": ("token_tis", {}, EVERY),
+    "correction_cap": (1.1, TIS, EVERY),
+}
+"""For each setting a value that is not its default, what else must be set for it to matter, and the rows that it then moves."""
+
+
+def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
+    """Credit, loss and gradient of two groups of three episodes of one to three turns, off-policy."""
+    lengths = ((2, 1, 3), (4,), (1, 2)) * 2
+    rollouts = [
+        episode(number // 3, outcome=number**2 / 7, scores=[0.3 * number, -0.5, 1.0][: len(each)], lengths=each)
+        for number, each in enumerate(lengths)
+    ]
+    for number, rollout in enumerate(rollouts):
+        penalize(rollout, *(0.3 * math.sin(number + place) for place in range(rollout.num_sampled)))
+    ALGORITHMS[algo.name].credit(rollouts, algo)
+    credits = [credit for rollout in rollouts for context in rollout.contexts for credit in context.advantages if credit]
+    segments = [number for number, each in enumerate(lengths) for _ in range(sum(each))]
+    size = len(segments)
+    assert len(credits) == size, "no token has a credit of 0"
+    generator = torch.Generator().manual_seed(0)
+    d, gap, reference = (0.5 * torch.randn(3, size, generator=generator, dtype=torch.float64)).tolist()
+    d = [each + (0.6 if segment % 2 else -0.6) for each, segment in zip(d, segments, strict=True)]
+    old = [-1.0] * size
+    rows = make_rows(
+        d, credits, segments=segments, old=old, engine=[-1.0 + g for g in gap], reference=[-1.0 + r for r in reference],
+        entropy=[0.5] * size,
+    )  # fmt: skip
+    loss, gradient_R, *_ = loss_and_gradient(rows, algo)
+    return credits, loss, gradient_R.tolist()
+
+
+@pytest.mark.parametrize("field", WIRING)
+def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> None:
+    value, base, rows = WIRING[field]
+    assert value != getattr(AlgoSettings(), field), "a default moves nothing"
+    moved = set()
+    for name in BY_TURN if field in ("turns", "turn_discount") else ALGORITHMS:  # others refuse them
+        before = AlgoSettings(name=name, **base)
+        after = dataclasses.replace(before, **{field: value})
+        check_algorithm(after)
+        if moved_by(before) != moved_by(after):
+            moved.add(name)
+    assert moved == rows
+
+
+def test_every_setting_is_wired() -> None:
+    """The temperature is the policy's, the name the table's."""
+    assert WIRING.keys() == {field.name for field in dataclasses.fields(AlgoSettings)} - {"name", "temperature"}

@@ -1,0 +1,80 @@
+"""Episodes for the tests of credit and selection: real contexts, tokens without meaning, scores handed in."""
+
+from collections.abc import Sequence
+
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import Context, End, Image, Rollout, Status, Turn
+
+PICTURE = Image(None, None, (1, 2, 2), "a", merge=2)
+
+
+def episode(
+    group: int, reward: float | None = None, *,
+    outcome: float | None = None, scores: Sequence[float | None] | None = None, gains: Sequence[float] | None = None,
+    lengths: Sequence[int] = (1,), contexts: Sequence[int] | None = None, end: End = End.DONE, image: bool = False, sample: int = 0,
+) -> Rollout:  # fmt: skip
+    """One that has a turn for each of `gains` (or `scores`, or `lengths`), of which turn k samples lengths[k] tokens in context number
+    contexts[k].
+
+    Without gains a turn's gain is its score, and without scores 0. Without a reward, it is the outcome and the gains; without an
+    outcome, the reward less the gains; without either the episode failed. Every turn is preceded and followed by an observed token.
+    """
+    num_turns = len(next(given for given in (gains, scores, lengths) if given is not None))
+    lengths = list(lengths) + [1] * (num_turns - len(lengths))
+    contexts = [0] * num_turns if contexts is None else contexts
+    scores = [None] * num_turns if scores is None else scores
+    gains = [score or 0.0 for score in scores] if gains is None else gains
+    if reward is None and outcome is not None:
+        reward = outcome + sum(gains)
+    if reward is not None and outcome is None:
+        outcome = reward - sum(gains)
+    made = Rollout(
+        task="t", example_id=f"e{group}", group=group, sample=sample, reward=reward, outcome=outcome or 0.0, end=end,
+        status=Status.FAILED if reward is None else Status.COMPLETED,
+        contexts=[Context(images=[PICTURE] if image else []) for _ in range(max(contexts, default=0) + 1)],
+    )  # fmt: skip
+    for number, (place, length, score, gain) in enumerate(zip(contexts, lengths, scores, gains, strict=True)):
+        context = made.contexts[place]
+        context.extend([1])
+        start = len(context.token_ids)
+        context.extend([2] * length, logprobs=[-1.0] * length)
+        made.turns.append(Turn(context=place, span=(start, start + length), text=f"turn {number}", score=score, gain=gain))
+        context.extend([3])
+    return made
+
+
+def penalize(rollout: Rollout, *per_token: float) -> Rollout:
+    """Let old and reference logprobs differ by these numbers, over the sampled tokens of all its contexts in order."""
+    numbers = iter(per_token)
+    for context in rollout.contexts:
+        column = [next(numbers) if sampled else 7.0 for sampled in context.loss_mask]
+        context.attach("old_logprobs", [number - 3.0 for number in column])
+        context.attach("reference_logprobs", [-3.0] * len(column))
+    assert next(numbers, None) is None, "more numbers than sampled tokens"
+    return rollout
+
+
+def token_credits(rollout: Rollout) -> list[float]:
+    """What its sampled tokens are credited with, in order; all others have exactly 0."""
+    pairs = [pair for context in rollout.contexts for pair in zip(context.advantages, context.loss_mask, strict=True)]
+    assert all(value == 0.0 for value, sampled in pairs if not sampled)
+    return [value for value, sampled in pairs if sampled]
+
+
+def turn_credits(rollout: Rollout) -> list[float] | None:
+    """What its turns are credited with: one number for all tokens of a turn. None where no credit was written."""
+    if not any(context.advantages for context in rollout.contexts):
+        return None
+    assert len(token_credits(rollout)) == sum(stop - start for start, stop in (turn.span for turn in rollout.turns))
+    values = []
+    for turn in rollout.turns:
+        (value,) = set(rollout.contexts[turn.context].advantages[slice(*turn.span)])
+        values.append(value)
+    return values
+
+
+def credits(rollouts: Sequence[Rollout], scheme: str, *, normalize_std: bool = False, **given: float | bool) -> list[list[float] | None]:
+    """What algo.turns=scheme credits every turn with; None where no credit was written."""
+    ALGORITHMS["grpo"].credit(rollouts, AlgoSettings(turns=scheme, normalize_std=normalize_std, **given))
+    return [turn_credits(rollout) for rollout in rollouts]
