@@ -1,14 +1,15 @@
 """The two records that travel: Rollout, what people and judges read, and Batch, what the trainer computes on.
 
 Shape suffixes used in this project:
-    T  tokens of one packed micro-batch        S  sequences in it (S1 = S + 1)      L  tokens of one sequence
-    P  vision patches    C  numbers in a patch (3 channels x 2 frames x 14 x 14)    I  images
-    V  vision tokens (a 2 x 2 square of patches is one)    R  rows that need logits    H  hidden size    G  rollouts of a group
+    T  tokens of one packed micro-batch        S  segments in it (S1 = S + 1)       L  tokens of one context
+    P  vision patches    C  numbers in a patch (of its channels, frames, rows and columns)    I  images
+    M  vision tokens after merging (a square of patches is one)    R  rows that need logits: the sampled tokens
+    H  hidden size    G  rollouts of a group    V  ids of the vocabulary
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -29,6 +30,10 @@ class HostFault(RuntimeError):
 
 class RunFailed(RuntimeError):
     """The run did what it was told and the outcome is not acceptable: too many failed rollouts, no improvement."""
+
+
+class NotFinite(RunFailed):
+    """A number is NaN or infinite: it stops the run before any weight takes it."""
 
 
 class Status(StrEnum):
@@ -80,21 +85,24 @@ class Demonstration:
 class Image:
     """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
 
-    picture: Picture
+    picture: Picture | None
+    """None where it was read without its pixels (wire.from_record)."""
     patch_PC: torch.Tensor | None
     """float32 [P, C], the output of the one processor call. It stays behind when an image is pickled (it is eight times the picture's
     size): None until Renderer.restore."""
     grid: tuple[int, int, int]
-    """Frames, rows and columns in patches; rows and columns are even."""
+    """Frames, rows and columns in patches; rows and columns are multiples of `merge`."""
     key: str
+    merge: int
+    """Patches along each side of the square that is one vision token."""
 
     @property
     def num_tokens(self) -> int:
         frames, rows, columns = self.grid
-        return frames * rows * columns // 4
+        return frames * rows * columns // self.merge**2
 
     def __reduce__(self) -> tuple:
-        return Image, (self.picture, None, self.grid, self.key)
+        return Image, (self.picture, None, self.grid, self.key, self.merge)
 
 
 @dataclass(slots=True)
@@ -102,28 +110,53 @@ class Context:
     """Token ids as the engine saw and sampled them, with everything that is aligned to them.
 
     Example: prompt ids [5, 6], sampled [7, 8] gives
-        token_ids [5, 6, 7, 8], loss_mask [0, 0, 1, 1], engine_logprobs [0.0, 0.0, -0.3, -1.2].
+        token_ids [5, 6, 7, 8], loss_mask [0, 0, 1, 1], engine_logprobs [0.0, 0.0, -0.3, -1.2], versions [-1, -1, 4, 4].
     """
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     engine_logprobs: list[float] = field(default_factory=list)
     """Logprob of each sampled token under the policy that sampled it; 0.0 where the mask is 0."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token; -1 where the mask is 0."""
     images: list[Image] = field(default_factory=list)
+    old_logprobs: list[float] = field(default_factory=list)
+    """Logprobs of the sampled tokens under the trainer's weights at the start of the step. Empty until known, as the three below."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    """What a critic expects to be earned from the state before each sampled token."""
+    advantages: list[float] = field(default_factory=list)
+    """What each sampled token is credited with; 0.0 where the mask is 0."""
 
-    def extend(self, token_ids: list[int], *, logprobs: list[float] | None = None, images: tuple[Image, ...] = ()) -> None:
-        """The only door through which tokens enter. With logprobs they were sampled; without, they were observed.
+    def extend(
+        self, token_ids: list[int], *,
+        logprobs: list[float] | None = None, versions: list[int] | None = None, images: tuple[Image, ...] = (),
+    ) -> None:  # fmt: skip
+        """The only door through which tokens enter. With logprobs they were sampled, by weights of these versions (0: before any update);
+        without, they were observed.
 
         Image placeholders in token_ids are already expanded: one id per vision token.
         """
         sampled = logprobs is not None
         assert not (sampled and images), "the policy does not sample images"
+        assert sampled or versions is None, "what was observed has no version"
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([int(sampled)] * len(token_ids))
         self.engine_logprobs.extend(logprobs if sampled else [0.0] * len(token_ids))
+        self.versions.extend([0 if sampled else -1] * len(token_ids) if versions is None else versions)
         self.images.extend(images)
-        lengths = (len(self.token_ids), len(self.loss_mask), len(self.engine_logprobs))
-        assert len(set(lengths)) == 1, f"token_ids, loss_mask, engine_logprobs have lengths {lengths}"
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.engine_logprobs), len(self.versions))
+        assert len(set(lengths)) == 1, f"token_ids, loss_mask, engine_logprobs, versions have lengths {lengths}"
+
+    def attach(self, column: str, numbers: list[float]) -> None:
+        """The only door for what becomes known of the tokens later: `column` is one of ATTACHED, with a number for every token."""
+        assert column in ATTACHED, f"{column} is none of {ATTACHED}"
+        assert len(numbers) == len(self.token_ids), f"{len(numbers)} {column} for {len(self.token_ids)} tokens"
+        setattr(self, column, numbers)
+
+
+ATTACHED = ("old_logprobs", "reference_logprobs", "values", "advantages")
+"""Columns of Context that networks and credit fill."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -152,12 +185,14 @@ class Turn:
     """First and one-past-last sampled token in that context."""
     text: str
     reward: float = 0.0
-    """The environment's."""
-    score: float = 0.0
-    """What the rubric's turn parts give this turn, weighted."""
+    """What the environment gave."""
+    score: float | None = None
+    """What this turn is worth as a step, by the rubric's turn parts, weighted; None where it is no step of any of them."""
+    gain: float = 0.0
+    """What this turn changed in the episode's reward: the gains and Rollout.outcome sum to the reward."""
     call: ToolCall | None = None
     images: list[Image] = field(default_factory=list)
-    """Those of the observation that followed, as the policy saw them."""
+    """Pictures of the observation that followed, as the policy saw them."""
 
 
 @dataclass(slots=True)
@@ -169,7 +204,6 @@ class Rollout:
     group: int
     """Rollouts of one group start from the same example and share a baseline."""
     sample: int
-    weight_version: int
     contexts: list[Context] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.COMPLETED
@@ -180,14 +214,16 @@ class Rollout:
     """None until scored; stays None when failed."""
     outcome: float = 0.0
     """The reward without what its turns contributed."""
+    dropped: str = ""
+    """Why a rollout that was scored is not trained on (algo/select.py); empty when it is."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The reward by named part, unweighted."""
     wall_s: float = 0.0
-    """The episode's seconds, from its prompt to the end of its environment; of them..."""
+    """Seconds of the episode, from its prompt to the end of its environment."""
     environment_s: float = 0.0
-    """...in the steps of its environment: tools, with the wait for a free one..."""
+    """Seconds of wall_s in the steps of its environment: tools, with the wait for a free one."""
     scoring_s: float = 0.0
-    """...and in its rubric: judges."""
+    """Seconds of wall_s in its rubric: judges."""
 
     @property
     def num_sampled(self) -> int:
@@ -195,15 +231,41 @@ class Rollout:
 
     @property
     def used_tool(self) -> bool:
-        return any(turn.call is not None and turn.call.ran for turn in self.turns)
+        """A tool was called and did what it was asked."""
+        return any(turn.call is not None and turn.call.ran and not turn.call.error for turn in self.turns)
+
+    @property
+    def is_scored(self) -> bool:
+        return self.status is not Status.FAILED
+
+    @property
+    def is_trained_on(self) -> bool:
+        return self.is_scored and not self.dropped
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest weights that sampled any of its tokens; -1 without one."""
+        return min((version for context in self.contexts for version in context.versions if version >= 0), default=-1)
+
+
+@dataclass(slots=True, frozen=True)
+class Origin:
+    """Whose tokens a segment holds."""
+
+    rollout: int
+    """Index into the rollouts that were packed."""
+    context: int
+    """Index into that rollout's contexts."""
+    start: int
+    """Where in the context the segment begins."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """One packed micro-batch: flat tensors, no padding between sequences; knows no prompts, tasks or groups.
+    """One packed micro-batch: flat tensors, no padding between segments; knows no prompts, tasks, groups or algorithms.
 
     Entry t predicts token t + 1: target_T, mask_T, weight_T and every *_T quantity of the loss are already shifted by `pack`.
-    Sequences [5 6 7 8] (8 and 7 sampled) and [9 4] (4 sampled) give
+    Contexts [5 6 7 8] (7 and 8 sampled) and [9 4] (4 sampled) give
         token_T [5 6 7 8 9 4], target_T [6 7 8 0 4 0], mask_T [0 1 1 0 1 0], cu_seqlens_S1 [0 4 6].
     """
 
@@ -218,15 +280,17 @@ class Batch:
     cu_seqlens_S1: torch.Tensor
     """int32 offsets; the last equals T."""
     prefix_S: list[int]
-    """For each segment the one whose tokens come before it (a prompt that several sequences share), or -1."""
+    """For each segment the one whose tokens come before it (a prompt that several contexts share), or -1."""
+    origin_S: list[Origin | None]
+    """The way back: whose tokens each segment holds. None for a shared prompt, for padding, and where no rollout was packed."""
     patch_PC: torch.Tensor
     """On the host: a step's pictures are larger than its weights, and go to the device one micro-batch at a time."""
     grid_I3: torch.Tensor
-    """The distinct images of the micro-batch: each is encoded once however many sequences show it."""
-    vision_position_V: torch.Tensor
-    """Positions in token_T that a vision embedding replaces, in order..."""
-    vision_row_V: torch.Tensor
-    """...and the row of the encoder's output that goes there."""
+    """The distinct images of the micro-batch: each is encoded once however many contexts show it."""
+    vision_position_M: torch.Tensor
+    """Positions in token_T that a vision embedding replaces, in order."""
+    vision_row_M: torch.Tensor
+    """The row of the encoder's output that goes to each of vision_position_M."""
     denominator: int
     """This micro-batch's share of the global denominator: shares are summed over micro-batches and data-parallel ranks."""
     advantage_T: torch.Tensor
@@ -237,3 +301,51 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.token_T.numel()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Rows:
+    """What a loss sees of a micro-batch: its R sampled tokens, in order. All float32 but segment_R."""
+
+    logprob_R: torch.Tensor
+    """Logprob of each token under the weights that are trained, with gradient."""
+    entropy_R: torch.Tensor
+    """Entropy of the distribution that each token is from, with gradient."""
+    old_R: torch.Tensor
+    """Logprob at the start of the step: logprob_R itself, detached, where the step makes one update."""
+    engine_R: torch.Tensor
+    """Logprob under the engine that sampled."""
+    reference_R: torch.Tensor | None
+    advantage_R: torch.Tensor
+    weight_R: torch.Tensor
+    """What a token's loss counts, before the division by the global denominator."""
+    segment_R: torch.Tensor
+    """Which segment of the batch a token is in: the sampled tokens of a context are all in one."""
+
+    def are_finite(self) -> dict[str, torch.Tensor]:
+        """Whether each column holds finite numbers only, by its name in words; what others computed comes first."""
+        columns = {
+            "the engine's logprob": self.engine_R,
+            "the reference's logprob": self.reference_R,
+            "the advantage": self.advantage_R,
+            "the trainer's logprob": self.logprob_R,
+            "the old logprob": self.old_R,
+            "the entropy": self.entropy_R,
+        }
+        return {name: column.isfinite().all() for name, column in columns.items() if column is not None}
+
+
+@dataclass(slots=True, frozen=True)
+class LossMetrics:
+    """Detached scalars, sorted by how they are reduced over micro-batches and ranks. The names do not depend on the data."""
+
+    sums: dict[str, torch.Tensor]
+    """Add, then divide by the global number of sampled tokens: a mean or a fraction of tokens, unweighted."""
+    maxima: dict[str, torch.Tensor]
+    """Take the maximum, which is NaN where any is. At least 0."""
+    checks: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whether a tensor of the micro-batch holds finite numbers only, in the order in which they came to be."""
+
+
+Loss = Callable[[Rows], tuple["torch.Tensor", LossMetrics]]
+"""The loss of a micro-batch, summed over its rows and not divided, and its metrics."""

@@ -1,10 +1,10 @@
 """The packed batch that parity is measured on, built the same way in every process: text only, two images of
-different sizes, an image and a whole prompt that two sequences share, and the same prompt with its images swapped."""
+different sizes, an image and a whole prompt that two contexts share, and the same prompt with its images swapped."""
 
 import numpy as np
 from PIL import Image as Pillow
 
-from megatron_rl.batch import Piece
+from megatron_rl.minibatches import WeightedContext
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context
 
@@ -31,13 +31,19 @@ def prompts(renderer: Renderer) -> list[Context]:
     ]
 
 
-def example_pieces(renderer: Renderer) -> list[Piece]:
-    """Sequences of different lengths with 40 to 70 sampled tokens each; weights and advantages differ by context."""
-    pieces = []
+def weighted(context: Context, *, advantage: float = 0.0, weight: float = 1.0, denominator: int = 1) -> WeightedContext:
+    """A context whose sampled tokens all have one advantage."""
+    context.attach("advantages", [advantage * sampled for sampled in context.loss_mask])
+    return WeightedContext(context, weight=weight, denominator=denominator)
+
+
+def example_contexts(renderer: Renderer) -> list[WeightedContext]:
+    """Contexts of different lengths with 40 to 70 sampled tokens each; weights and advantages differ by context."""
+    made = []
     for index, context in enumerate(prompts(renderer)):
         generator = np.random.default_rng(index)
         sampled = generator.integers(0, 256, 40 + 6 * index).tolist()
         context.extend(sampled, logprobs=[-1.0] * len(sampled))
         advantage = (1.5, -1.0, 0.5, -0.7, 0.9, -1.2)[index]
-        pieces.append(Piece.uniform(context, advantage=advantage, weight=0.5 + 0.25 * index, denominator=len(sampled)))
-    return pieces
+        made.append(weighted(context, advantage=advantage, weight=0.5 + 0.25 * index, denominator=len(sampled)))
+    return made
