@@ -8,7 +8,7 @@ blocks of a matrix whose rows are then ordered as the fused weight's are. What c
 Parameters: `<linear>.adapter.lora_a.<projection>` and `lora_b`; those of the base keep their names.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -180,10 +180,10 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
         mlp.linear_fc1, mlp.linear_fc2 = column({"gate_proj": rows, "up_proj": rows}, fuse_halves), row("down_proj")
 
 
-def adapt_vision(tower: nn.Module, lora: LoraSettings) -> None:
-    """Replace the vision tower's linears that the targets name."""
+def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str, str]) -> None:
+    """Replace the vision tower's linears that the targets name; `vision_lora` is the model family's."""
     for name, module in list(tower.named_modules()):
-        if is_vision_target(name, lora.targets):
+        if is_vision_target(name, lora.targets, vision_lora):
             tower.set_submodule(name, LoraLinear(module, lora, name=projection(name)))
 
 

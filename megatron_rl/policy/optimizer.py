@@ -2,22 +2,20 @@
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import nn
 
-from megatron_rl.config import LoraSettings, OptimizerSettings
+from megatron_rl.config import LoraSettings, OptimSettings
 from megatron_rl.policy.parallel import is_imagined
+from megatron_rl.policy.transformer import Chunk
 from megatron_rl.weights.stream import is_adapter
 
-_NAMES = {"vision": ("vision.patch_embed.*", "vision.blocks.*"), "merger": ("vision.merger.*",), "language": ("language.*",)}
-"""Parts of the model (config.PARTS) as patterns over a chunk's parameter names."""
 
-
-def freeze(chunk: nn.Module, parts: list[str], *, all_but_adapters: bool) -> None:
+def freeze(chunk: Chunk, parts: list[str], *, all_but_adapters: bool) -> None:
     """Switch gradients off before the gradient buffers are made: what is frozen gets none, and no optimizer state."""
-    prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in _NAMES[part])
+    prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.parts[part])
     for name, parameter in chunk.named_parameters():
         if name.startswith(prefixes) or (all_but_adapters and not is_adapter(name)):
             parameter.requires_grad = False
@@ -33,8 +31,11 @@ def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettin
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
-def build_optimizer(settings: OptimizerSettings, chunks: list[DistributedDataParallel], *, offload: bool) -> MegatronOptimizer:
-    """AdamW over data-parallel shards (Megatron's distributed optimizer). bfloat16 parameters have fp32 main weights and fp32 moments."""
+def build_optimizer(settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool) -> MegatronOptimizer:
+    """AdamW over data-parallel shards (Megatron's distributed optimizer). bfloat16 parameters have fp32 main weights and fp32 moments.
+
+    Megatron's standard overrides (no weight decay of biases and norms) hold beside those of parts: it merges all that match a parameter.
+    """
     dtype = chunks[0].config.params_dtype
     config = OptimizerConfig(
         optimizer="adam",
@@ -51,22 +52,25 @@ def build_optimizer(settings: OptimizerSettings, chunks: list[DistributedDataPar
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=1.0 if offload else 0.0,
     )
-    part_lrs = {
-        ParamKey(name=tuple(f"*module.{pattern}" for pattern in _NAMES[part])): ParamGroupOverride(max_lr=lr)
+    names = chunks[0].module.spec.family.parts
+    overrides = get_standard_config_overrides(config) | {
+        ParamKey(name=tuple(f"*module.{pattern}" for pattern in names[part])): ParamGroupOverride(max_lr=lr)
         for part, lr in settings.part_lr.items()
     }
-    return get_megatron_optimizer(config, chunks, config_overrides=part_lrs or None, use_gloo_process_groups=not is_imagined())
+    return get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_imagined())
 
 
-def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, num_updates: int) -> OptimizerParamScheduler:
-    """Stepped before each update: update number warmup_steps is the first at full lr, the last one has min_lr (unless constant)."""
+def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:
+    """A function of the step, counted from 1: number warmup_steps (at least the first) has the peak; then it falls, unless constant,
+    towards min_lr, which the step after the last would have."""
+    peak = max(settings.warmup_steps, 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(num_updates, settings.warmup_steps + 1),
+        lr_warmup_steps=peak,
+        lr_decay_steps=max(num_steps, peak) + 1,
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

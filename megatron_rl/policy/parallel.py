@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import ParallelSettings, require
 from megatron_rl.cpu import on_cpu_too
+from megatron_rl.models.spec import ModelSpec
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,18 +41,13 @@ class Layout:
         return dist.get_process_group_ranks(self.pp_group)[-1]
 
 
-def check_layout(parallel: ParallelSettings, model: Qwen2_5_VLConfig, world_size: int) -> None:
+def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int) -> None:
     """Raise a ValueError naming key, value and the sizes that work; needs no process group, so every rank says the same."""
-    text = model.text_config
-    sizes = {
-        "attention heads": text.num_attention_heads,
-        "key/value heads": text.num_key_value_heads,
-        "vocabulary entries": text.vocab_size,
-    }
+    sizes = {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, "vocabulary entries": model.vocab_size}
     fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if all(size % tp == 0 for size in sizes.values()))
     for what, size in sizes.items():
         require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide the model's {size} {what}; use one of {fitting}")
-    layers, chunks = text.num_hidden_layers, parallel.pp * parallel.vpp
+    layers, chunks = model.num_layers, parallel.pp * parallel.vpp
     require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the model's {layers} layers")
     remedy = f"cuts the model's {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
     require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)

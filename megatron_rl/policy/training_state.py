@@ -1,7 +1,8 @@
 """The policy's training state on disk: Megatron's `torch_dist` format, planned together, written by a thread, readable at any layout.
 
 A folder holds the weights under `Row.key`, optimizer tensors under keys that begin with `optimizer.`, and in common.pt what is neither:
-the number of updates, the layout, and the generators of every rank. AdamW's step and the learning rate follow from the number of updates.
+the number of updates, the layout, and the generators of every rank. AdamW's step follows from the number of updates, the learning rate
+from the run's step.
 
 Writing in the background is a thread of this process with torch's FileSystemWriter, not megatron-core 0.16.1's AsyncCallsQueue
 (dist_checkpointing/strategies/async_utils.py). Tried on CPUs with gloo: its persistent worker ends with ZeroDivisionError (it divides by
@@ -28,7 +29,6 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
@@ -48,8 +48,9 @@ class TrainingState:
     chunks: nn.ModuleList
     """The bare model chunks of this rank, in the order of the virtual pipeline."""
     optimizer: ChainedOptimizer
-    schedule: OptimizerParamScheduler
     layout: Layout
+    num_updates: int
+    """Optimizer updates that made it."""
 
 
 def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
@@ -111,8 +112,8 @@ class Save:
 
 
 @torch.no_grad()
-def load(state: TrainingState, folder: Path, *, seed: int) -> None:
-    """Fill the policy from a checkpoint, whatever layout wrote it.
+def load(state: TrainingState, folder: Path, *, seed: int) -> int:
+    """Fill the policy from a checkpoint, whatever layout wrote it, and return the number of updates that made it.
 
     The generators go on where they stopped at the layout that wrote them; at another one they start anew, seeded by `seed` and the number
     of updates. ValueError: the checkpoint is not of this model, or its optimizer state is of another layout (dp_reshardable).
@@ -135,6 +136,7 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> None:
         _set_generators(common["generators"][dist.get_rank()])
     else:
         seed_generators(seed + common["updates"])
+    return common["updates"]
 
 
 @torch.no_grad()
@@ -166,7 +168,7 @@ def _common(state: TrainingState, optimizer: str) -> dict[str, object]:
     """What is no tensor of the model: plain values and byte tensors, because Megatron reads it with weights_only."""
     generators: list = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
-    return {"updates": state.schedule.num_steps, "optimizer_format": optimizer, "layout": _sizes(state), "generators": generators}
+    return {"updates": state.num_updates, "optimizer_format": optimizer, "layout": _sizes(state), "generators": generators}
 
 
 def _sizes(state: TrainingState) -> dict[str, int]:
@@ -239,8 +241,6 @@ def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> No
             moments["step"] = torch.tensor(float(updates))
         for group in part.optimizer.param_groups:  # ...and Transformer Engine's
             group["step"] = updates
-    state.schedule.num_steps = updates
-    state.schedule.step(0)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL over processes: Hugging Face's vision tower and Megatron's GPTModel, whole or cut into pipeline chunks."""
+"""A vision-language model over processes: Hugging Face's vision tower and Megatron's GPTModel, whole or cut into pipeline chunks."""
 
 import torch
 from megatron.core.enums import ModelType
@@ -10,9 +10,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.config import LoraSettings
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.attention import PackedCoreAttention, SharedPromptParams
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
@@ -40,25 +40,23 @@ def uses_transformer_engine(lora: LoraSettings) -> bool:
     return HAVE_TE and torch.cuda.is_available() and not lora.rank
 
 
-def megatron_config(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """HF's text config in Megatron's words. Fusions that need a GPU's kernels are off: this spec serves both."""
-    text = model.text_config
+def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """The language model's sizes in Megatron's words. Fusions that need a GPU's kernels are off: this spec serves both."""
     return TransformerConfig(
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        ffn_hidden_size=text.intermediate_size,
-        num_attention_heads=text.num_attention_heads,
-        num_query_groups=text.num_key_value_heads,
-        kv_channels=text.hidden_size // text.num_attention_heads,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=text.rms_norm_eps,
+        layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        mrope_section=list(text.rope_parameters["mrope_section"]),
+        mrope_section=list(spec.rope_sections),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -82,6 +80,7 @@ def megatron_config(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype)
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **spec.family.megatron,
     )
 
 
@@ -107,38 +106,37 @@ def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
-class Qwen2_5_VL(MegatronModule):
+class Chunk(MegatronModule):
     """One chunk of the policy: all of it, a pipeline stage's part, or one of several parts of a stage under an interleaved schedule.
 
     `forward` gives the hidden states that travel on to the next chunk; on the last chunk those of the asked rows, for `head`.
     """
 
-    def __init__(self, model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, chunk: int = 0) -> None:
-        config = megatron_config(model, layout, dtype)
+    def __init__(self, spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, number: int = 0) -> None:
+        config = megatron_config(spec, layout, dtype)
         super().__init__(config=config)
-        text = model.text_config
-        self.layout = layout
+        self.spec, self.layout = spec, layout
         self.model_type = ModelType.encoder_or_decoder
-        self.pre_process = layout.is_first_stage and chunk == 0
-        self.post_process = layout.is_last_stage and chunk == layout.vpp - 1
-        self.vp_stage = chunk
+        self.pre_process = layout.is_first_stage and number == 0
+        self.post_process = layout.is_last_stage and number == layout.vpp - 1
+        self.vp_stage = number
         self.num_images_encoded = 0
         self.uses_transformer_engine = uses_transformer_engine(lora)
-        self.share_embeddings_and_output_weights = text.tie_word_embeddings
+        self.share_embeddings_and_output_weights = spec.tied
         self.language = GPTModel(
             config,
-            _layer_specs(text.num_hidden_layers // (layout.pp * layout.vpp), config, lora),
-            vocab_size=text.vocab_size,
-            max_sequence_length=text.max_position_embeddings,
+            _layer_specs(spec.num_layers // (layout.pp * layout.vpp), config, lora),
+            vocab_size=spec.vocab_size,
+            max_sequence_length=spec.max_positions,
             pre_process=self.pre_process,
             post_process=self.post_process,
-            share_embeddings_and_output_weights=text.tie_word_embeddings,
+            share_embeddings_and_output_weights=spec.tied,
             position_embedding_type="mrope",
-            rotary_base=text.rope_parameters["rope_theta"],
+            rotary_base=spec.rope_theta,
             scatter_embedding_sequence_parallel=False,
-            vp_stage=chunk if layout.vpp > 1 else None,
+            vp_stage=number if layout.vpp > 1 else None,
         )
-        self.vision = vision_tower(model, layout, dtype, lora=lora) if self.pre_process else None
+        self.vision = vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
         if self.post_process:
             # The head's input is gathered and cut to the rows that matter in forward, not inside the output layer.
             self.language.output_layer.sequence_parallel = False
@@ -173,9 +171,11 @@ class Qwen2_5_VL(MegatronModule):
         """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places."""
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
-            vision_VH, encoded = encode_images(self.vision, batch.patch_PC.to(embedded), batch.grid_I3, self.layout)
+            vision_VH, encoded = encode_images(
+                self.vision, batch.patch_PC.to(embedded), batch.grid_I3, self.layout, patches_a_token=self.spec.vision.patches_a_token
+            )
             self.num_images_encoded += encoded
-            embedded = embedded.index_copy(0, batch.vision_position_V, vision_VH[batch.vision_row_V][:, None].to(embedded.dtype))
+            embedded = embedded.index_copy(0, batch.vision_position_M, vision_VH[batch.vision_row_M][:, None].to(embedded.dtype))
         if torch.is_grad_enabled() and not embedded.requires_grad:
             # Where embeddings are frozen, tensor-parallel ranks without an image must still meet the others' all-reduces in the backward
             # pass; and Megatron's recomputation is reentrant: a layer whose input needs no gradient would give its weights none.
@@ -200,6 +200,6 @@ class Qwen2_5_VL(MegatronModule):
         )
 
 
-def build_chunks(model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> nn.ModuleList:
+def build_chunks(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> nn.ModuleList:
     """This rank's part of the policy: as many chunks as layout.vpp says."""
-    return nn.ModuleList(Qwen2_5_VL(model, layout, dtype, lora=lora, chunk=chunk) for chunk in range(layout.vpp))
+    return nn.ModuleList(Chunk(spec, layout, dtype, lora=lora, number=number) for number in range(layout.vpp))

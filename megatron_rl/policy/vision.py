@@ -4,29 +4,25 @@ Each tensor-parallel rank encodes its share of a micro-batch's distinct images; 
 a partial gradient, and Megatron reduces it (finalize_model_grads).
 """
 
-from copy import deepcopy
-
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
-from transformers import Qwen2_5_VLConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers import PreTrainedModel
 
 from megatron_rl.config import LoraSettings
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.attention import VISION_ATTENTION
 from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
 
-def vision_tower(
-    model: Qwen2_5_VLConfig, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings
-) -> Qwen2_5_VisionTransformerPretrainedModel:
-    tower = Qwen2_5_VisionTransformerPretrainedModel(deepcopy(model.vision_config)).to(dtype)
+def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
+    tower = spec.tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     if layout.recompute == "full":
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     if lora.rank:
-        adapt_vision(tower, lora)
+        adapt_vision(tower, lora, spec.family.vision_lora)
     for parameter in tower.parameters():
         # Megatron averages these gradients over tensor-parallel ranks after backward; encode_images makes the average the sum.
         parameter.average_gradients_across_tp_domain = True
@@ -44,7 +40,9 @@ def share_out(patches_I: list[int], ranks: int) -> list[list[int]]:
     return shares
 
 
-def encode_images(tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, int]:
+def encode_images(
+    tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, patches_a_token: int
+) -> tuple[torch.Tensor, int]:
     """Embeddings [V, H] of all images in order, and how many of them this rank's tower encoded: its share only."""
     if layout.tp == 1:
         return tower(patch_PC, grid_thw=grid_I3).pooler_output, grid_I3.shape[0]
@@ -61,15 +59,15 @@ def encode_images(tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tenso
         local = patch_PC.new_zeros(0, tower.config.out_hidden_size)
     # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
     local = _ScaleGradient.apply(local, layout.tp)
-    longest = max(sum(patches_I[image] for image in share) // 4 for share in shares)
+    longest = max(sum(patches_I[image] for image in share) // patches_a_token for share in shares)
     padded = torch.cat([local, local.new_zeros(longest - local.shape[0], local.shape[1])])
     gathered = gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=False)
     places = {}
     for rank, share in enumerate(shares):
         offset = rank * longest
         for image in share:
-            places[image] = range(offset, offset + patches_I[image] // 4)
-            offset += patches_I[image] // 4
+            places[image] = range(offset, offset + patches_I[image] // patches_a_token)
+            offset = places[image].stop
     return gathered[[row for image in sorted(places) for row in places[image]]], len(mine)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.models.hf_config import read_config, rows_of
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.torch_dist import McoreTensors
 from tests.conftest import SUPPORT
 from tests.support.checkpoint_world import LAYOUTS, VARIANTS
@@ -95,8 +95,8 @@ def test_dp_reshardable_refuses_another_layout(out: Path) -> None:
 def test_tensors_are_those_of_the_table(layout: str, out: Path, random_model: Path) -> None:
     """The converters' reader, which knows nothing of process groups, finds every row whole under its key, tied embeddings once."""
     written, weights = McoreTensors(out / layout), result(out, layout)["weights"]
-    rows = [row for row in rows_of(read_config(random_model)) if row.exported]
-    assert written.names() == {row.key for row in rows}
+    rows = [row for row in read_spec(random_model).rows() if row.exported]
+    assert written.specs.keys() == {row.key for row in rows}
     for row in rows:
         assert torch.equal(written.read(row.key), row.to_mcore(tuple(weights[name] for name in row.hf), 0, 1)), row.key
 

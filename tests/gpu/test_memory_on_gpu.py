@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.algo.losses import LossMetrics
-from megatron_rl.batch import Piece
-from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
-from megatron_rl.models.hf_config import read_config
+from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.minibatches import WeightedContext
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.plan.activations import activations
 from megatron_rl.plan.shares import held_by
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import Context
+from megatron_rl.types import Context, LossMetrics
 from megatron_rl.world import connect, place
 
 pytestmark = pytest.mark.gpu
@@ -38,25 +37,25 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
     settings = ModelSettings(path=str(random_model), dtype="bfloat16", frozen=["vision", "merger"])
     before = torch.cuda.memory_allocated()
     policy = Policy(
-        settings, build_layout(parallel, seed=0), parallel=parallel, optimizer=AlgoSettings(), num_updates=2,
+        settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2,
         banned_ids=[], image_token_id=7,
     )  # fmt: skip
     context = Context()
     context.extend([11] * (NUM_TOKENS - 2048))
     context.extend([12] * 2048, logprobs=[0.0] * 2048)
-    batches = policy.pack([Piece.uniform(context)], max_tokens=NUM_TOKENS)
+    batches = policy.pack([WeightedContext(context)], max_tokens=NUM_TOKENS)
 
     def step() -> None:
-        policy.update(batches, lambda logprob_R, *_: (-logprob_R.sum(), LossMetrics(sums={}, maxima={})))
+        policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
 
     step()  # makes the moments
-    held = held_by(policy.model, policy.optimizer)
+    held = held_by(policy.network.model, policy.network.optimizer)
     resident = torch.cuda.memory_allocated()
     assert resident - before == pytest.approx(held.parameters + held.gradients + held.main + held.moments, rel=0.05)
     torch.cuda.reset_peak_memory_stats()
     step()
     planned = activations(
-        read_config(random_model), parallel, stage=0, num_tokens=NUM_TOKENS, max_patches=4, width=2, lora=LoraSettings(),
+        read_spec(random_model), parallel, stage=0, num_tokens=NUM_TOKENS, max_patches=4, width=2, lora=LoraSettings(),
         frozen=settings.frozen,
     ).total  # fmt: skip
     assert planned / 2 <= torch.cuda.max_memory_allocated() - resident <= planned

@@ -7,17 +7,17 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
+from megatron_rl.algo.objective import objective
 from megatron_rl.batch import pack
-from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.policy.attention import packed_attention
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.train import objective
 from megatron_rl.world import connect, place
 from tests.support.hf_run import logits_of_hf
 from tests.support.layouts import full_logits
-from tests.support.packed import example_pieces
+from tests.support.packed import example_contexts
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def make_policy(random_model: Path) -> Callable[..., Policy]:
     def make(dtype: str, *, lora: LoraSettings | None = None, **parallel: object) -> Policy:
         return Policy(
             ModelSettings(path=str(random_model), dtype=dtype), layout,
-            parallel=ParallelSettings(**parallel), optimizer=AlgoSettings(lr=1e-3), num_updates=1, lora=lora,
+            parallel=ParallelSettings(**parallel), optim=OptimSettings(lr=1e-3), num_steps=1, lora=lora,
             banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
         )  # fmt: skip
 
@@ -40,7 +40,8 @@ def make_policy(random_model: Path) -> Callable[..., Policy]:
 
 def logits(policy: Policy, folder: Path) -> torch.Tensor:
     renderer = Renderer(ModelSettings(path=str(folder)))
-    batch = pack(example_pieces(renderer), image_token_id=renderer.image_token_id, device=policy.device)
+    positions = policy.spec.positions
+    batch = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=positions, device=policy.network.device)
     return full_logits(policy, batch).float().cpu()
 
 
@@ -84,7 +85,7 @@ def test_an_update_with_everything_offloaded(make_policy: Callable[..., Policy],
     leaves.wake()
     before = {name: tensor.float().clone() for name, tensor in stays.hf_weights()}
     for policy in (stays, leaves):
-        policy.update(policy.pack(example_pieces(renderer), max_tokens=200), objective(AlgoSettings()))
+        policy.update(policy.pack(example_contexts(renderer), max_tokens=200), objective(AlgoSettings()), step=0)
     for (name, ours), (_, theirs) in zip(leaves.hf_weights(), stays.hf_weights(), strict=True):
         change = theirs.float() - before[name]
         assert change.norm() > 0, name

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 
 
@@ -23,8 +23,8 @@ def hf(random_model: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path, renderer: Renderer) -> Iterator[Engine]:
-    engine = Engine(
+def engine(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+    engine = LocalEngine(
         str(random_model), EngineSettings(kv_cache_mib=32),
         image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip

@@ -10,7 +10,8 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.engine import Completion, Engine, Sampling, placeholder_offsets
+from megatron_rl.rollout.engine import Completion, Sampling, placeholder_offsets
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, HostFault
 from tests.support.packed import picture, prompts, user
@@ -18,7 +19,7 @@ from tests.support.sampled import BOUND, gap, generate, policy_logits
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_the_policy(engine: Engine, hf: HF, renderer: Renderer, temperature: float) -> None:
+def test_logprobs_are_those_of_the_policy(engine: LocalEngine, hf: HF, renderer: Renderer, temperature: float) -> None:
     """Text only, one image, two images of different sizes; then a second turn with another image in the grown context."""
     contexts = prompts(renderer)
     for turn in range(2):
@@ -33,7 +34,7 @@ def test_logprobs_are_those_of_the_policy(engine: Engine, hf: HF, renderer: Rend
             context.extend(more.token_ids, images=tuple(more.images))
 
 
-def test_greedy_is_hf_argmax(engine: Engine, hf: HF, renderer: Renderer) -> None:
+def test_greedy_is_hf_argmax(engine: LocalEngine, hf: HF, renderer: Renderer) -> None:
     for context in prompts(renderer):
         (completion,) = generate(engine, [context], [Sampling(max_tokens=8, temperature=0.0, seed=0)])
         token_ids = list(context.token_ids)
@@ -43,7 +44,7 @@ def test_greedy_is_hf_argmax(engine: Engine, hf: HF, renderer: Renderer) -> None
             token_ids.append(token)
 
 
-def test_frequencies_follow_the_probabilities(engine: Engine, hf: HF, renderer: Renderer) -> None:
+def test_frequencies_follow_the_probabilities(engine: LocalEngine, hf: HF, renderer: Renderer) -> None:
     """3000 seeds at temperature 2: chi-squared of the first tokens, and of the second ones after the 20 most frequent first ones."""
     context, num = prompts(renderer)[1], 3000
 
@@ -70,7 +71,7 @@ def check_frequencies(expected: torch.Tensor, counts: Counter[int]) -> None:
     assert freedom >= 10 and chi_squared < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_a_seed_decides_whatever_the_company(engine: Engine, renderer: Renderer) -> None:
+def test_a_seed_decides_whatever_the_company(engine: LocalEngine, renderer: Renderer) -> None:
     """Alone, and behind 70 prompts with images (more than one step holds: prompts are computed in parts); other seeds, other tokens."""
     contexts = prompts(renderer)
     samplings = [Sampling(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(contexts))]
@@ -85,7 +86,7 @@ def test_a_seed_decides_whatever_the_company(engine: Engine, renderer: Renderer)
     assert all(c.token_ids != ids for c, ids in zip(reseeded, alone, strict=True))
 
 
-def test_exactly_the_stop_ids_end_a_turn(engine: Engine, renderer: Renderer) -> None:
+def test_exactly_the_stop_ids_end_a_turn(engine: LocalEngine, renderer: Renderer) -> None:
     """The stop id is part of the turn; the tokenizer's other end tokens are tokens like any other; the rest ran to max_tokens."""
     (stop,) = renderer.stop_ids
     other_end = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
@@ -98,7 +99,7 @@ def test_exactly_the_stop_ids_end_a_turn(engine: Engine, renderer: Renderer) -> 
     assert any(other_end in c.token_ids[:-1] for c in completions)
 
 
-def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: Engine, renderer: Renderer) -> None:
+def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: LocalEngine, renderer: Renderer) -> None:
     """What is sampled is a function of seed and position: with stop texts a turn is the free one up to the token that completes one."""
     stop, num = ("z", "the"), 100
     free = [Sampling(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
@@ -114,7 +115,7 @@ def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: Engine, renderer: Rende
     assert 10 < early < num
 
 
-def test_a_full_context_is_unfinished(engine: Engine, renderer: Renderer) -> None:
+def test_a_full_context_is_unfinished(engine: LocalEngine, renderer: Renderer) -> None:
     long = Context(token_ids=[65] * 1020)
     full = Context(token_ids=[65] * 1024)
     room, none = generate(engine, [long, full], [Sampling(max_tokens=64, temperature=1.0, seed=1)] * 2)
@@ -122,7 +123,7 @@ def test_a_full_context_is_unfinished(engine: Engine, renderer: Renderer) -> Non
     assert (none.token_ids, none.finished) == ([], False)
 
 
-def test_the_engine_sees_what_vllms_own_processor_would_make(engine: Engine, renderer: Renderer) -> None:
+def test_the_engine_sees_what_vllms_own_processor_would_make(engine: LocalEngine, renderer: Renderer) -> None:
     """vLLM's processor on the pictures and one placeholder each, against the expanded ids, patches and positions that we hand over."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
@@ -143,7 +144,7 @@ def test_the_engine_sees_what_vllms_own_processor_would_make(engine: Engine, ren
         assert tuple(item["image_grid_thw"].data.tolist()) == image.grid
 
 
-def test_wrong_placeholders_are_refused(engine: Engine, renderer: Renderer) -> None:
+def test_wrong_placeholders_are_refused(engine: LocalEngine, renderer: Renderer) -> None:
     """One too few, an image too many, one too few: both lengths and the first difference are named."""
     context = prompts(renderer)[2]
     length, own = len(context.token_ids), renderer.image_token_id
@@ -160,7 +161,7 @@ def test_wrong_placeholders_are_refused(engine: Engine, renderer: Renderer) -> N
             generate(engine, [Context(token_ids=token_ids, images=images)], [Sampling(max_tokens=1, temperature=1.0, seed=0)])
 
 
-def test_a_refused_request_leaves_the_others_alone(engine: Engine, renderer: Renderer) -> None:
+def test_a_refused_request_leaves_the_others_alone(engine: LocalEngine, renderer: Renderer) -> None:
     (context, *_) = prompts(renderer)
 
     async def main() -> list:
@@ -172,7 +173,7 @@ def test_a_refused_request_leaves_the_others_alone(engine: Engine, renderer: Ren
     assert isinstance(refused, ValueError) and "temperature" in str(refused)
 
 
-def test_an_exception_comes_out_of_run(engine: Engine, renderer: Renderer) -> None:
+def test_an_exception_comes_out_of_run(engine: LocalEngine, renderer: Renderer) -> None:
     """And the requests that were under way are gone."""
     (context, *_) = prompts(renderer)
 
@@ -187,7 +188,7 @@ def test_an_exception_comes_out_of_run(engine: Engine, renderer: Renderer) -> No
     assert not engine._core.is_busy()
 
 
-def test_a_failing_step_fails_all_who_wait(engine: Engine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_fails_all_who_wait(engine: LocalEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those in flight and those who come later, each with a HostFault; no one waits for ever."""
     monkeypatch.setattr(engine, "_error", None)
     contexts, steps, step = prompts(renderer), 0, engine._core.step
@@ -214,7 +215,7 @@ def test_a_failing_step_fails_all_who_wait(engine: Engine, renderer: Renderer, m
     assert not engine._core.is_busy()
 
 
-def test_cancelling_aborts_the_request(engine: Engine, renderer: Renderer) -> None:
+def test_cancelling_aborts_the_request(engine: LocalEngine, renderer: Renderer) -> None:
     """The others end as they would have without it."""
     contexts = prompts(renderer)[1:3]
     sampling = Sampling(max_tokens=20, temperature=1.0, seed=5)
@@ -234,7 +235,7 @@ def test_cancelling_aborts_the_request(engine: Engine, renderer: Renderer) -> No
     assert [c.token_ids for c in engine.run(main())] == alone
 
 
-def test_a_slow_tool_delays_only_its_own(engine: Engine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tool_delays_only_its_own(engine: LocalEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And while nothing is in flight the pump sleeps."""
     (context, *_) = prompts(renderer)
     turns, turn, order = 0, engine._turn, []
@@ -259,7 +260,7 @@ def test_a_slow_tool_delays_only_its_own(engine: Engine, renderer: Renderer, mon
     assert turns < 40, "16 steps of 3 episodes of 2 turns of 4 tokens at most, and a wake-up each"
 
 
-def test_sleep_and_wake_change_nothing(engine: Engine, renderer: Renderer) -> None:
+def test_sleep_and_wake_change_nothing(engine: LocalEngine, renderer: Renderer) -> None:
     contexts = prompts(renderer)
     samplings = [Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(len(contexts))]
     before = generate(engine, contexts, samplings)
@@ -269,7 +270,7 @@ def test_sleep_and_wake_change_nothing(engine: Engine, renderer: Renderer) -> No
     assert [c.token_ids for c in after] == [c.token_ids for c in before]
 
 
-def test_training_beside_the_engine_works(engine: Engine, renderer: Renderer, hf: HF) -> None:
+def test_training_beside_the_engine_works(engine: LocalEngine, renderer: Renderer, hf: HF) -> None:
     """Autograd, default dtype and the number of threads are the trainer's, also while rollouts go on."""
     generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
     weight = torch.full((3,), 2.0, requires_grad=True)
@@ -285,7 +286,7 @@ def test_training_beside_the_engine_works(engine: Engine, renderer: Renderer, hf
         assert torch.equal(held, hf.state_dict()["model.language_model.norm.weight"])
 
 
-def test_busy_seconds_only_grow(engine: Engine, renderer: Renderer) -> None:
+def test_busy_seconds_only_grow(engine: LocalEngine, renderer: Renderer) -> None:
     before = engine.busy_s
     generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
     assert before < engine.busy_s
@@ -295,4 +296,4 @@ def test_cuda_without_cuda_is_refused(random_model: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ValueError, match="engine.device=cuda: .*use auto or cpu"):
-        Engine(str(random_model), EngineSettings(device="cuda"), image_token_id=1, banned_ids=[], stop_ids=[], group=None)
+        LocalEngine(str(random_model), EngineSettings(device="cuda"), image_token_id=1, banned_ids=[], stop_ids=[], group=None)

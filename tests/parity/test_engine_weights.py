@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
-from megatron_rl.rollout.engine import Engine, Sampling
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.weights import checksum
 from tests.support.packed import prompts
@@ -25,14 +26,14 @@ def perturbed(hf: HF, seed: int) -> HF:
 
 
 @pytest.fixture
-def own_weights(engine: Engine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_weights(engine: LocalEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engine serves the checkpoint again after the test."""
     yield
     monkeypatch.undo()
     engine.load_weights(iter(hf.state_dict().items()), version=0)
 
 
-def test_weights_are_replaced(engine: Engine, hf: HF, renderer: Renderer, own_weights: None) -> None:
+def test_weights_are_replaced(engine: LocalEngine, hf: HF, renderer: Renderer, own_weights: None) -> None:
     """Twice, on prompts the caches know, in one bucket and in many: the logprobs are the new weights' and not the old ones'."""
     sequences = prompts(renderer)
     samplings = [Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(len(sequences))]
@@ -50,7 +51,7 @@ def test_weights_are_replaced(engine: Engine, hf: HF, renderer: Renderer, own_we
     engine._core.weights._bucket_bytes = bucket
 
 
-def test_buckets_bound_what_is_held(engine: Engine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_bound_what_is_held(engine: LocalEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> None:
     """The iterator is drawn one bucket ahead of the loader, never further."""
     weights, drawn, largest = engine._core.weights, 0, 0
     deliver = weights.deliver
@@ -74,7 +75,7 @@ def test_buckets_bound_what_is_held(engine: Engine, hf: HF, monkeypatch: pytest.
     assert 300_000 <= largest < 300_000 + max(tensor.nbytes for tensor in hf.state_dict().values())
 
 
-def test_one_flipped_bit_of_any_tensor_is_noticed(engine: Engine, hf: HF, monkeypatch: pytest.MonkeyPatch, own_weights: None) -> None:
+def test_one_flipped_bit_of_any_tensor_is_noticed(engine: LocalEngine, hf: HF, monkeypatch: pytest.MonkeyPatch, own_weights: None) -> None:
     """Between sender and loader, in each tensor in turn, at a bit that moves from the first element's lowest to the last one's highest."""
     tensors = hf.state_dict()
     deliver, names = engine._core.weights.deliver, list(tensors)
@@ -108,7 +109,7 @@ def swap(one: str, other: str) -> Callable[[Tensors], Tensors]:
     ],
 )
 def test_swapped_tensors_are_noticed(
-    engine: Engine, hf: HF, one: str, other: str, monkeypatch: pytest.MonkeyPatch, own_weights: None
+    engine: LocalEngine, hf: HF, one: str, other: str, monkeypatch: pytest.MonkeyPatch, own_weights: None
 ) -> None:
     """Same shapes, other places: the loader does not mind, the check does, and names both."""
     deliver, stem = engine._core.weights.deliver, "model.language_model.layers.1."
@@ -120,14 +121,14 @@ def test_swapped_tensors_are_noticed(
     assert stem + one in str(caught.value) and stem + other in str(caught.value)
 
 
-def test_q_and_k_swapped_by_the_sender_are_refused(engine: Engine, hf: HF, own_weights: None) -> None:
+def test_q_and_k_swapped_by_the_sender_are_refused(engine: LocalEngine, hf: HF, own_weights: None) -> None:
     stem = "model.language_model.layers.0.self_attn."
     swapped = swap(stem + "q_proj.weight", stem + "k_proj.weight")(list(hf.state_dict().items()))
     with pytest.raises(RuntimeError, match=r"_proj.weight was sent as \(\d+, 128\), the engine's is"):
         engine.load_weights(iter(swapped), version=1)
 
 
-def test_every_tensor_is_sent_exactly_once(engine: Engine, hf: HF, own_weights: None) -> None:
+def test_every_tensor_is_sent_exactly_once(engine: LocalEngine, hf: HF, own_weights: None) -> None:
     tensors = hf.state_dict()
     names = list(tensors)
     for missing in ("lm_head.weight", "model.language_model.layers.2.self_attn.k_proj.bias", "model.visual.merger.ln_q.weight"):

@@ -103,8 +103,8 @@ def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: 
     for name, parameter in peft.model.named_parameters():
         assert "lora_" not in name or torch.equal(loaded.get_parameter(name), parameter), name
     with torch.no_grad():
-        sequence = peft.pieces[2].sequence
-        assert (hf_logits(loaded, peft.renderer, sequence) - hf_logits(peft.model, peft.renderer, sequence)).abs().max() <= 1e-5
+        context = peft.contexts[2].context
+        assert (hf_logits(loaded, peft.renderer, context) - hf_logits(peft.model, peft.renderer, context)).abs().max() <= 1e-5
     assert json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] == 8
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 from tests.support.random_transcripts import PROTOCOLS, play
@@ -26,8 +26,8 @@ def renderer(random_model: Path) -> Renderer:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path, renderer: Renderer) -> Iterator[Engine]:
-    engine = Engine(
+def engine(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+    engine = LocalEngine(
         str(random_model), EngineSettings(max_model_len=1536, kv_cache_mib=128),
         image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip
@@ -36,7 +36,7 @@ def engine(random_model: Path, renderer: Renderer) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def rollouts(engine: Engine, renderer: Renderer) -> list[Rollout]:
+def rollouts(engine: LocalEngine, renderer: Renderer) -> list[Rollout]:
     """All at once; the policy is the model itself, which with random weights says junk of its own."""
 
     async def all_of_them() -> list[Rollout]:

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from torch.distributed.checkpoint import FileSystemWriter
 
-from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.algo.objective import objective
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import megatron_on_cpu
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.train import objective
 from megatron_rl.world import connect, place
-from tests.support.packed import example_pieces
+from tests.support.packed import example_contexts
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ VARIANTS = {
 
 
 class World:
-    """Builds policies at its layouts, one layout at a time, and trains them on the same pieces."""
+    """Builds policies at its layouts, one layout at a time, and trains them on the same contexts."""
 
     def __init__(self, model: Path, out: Path) -> None:
         self.model, self.out = model, out
         self.renderer = Renderer(ModelSettings(path=str(model)))
-        self.pieces = example_pieces(self.renderer)
+        self.contexts = example_contexts(self.renderer)
 
     @contextmanager
     def at(self, layout: str) -> Iterator[None]:
@@ -72,14 +72,15 @@ class World:
     def policy(self, variant: Variant) -> Policy:
         return Policy(
             ModelSettings(path=str(self.model), **variant.model), self.layout, parallel=self.parallel, lora=variant.lora,
-            optimizer=AlgoSettings(lr=0.1, eps=1e-4, warmup_steps=5, weight_decay=0.01), num_updates=10,
+            optim=OptimSettings(lr=0.1, eps=1e-4, warmup_steps=5, weight_decay=0.01), num_steps=10,
             banned_ids=self.renderer.banned_ids, image_token_id=self.renderer.image_token_id,
         )  # fmt: skip
 
     def update(self, policy: Policy) -> dict[str, object]:
         """One update: loss, and the change of every tensor; and what the generators give next."""
         before = weights(policy)
-        metrics = policy.update(policy.pack(self.pieces, max_tokens=10_000), objective(AlgoSettings(entropy_coef=0.1)))
+        batches, loss = policy.pack(self.contexts, max_tokens=10_000), objective(AlgoSettings(entropy_coef=0.1))
+        metrics = policy.update(batches, loss, step=policy.network.num_updates)
         change = {name: tensor - before[name] for name, tensor in weights(policy).items()}
         return {"loss": metrics["loss"], "lr": metrics["lr"], "grad_norm": metrics["grad_norm"], "change": change, "noise": noise()}
 

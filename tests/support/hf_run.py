@@ -6,11 +6,11 @@ import torch
 from peft import PeftModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.batch import Piece
 from megatron_rl.config import ModelSettings
+from megatron_rl.minibatches import WeightedContext
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context
-from tests.support.packed import example_pieces
+from tests.support.packed import example_contexts
 
 TEMPERATURE = 0.7
 
@@ -40,7 +40,7 @@ def sampled_distribution(logits: torch.Tensor, banned_ids: list[int]) -> torch.T
 
 
 class HfRun:
-    """What HF computes on the same pieces, one sequence at a time, with torch's own autograd."""
+    """What HF computes on the same contexts, one sequence at a time, with torch's own autograd."""
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         """With the LoRA adapter of a PEFT folder, its gradients alone."""
@@ -48,19 +48,19 @@ class HfRun:
         self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         if adapter:
             self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
-        self.pieces: list[Piece] = example_pieces(self.renderer)
+        self.contexts: list[WeightedContext] = example_contexts(self.renderer)
         logits, logprobs, loss = [], [], 0.0
-        for piece in self.pieces:
-            rows = [t for t in range(piece.num_tokens - 1) if piece.context.loss_mask[t + 1]]
-            row_logits = hf_logits(self.model, self.renderer, piece.context)[rows]
+        for weighted in self.contexts:
+            rows = [t for t in range(weighted.num_tokens - 1) if weighted.context.loss_mask[t + 1]]
+            row_logits = hf_logits(self.model, self.renderer, weighted.context)[rows]
             distribution = sampled_distribution(row_logits, self.renderer.banned_ids)
-            targets = torch.tensor([piece.context.token_ids[t + 1] for t in rows])
+            targets = torch.tensor([weighted.context.token_ids[t + 1] for t in rows])
             logprob = distribution.gather(1, targets[:, None])[:, 0]
             entropy = -(distribution.exp() * distribution.masked_fill(distribution.isinf(), 0.0)).sum(-1)
-            loss = loss - (piece.weight * (logprob + 0.3 * entropy)).sum()
+            loss = loss - (weighted.weight * (logprob + 0.3 * entropy)).sum()
             logits.append(row_logits.detach())
             logprobs.append(logprob.detach())
-        loss = loss / sum(piece.denominator for piece in self.pieces)
+        loss = loss / sum(weighted.denominator for weighted in self.contexts)
         loss.backward()
         self.logits, self.logprobs, self.loss = torch.cat(logits), torch.cat(logprobs), loss.item()
         # transformers 5 names its modules the newer way; checkpoints, and our stream, the released way.
@@ -77,7 +77,7 @@ def logits_of_hf(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     renderer = Renderer(ModelSettings(path=str(folder)))
     rows = []
     with torch.no_grad():
-        for piece in example_pieces(renderer):
-            keep = [t for t in range(piece.num_tokens - 1) if piece.context.loss_mask[t + 1]]
-            rows.append(hf_logits(model, renderer, piece.context)[keep].float())
+        for weighted in example_contexts(renderer):
+            keep = [t for t in range(weighted.num_tokens - 1) if weighted.context.loss_mask[t + 1]]
+            rows.append(hf_logits(model, renderer, weighted.context)[keep].float())
     return torch.cat(rows)

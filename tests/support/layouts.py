@@ -1,6 +1,9 @@
 """Run under torchrun by test_policy.py: one world walks several layouts and writes what each computes.
 
-usage: layouts.py MODELS OUT LAYOUT ...      a layout as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallel, recomputation, model
+usage: layouts.py MODELS OUT LAYOUT ...
+
+A layout as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallel, recomputation, model; or 4,2,2,1,full,0.1,tied with the size of a bucket of
+exported weights, in MiB.
 """
 
 import hashlib
@@ -13,17 +16,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
-from megatron_rl.algo.losses import LossMetrics
-from megatron_rl.batch import Piece, pack
-from megatron_rl.config import AlgoSettings, ModelSettings, ParallelSettings
+from megatron_rl.algo.objective import objective
+from megatron_rl.batch import loss_rows, pack
+from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.minibatches import WeightedContext
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.train import objective
-from megatron_rl.types import Batch
+from megatron_rl.types import Batch, LossMetrics, Rows
 from megatron_rl.world import connect, place
-from tests.support.packed import example_pieces
+from tests.support.packed import example_contexts
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,14 @@ class Case:
     vpp: int
     sequence_parallel: bool
     recompute: str
+    bucket_mib: float
     model: str
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        tp, pp, vpp, sequence_parallel, recompute, model = text.split(",")
-        return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, model)
+        tp, pp, vpp, sequence_parallel, recompute, *bucket, model = text.split(",")
+        bucket_mib = float(bucket[0]) if bucket else EngineSettings().bucket_mib
+        return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, bucket_mib, model)
 
     def settings(self) -> ParallelSettings:
         """Logits exist 100 rows at a time: the example has more than 300."""
@@ -49,9 +55,9 @@ class Case:
         )
 
 
-def weighted_nll(logprob_R: torch.Tensor, entropy_R: torch.Tensor, batch: Batch, rows_R: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+def weighted_nll(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
     """A loss in which every sampled token counts differently, and the entropy too."""
-    return -(batch.weight_T[rows_R] * (logprob_R + 0.3 * entropy_R)).sum(), LossMetrics(sums={}, maxima={})
+    return -(rows.weight_R * (rows.logprob_R + 0.3 * rows.entropy_R)).sum(), LossMetrics(sums={}, maxima={})
 
 
 def full_logits(policy: Policy, batch: Batch) -> torch.Tensor | None:
@@ -59,13 +65,13 @@ def full_logits(policy: Policy, batch: Batch) -> torch.Tensor | None:
     layout: Layout = policy.layout
 
     def collect(_batch: Batch, _rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
-        logits_RV = policy.chunks[-1].head(hidden_RH)
+        logits_RV = policy.network.chunks[-1].head(hidden_RH)
         parts = [torch.empty_like(logits_RV) for _ in range(layout.tp)]
         dist.all_gather(parts, logits_RV.contiguous(), group=layout.tp_group)
         return torch.cat(parts, 1)
 
     with megatron_on_cpu(), torch.no_grad():
-        results = policy._run([batch], collect, forward_only=True)
+        results = policy.network._run([batch], collect, forward_only=True)
     return results[0] if results else None
 
 
@@ -78,16 +84,16 @@ def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
     """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule (frozen parts: zeros)."""
 
     def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        value, _ = weighted_nll(*policy.distribution(policy.chunks[-1].head, hidden_RH, batch.target_T[rows_R]), batch, rows_R)
+        value, _ = weighted_nll(loss_rows(batch, rows_R, *policy._tokens(batch, rows_R, hidden_RH)))
         return value, torch.tensor(batch.denominator, dtype=torch.int), {}
 
-    for chunk in policy.chunks:
+    for chunk in policy.network.chunks:
         chunk.config.finalize_model_grads_func = reduce_whole_gradients
     with megatron_on_cpu():
-        for chunk in policy.model:
+        for chunk in policy.network.model:
             chunk.zero_grad_buffer()
-        policy._run(batches, summed, forward_only=False)
-    for chunk in policy.chunks:
+        policy.network._run(batches, summed, forward_only=False)
+    for chunk in policy.network.chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     live = policy.export.parameters
     policy.export.parameters = {name: p.main_grad if p.requires_grad else torch.zeros_like(p) for name, p in live.items()}
@@ -96,53 +102,55 @@ def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
     return named
 
 
-def make_policy(model: Path, layout: Layout, parallel: ParallelSettings, *, lr: float, eps: float, **settings: object) -> Policy:
+def make_policy(model: Path, layout: Layout, case: Case, *, lr: float, eps: float) -> Policy:
     renderer = Renderer(ModelSettings(path=str(model)))
     return Policy(
-        ModelSettings(path=str(model), **settings), layout, parallel=parallel, optimizer=AlgoSettings(lr=lr, eps=eps), num_updates=3,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7,
+        ModelSettings(path=str(model)), layout, parallel=case.settings(), optim=OptimSettings(lr=lr, eps=eps), num_steps=3,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, bucket_mib=case.bucket_mib,
     )  # fmt: skip
 
 
-def steps(policy: Policy, pieces: list[Piece], *, count: int, max_tokens: int) -> dict[str, object]:
+def steps(policy: Policy, contexts: list[WeightedContext], *, count: int, max_tokens: int) -> dict[str, object]:
     """GRPO steps: losses, gradient norms and the change of every tensor. The lr keeps the change far above fp32's rounding of weights."""
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    metrics = [policy.update(policy.pack(pieces, max_tokens=max_tokens), objective(AlgoSettings(entropy_coef=0.1))) for _ in range(count)]
+    loss = objective(AlgoSettings(entropy_coef=0.1))
+    metrics = [policy.update(policy.pack(contexts, max_tokens=max_tokens), loss, step=step) for step in range(count)]
     change = {name: tensor - before[name] for name, tensor in policy.hf_weights()}
     return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
 
 
 def copies(policy: Policy) -> list[tuple[str, str]]:
     """(what, digest) of every parameter of every rank; entries of one `what` are copies of each other."""
-    shards, found = policy.export.shards, []
-    for name, parameter in policy.chunks.named_parameters():
+    placement, found = policy.export.placement, []
+    for name, parameter in policy.network.chunks.named_parameters():
         chunk, local = name.split(".", 1)
         layer = local.split(".")[3] if ".layers." in local and local.startswith("language") else ""
-        place = f"pp{shards.pp_rank} chunk{chunk}" if layer or "final_layernorm" in local else ""
-        what = local.replace("embedding.word_embeddings", "output_layer") if policy.chunks[0].share_embeddings_and_output_weights else local
-        cut = f"tp{shards.tp_rank}" if parameter.tensor_model_parallel else ""
+        place = f"pp{placement.pp_rank} chunk{chunk}" if layer or "final_layernorm" in local else ""
+        tied = policy.network.chunks[0].share_embeddings_and_output_weights
+        what = local.replace("embedding.word_embeddings", "output_layer") if tied else local
+        cut = f"tp{placement.tp_rank}" if parameter.tensor_model_parallel else ""
         found.append((f"{what} {place} {cut}", hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()))
     return found
 
 
 def walk(models: Path, out: Path, text: str) -> None:
     case = Case.parse(text)
-    parallel, model = case.settings(), models / case.model
-    layout = build_layout(parallel, seed=0)
+    model, layout = models / case.model, build_layout(case.settings(), seed=0)
     renderer = Renderer(ModelSettings(path=str(model)))
-    pieces = example_pieces(renderer)
-    whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=case.tp)  # in order, nothing shared: HF's rows
-    policy = make_policy(model, layout, parallel, lr=0.1, eps=1e-4)
+    contexts = example_contexts(renderer)
+    positions = read_spec(model).positions
+    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, nothing shared
+    policy = make_policy(model, layout, case, lr=0.1, eps=1e-4)
     result: dict[str, object] = {"logits": full_logits(policy, whole), "mask": whole.mask_T}
     encoded = [None] * dist.get_world_size()
-    dist.all_gather_object(encoded, (layout.pp_rank, layout.dp_rank, policy.chunks[0].num_images_encoded))
+    dist.all_gather_object(encoded, (layout.pp_rank, layout.dp_rank, policy.network.chunks[0].num_images_encoded))
     result["encoded"], result["images"] = encoded, whole.grid_I3.shape[0]
     result["logprobs"] = policy.logprobs([whole])[0]
     for cut, max_tokens in (("one", 10_000), ("each", 1)):
-        result[f"gradients_{cut}"] = gradients(policy, policy.pack(pieces, max_tokens=max_tokens))
-    result["first_step"] = steps(policy, pieces, count=1, max_tokens=1)
-    policy = make_policy(model, layout, parallel, lr=1e-3, eps=1e-8)
-    result["three_steps"] = steps(policy, pieces, count=3, max_tokens=1)
+        result[f"gradients_{cut}"] = gradients(policy, policy.pack(contexts, max_tokens=max_tokens))
+    result["first_step"] = steps(policy, contexts, count=1, max_tokens=1)
+    policy = make_policy(model, layout, case, lr=1e-3, eps=1e-8)
+    result["three_steps"] = steps(policy, contexts, count=3, max_tokens=1)
     replicas = [None] * dist.get_world_size()
     dist.all_gather_object(replicas, copies(policy))
     result["copies"] = [entry for found in replicas for entry in found]

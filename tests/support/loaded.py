@@ -13,22 +13,23 @@ from torch import nn
 
 from megatron_rl.config import LoraSettings, ParallelSettings
 from megatron_rl.cpu import megatron_on_cpu
-from megatron_rl.models.hf_config import read_config, rows_of
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.transformer import Qwen2_5_VL
-from megatron_rl.weights.formats.tensors import HfTensors
+from megatron_rl.policy.transformer import Chunk
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.stream import Placement, load_hf
 from megatron_rl.world import connect, place
 
 
 def check(model: Path, checkpoint: Path, tp: int, pp: int) -> None:
-    config = read_config(model)
-    num_layers = config.text_config.num_hidden_layers
+    spec = read_spec(model)
     with megatron_on_cpu():
         layout = build_layout(ParallelSettings(tp=tp, pp=pp), seed=0)
-        ours, theirs = (Qwen2_5_VL(read_config(model), layout, torch.float32, lora=LoraSettings()) for _ in range(2))
-        placement = Placement(layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=1, layers_per_chunk=num_layers // pp)
-        load_hf(nn.ModuleList([ours]), rows_of(config), placement, HfTensors(model).read)
+        ours, theirs = (Chunk(spec, layout, torch.float32, lora=LoraSettings()) for _ in range(2))
+        placement = Placement(
+            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=1, layers_per_chunk=spec.num_layers // pp
+        )
+        load_hf(nn.ModuleList([ours]), spec.rows(), placement, HfTensors(model).read)
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.fill_(float("nan"))

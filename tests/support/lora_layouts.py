@@ -13,17 +13,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.batch import Piece, pack
-from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
+from megatron_rl.algo.objective import objective
+from megatron_rl.batch import pack
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.minibatches import WeightedContext
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.train import objective
 from megatron_rl.types import Batch
 from megatron_rl.weights.stream import is_adapter
 from megatron_rl.world import connect, place
 from tests.support.layouts import Case, copies, full_logits, gradients
-from tests.support.packed import example_pieces
+from tests.support.packed import example_contexts
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 
@@ -38,13 +40,14 @@ def adapter_gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.T
 
 
 def base_bytes(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in policy.chunks.named_parameters() if not is_adapter(name)}
+    return {name: parameter.detach().clone() for name, parameter in policy.network.chunks.named_parameters() if not is_adapter(name)}
 
 
-def steps(policy: Policy, pieces: list[Piece], *, count: int) -> dict[str, object]:
+def steps(policy: Policy, contexts: list[WeightedContext], *, count: int) -> dict[str, object]:
     """GRPO steps in several micro-batches: losses, gradient norms, the adapters afterwards, and whether the base is what it was."""
     before = base_bytes(policy)
-    metrics = [policy.update(policy.pack(pieces, max_tokens=200), objective(AlgoSettings(entropy_coef=0.1))) for _ in range(count)]
+    loss = objective(AlgoSettings(entropy_coef=0.1))
+    metrics = [policy.update(policy.pack(contexts, max_tokens=200), loss, step=step) for step in range(count)]
     return {
         "loss": [m["loss"] for m in metrics],
         "grad_norm": [m["grad_norm"] for m in metrics],
@@ -55,16 +58,16 @@ def steps(policy: Policy, pieces: list[Piece], *, count: int) -> dict[str, objec
 
 def sizes(policy: Policy) -> dict[str, int]:
     """Numbers that this rank's stage holds, over all tensor-parallel ranks' own parts: in adapters, gradient buffers, optimizer state."""
-    state = sum(t.numel() for s in policy.optimizer.optimizer.state.values() for t in s.values() if t.dim())
+    state = sum(t.numel() for s in policy.network.optimizer.optimizer.state.values() for t in s.values() if t.dim())
     return {
-        "adapters": sum(p.numel() for name, p in policy.chunks.named_parameters() if is_adapter(name)),
-        "trained": sum(p.numel() for p in policy.chunks.parameters() if p.requires_grad),
-        "gradients": sum(buffer.numel_unpadded for chunk in policy.model for buffer in chunk.buffers),
+        "adapters": sum(p.numel() for name, p in policy.network.chunks.named_parameters() if is_adapter(name)),
+        "trained": sum(p.numel() for p in policy.network.chunks.parameters() if p.requires_grad),
+        "gradients": sum(buffer.numel_unpadded for chunk in policy.network.model for buffer in chunk.buffers),
         "state": state,
     }
 
 
-def resume(trained: Policy, make: Callable[[], Policy], pieces: list[Piece], folder: Path) -> dict[str, object]:
+def resume(trained: Policy, make: Callable[[], Policy], contexts: list[WeightedContext], folder: Path) -> dict[str, object]:
     """The world's first layout writes its training state; every layout, the first too, reads it and takes one more step."""
     if not folder.exists():
         dist.barrier()
@@ -76,20 +79,20 @@ def resume(trained: Policy, make: Callable[[], Policy], pieces: list[Piece], fol
     loaded = {name: tensor.clone() for name, tensor in policy.adapters.tensors()}
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     keys = sorted(key for key in stored if is_adapter(key) and not key.startswith("optimizer."))
-    return {"adapters": loaded, "keys": keys, "step": steps(policy, pieces, count=1)}
+    return {"adapters": loaded, "keys": keys, "step": steps(policy, contexts, count=1)}
 
 
 def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     case = Case.parse(text)
     parallel, model = case.settings(), models / case.model
     renderer = Renderer(ModelSettings(path=str(model)))
-    pieces = example_pieces(renderer)
-    whole = pack(pieces, image_token_id=renderer.image_token_id, multiple_of=case.tp)
+    contexts = example_contexts(renderer)
+    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).positions, multiple_of=case.tp)
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
         layout = build_layout(parallel, seed=3)  # seeds the generators too
         return Policy(
-            ModelSettings(path=str(model)), layout, parallel=parallel, optimizer=AlgoSettings(lr=1e-2), num_updates=3, lora=lora, seed=seed,
+            ModelSettings(path=str(model)), layout, parallel=parallel, optim=OptimSettings(lr=1e-2), num_steps=3, lora=lora, seed=seed,
             banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, keep_reference=True,
         )  # fmt: skip
 
@@ -97,19 +100,19 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     result: dict[str, object] = {"mask": whole.mask_T, "base_logprobs": base.logprobs([whole])[0]}
     fresh = make(LORA)
     result["fresh_logprobs"] = fresh.logprobs([whole])[0]
-    result["three_steps"] = steps(fresh, pieces, count=3)
+    result["three_steps"] = steps(fresh, contexts, count=3)
     result["sizes"] = sizes(fresh)
     replicas = [None] * dist.get_world_size()
     dist.all_gather_object(replicas, copies(fresh))
     result["copies"] = [entry for found in replicas for entry in found]
-    result["resumed"] = resume(fresh, lambda: make(LORA, seed=9), pieces, out / "state")
-    result["fourth_step"] = steps(fresh, pieces, count=1)
+    result["resumed"] = resume(fresh, lambda: make(LORA, seed=9), contexts, out / "state")
+    result["fourth_step"] = steps(fresh, contexts, count=1)
 
     loaded = make(replace(LORA, path=str(adapter)))
     result["logits"] = full_logits(loaded, whole)
     result["logprobs"] = loaded.logprobs([whole])[0]
     result["reference_logprobs"] = loaded.logprobs([whole], weights="reference")[0]
-    result["gradients"] = adapter_gradients(loaded, loaded.pack(pieces, max_tokens=200))
+    result["gradients"] = adapter_gradients(loaded, loaded.pack(contexts, max_tokens=200))
     result["merged"] = {name: tensor.clone() for name, tensor in loaded.hf_weights()}
     result["again"] = {name: tensor.clone() for name, tensor in loaded.adapters.tensors()}
     loaded.save_adapter(out / f"adapter {text}")
@@ -118,9 +121,9 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     for name, recompute in (("dropped", case.recompute), ("dropped_again", "none"), ("dropped_recomputed", "full")):
         policy = make(dropping, replace(parallel, recompute=recompute))
         result[f"{name}_logprobs"] = policy.logprobs([whole])[0]
-        result[f"{name}_gradients"] = adapter_gradients(policy, policy.pack(pieces, max_tokens=200))
+        result[f"{name}_gradients"] = adapter_gradients(policy, policy.pack(contexts, max_tokens=200))
     replicas = [None] * dist.get_world_size()
-    result["dropped_step"] = steps(policy, pieces, count=1)
+    result["dropped_step"] = steps(policy, contexts, count=1)
     dist.all_gather_object(replicas, copies(policy))
     result["dropped_copies"] = [entry for found in replicas for entry in found]
     if policy.layout.is_last_stage and policy.layout.tp_rank == 0 and policy.layout.dp_rank == 0:

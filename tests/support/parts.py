@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import AlgoSettings, ModelSettings, ParallelSettings
+from megatron_rl.algo.objective import objective
+from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.train import objective
 from megatron_rl.world import connect, place
-from tests.support.packed import example_pieces
+from tests.support.packed import example_contexts
 
 CASES: dict[str, tuple[list[str], dict[str, float]]] = {
     # frozen parts, and the parts' own learning rates
@@ -32,15 +32,15 @@ def one_step(model: Path, layout: Layout, parallel: ParallelSettings, case: str)
     frozen, part_lr = CASES[case]
     settings = ModelSettings(path=str(model), frozen=frozen)
     renderer = Renderer(settings)
-    optimizer = AlgoSettings(lr=0.1, eps=1e-4, clip_grad=1e9, part_lr=part_lr)  # clipped, one part's gradient would change another's step
+    optim = OptimSettings(lr=0.1, eps=1e-4, clip_grad=1e9, part_lr=part_lr)  # clipped, one part's gradient would change another's step
     policy = Policy(
-        settings, layout, parallel=parallel, optimizer=optimizer, num_updates=1,
+        settings, layout, parallel=parallel, optim=optim, num_steps=1,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
     )  # fmt: skip
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    policy.update(policy.pack(example_pieces(renderer), max_tokens=10_000), objective(AlgoSettings()))
-    mine = {name: p for name, p in policy.chunks.named_parameters() if "main_grad" in p.__dict__}
-    state = sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"])
+    policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), objective(AlgoSettings()), step=0)
+    mine = {name: p for name, p in policy.network.chunks.named_parameters() if "main_grad" in p.__dict__}
+    state = sum(p.numel() for group in policy.network.optimizer.param_groups for p in group["params"])
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (sorted(mine), sum(p.numel() for p in mine.values()), state))
     return {"change": {name: tensor - before[name] for name, tensor in policy.hf_weights()}, "ranks": everyone}

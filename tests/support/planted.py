@@ -16,15 +16,14 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from megatron_rl.models import mapping
-from megatron_rl.models.hf_config import read_config, rows_of
-from megatron_rl.models.mapping import Heads, Tensors
+from megatron_rl.models import qwen2_5_vl
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.mapping import Heads, Tensors, fuse_qkv, split_qkv
 from megatron_rl.policy import transformer
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.weights.formats.tensors import HfTensors
+from megatron_rl.policy.vision import encode_images
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tools.convert.converter_hf_to_mcore import main
-
-fuse_qkv, split_qkv, encode_images = mapping.fuse_qkv, mapping.split_qkv, transformer.encode_images
 
 
 def swap_heads(q: torch.Tensor, heads: Heads) -> torch.Tensor:
@@ -33,24 +32,26 @@ def swap_heads(q: torch.Tensor, heads: Heads) -> torch.Tensor:
     return torch.cat([second, first, rest])
 
 
-def swap_images(tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, int]:
-    embeddings_VH, encoded = encode_images(tower, patch_PC, grid_I3, layout)
-    return torch.cat(embeddings_VH.split((grid_I3.prod(1) // 4).tolist())[::-1]), encoded
+def swap_images(
+    tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, patches_a_token: int
+) -> tuple[torch.Tensor, int]:
+    embeddings_VH, encoded = encode_images(tower, patch_PC, grid_I3, layout, patches_a_token=patches_a_token)
+    return torch.cat(embeddings_VH.split((grid_I3.prod(1) // patches_a_token).tolist())[::-1]), encoded
 
 
 PLANTED: dict[str, list[tuple[object, str, Callable]]] = {
     "nothing": [],
     "gate and up": [
-        (mapping, "fuse_halves", lambda tensors: torch.cat(tensors[::-1], 0)),
-        (mapping, "split_halves", lambda fused: fused.chunk(2, 0)[::-1]),
+        (qwen2_5_vl, "fuse_halves", lambda tensors: torch.cat(tensors[::-1], 0)),
+        (qwen2_5_vl, "split_halves", lambda fused: fused.chunk(2, 0)[::-1]),
     ],
     "q and k": [
-        (mapping, "fuse_qkv", lambda tensors, heads: fuse_qkv((tensors[1], tensors[0], tensors[2]), heads)),
-        (mapping, "split_qkv", lambda fused, heads: _first_two_swapped(split_qkv(fused, heads))),
+        (qwen2_5_vl, "fuse_qkv", lambda tensors, heads: fuse_qkv((tensors[1], tensors[0], tensors[2]), heads)),
+        (qwen2_5_vl, "split_qkv", lambda fused, heads: _first_two_swapped(split_qkv(fused, heads))),
     ],
     "two heads": [
-        (mapping, "fuse_qkv", lambda tensors, heads: fuse_qkv((swap_heads(tensors[0], heads), *tensors[1:]), heads)),
-        (mapping, "split_qkv", lambda fused, heads: _unswapped(split_qkv(fused, heads), heads)),
+        (qwen2_5_vl, "fuse_qkv", lambda tensors, heads: fuse_qkv((swap_heads(tensors[0], heads), *tensors[1:]), heads)),
+        (qwen2_5_vl, "split_qkv", lambda fused, heads: _unswapped(split_qkv(fused, heads), heads)),
     ],
     "two images": [(transformer, "encode_images", swap_images)],
 }
@@ -76,7 +77,7 @@ def planted(changes: list[tuple[object, str, Callable]]) -> Iterator[None]:
 
 def survives_a_round_trip(model: Path) -> bool:
     source = HfTensors(model)
-    for row in rows_of(read_config(model)):
+    for row in read_spec(model).rows():
         tensors = tuple(source.read(name) for name in row.hf)
         if not all(torch.equal(a, b) for a, b in zip(row.to_hf([row.to_mcore(tensors, 0, 1)]), tensors, strict=True)):
             return False

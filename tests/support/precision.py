@@ -8,33 +8,33 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.algo.objective import objective
 from megatron_rl.batch import pack
-from megatron_rl.config import AlgoSettings, ModelSettings, ParallelSettings
+from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.train import objective
 from megatron_rl.world import connect, place
 from tests.support.layouts import full_logits
-from tests.support.packed import example_pieces
+from tests.support.packed import example_contexts
 
 
 def make_policy(model: Path, layout: Layout, *, dtype: str, lr: float, **parallel: object) -> Policy:
     renderer = Renderer(ModelSettings(path=str(model)))
     return Policy(
         ModelSettings(path=str(model), dtype=dtype), layout, parallel=ParallelSettings(**parallel),
-        optimizer=AlgoSettings(lr=lr), num_updates=9,
+        optim=OptimSettings(lr=lr), num_steps=9,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
     )  # fmt: skip
 
 
 def main_weights(policy: Policy) -> torch.Tensor:
     """The optimizer's own weights, flat."""
-    return torch.cat([p.detach().flatten() for group in policy.optimizer.param_groups for p in group["params"]])
+    return torch.cat([p.detach().flatten() for group in policy.network.optimizer.param_groups for p in group["params"]])
 
 
 def update(policy: Policy, renderer: Renderer) -> dict[str, float]:
-    return policy.update(policy.pack(example_pieces(renderer), max_tokens=200), objective(AlgoSettings()))
+    return policy.update(policy.pack(example_contexts(renderer), max_tokens=200), objective(AlgoSettings()), step=0)
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
 def in_bfloat16(model: Path, layout: Layout, renderer: Renderer) -> dict[str, object]:
     """Steps of 1e-5: far below the spacing of most bfloat16 weights, so that they only add up in the fp32 ones."""
     policy = make_policy(model, layout, dtype="bfloat16", lr=1e-5)
-    whole = pack(example_pieces(renderer), image_token_id=renderer.image_token_id)
+    whole = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=policy.spec.positions)
     result: dict[str, object] = {"logits": full_logits(policy, whole), "before": weights(policy)}
     result["main_before"] = main_weights(policy).clone()
     update(policy, renderer)
@@ -52,8 +52,8 @@ def in_bfloat16(model: Path, layout: Layout, renderer: Renderer) -> dict[str, ob
     for _ in range(7):
         update(policy, renderer)
     result["main_after_8"], result["after_8"] = main_weights(policy).clone(), weights(policy)
-    result["main_grad_dtypes"] = {str(p.main_grad.dtype) for p in policy.chunks.parameters()}
-    groups = policy.optimizer.chained_optimizers[0].model_float16_groups
+    result["main_grad_dtypes"] = {str(p.main_grad.dtype) for p in policy.network.chunks.parameters()}
+    groups = policy.network.optimizer.chained_optimizers[0].model_float16_groups
     result["order"] = torch.cat([p.detach().float().flatten() for group in groups for p in group])
     return result
 
@@ -66,8 +66,8 @@ def away_and_back(model: Path, layout: Layout, renderer: Renderer) -> dict[str, 
         update(stays, renderer)
         update(leaves, renderer)
         leaves.sleep()
-        held.append(sum(s.nbytes() for s in {p.untyped_storage() for p in leaves.chunks.parameters()}))
-        held.append(sum(p.main_grad.untyped_storage().nbytes() for p in leaves.chunks.parameters()))
+        held.append(sum(s.nbytes() for s in {p.untyped_storage() for p in leaves.network.chunks.parameters()}))
+        held.append(sum(p.main_grad.untyped_storage().nbytes() for p in leaves.network.chunks.parameters()))
         leaves.wake()
     return {"stays": weights(stays), "leaves": weights(leaves), "held": held}
 

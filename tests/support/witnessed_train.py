@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import OptimizerSettings, ParallelSettings
+from megatron_rl.config import OptimSettings, ParallelSettings
 from megatron_rl.policy.policy import Policy
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -19,10 +19,10 @@ def save_and_compare(self: Policy, out: Path) -> None:
     save(self, out)
     saved = Policy(
         replace(self.settings, path=str(out)), self.layout,
-        parallel=ParallelSettings(), optimizer=OptimizerSettings(), num_updates=1, banned_ids=[], image_token_id=self.image_token_id,
+        parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1, banned_ids=[], image_token_id=self.image_token_id,
     )  # fmt: skip
-    trained = dict(self.chunks.named_parameters())
-    for name, parameter in saved.chunks.named_parameters():
+    trained = dict(self.network.chunks.named_parameters())
+    for name, parameter in saved.network.chunks.named_parameters():
         assert torch.equal(parameter, trained.pop(name)), f"{name} was trained, but something else was saved"
     assert not trained, f"not saved: {sorted(trained)}"
     print("witness: saved is trained", flush=True)

@@ -1,0 +1,208 @@
+"""A Megatron model over processes with its optimizer: read and update. It knows neither vocabulary nor values: `on_hidden` does.
+
+Every rank calls every verb together, each with the micro-batches of its own data-parallel rank (the same ones on all its tensor- and
+pipeline-parallel peers). What comes back is on every rank.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import nn
+
+from megatron_rl.batch import empty_batch
+from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
+from megatron_rl.cpu import on_cpu_too
+from megatron_rl.policy.offload import Offload
+from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
+from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.training_state import Save, TrainingState, load
+from megatron_rl.types import Batch, LossMetrics, NotFinite
+
+Read = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, rows_R, hidden_RH) -> a number for each of the rows: the entries of the batch whose target was sampled."""
+Summed = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
+"""(batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
+
+
+class Network:
+    """This rank's chunks with gradient buffers, optimizer, learning rate and the number of updates so far."""
+
+    @on_cpu_too
+    def __init__(
+        self,
+        chunks: nn.ModuleList,
+        layout: Layout,
+        *,
+        frozen: list[str],
+        lora: LoraSettings,
+        parallel: ParallelSettings,
+        optim: OptimSettings,
+        num_steps: int,
+    ) -> None:
+        """`num_steps` is what the learning rate's schedule spans."""
+        self.chunks, self.layout = chunks, layout
+        self.device = next(chunks.parameters()).device
+        self.model = with_gradients(chunks, frozen, lora=lora)
+        self.optimizer = build_optimizer(optim, self.model, offload=parallel.offload_optimizer and self.device.type == "cuda")
+        self.schedule = build_schedule(self.optimizer, optim, num_steps)
+        for chunk in chunks:
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+        self.num_updates = 0
+        self._offload = Offload(self.model) if parallel.offload_parameters else None
+
+    @on_cpu_too
+    @torch.no_grad()
+    def read(self, batches: list[Batch], on_hidden: Read) -> list[torch.Tensor]:
+        """What `on_hidden` says of every row, as [T] for each batch: 0 where mask_T is False. Without gradient and dropout."""
+
+        def scattered(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
+            return torch.zeros_like(batch.weight_T).index_copy(0, rows_R, on_hidden(batch, rows_R, hidden_RH))
+
+        results = self._run(batches, scattered, forward_only=True)
+        if self.layout.pp > 1:
+            if not results:
+                results = [torch.zeros_like(batch.weight_T) for batch in batches]
+            for result in results:
+                dist.broadcast(result, src=self.layout.last_stage_rank, group=self.layout.pp_group)
+        return results
+
+    @on_cpu_too
+    def update(self, batches: list[Batch], on_hidden: Summed, *, step: int) -> dict[str, float]:
+        """One optimizer update on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
+
+        `step` is the stage's, from 0: it decides the learning rate. Returns the loss, the gradient norm before clipping, and the loss's
+        metrics: sums divided by the number of sampled tokens, maxima. NotFinite on every rank, before any weight has changed: a number of
+        a micro-batch or the gradient is no number; after the update: a weight is none.
+        """
+        collected: list[LossMetrics] = []
+
+        def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            value, metrics = on_hidden(batch, rows_R, hidden_RH)
+            metrics.sums.update({"loss": value.detach(), "tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
+            collected.append(metrics)
+            return value, torch.tensor(batch.denominator, dtype=torch.int, device=value.device), {}
+
+        self.schedule.num_steps = step + 1
+        self.schedule.step(0)
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(batches, summed, forward_only=False)
+        metrics = _reduce(collected if self.layout.tp_rank == 0 else [], trouble=_trouble(collected) or self._trouble_in_gradient())
+        succeeded, grad_norm, _ = self.optimizer.step()
+        assert succeeded, "the optimizer skipped a step"
+        self.num_updates += 1
+        self._require_finite_weights()
+        return {**metrics, "grad_norm": float(grad_norm), "lr": self.schedule.get_lr({})}
+
+    def _run(self, batches: list[Batch], on_hidden: Callable, *, forward_only: bool) -> list:
+        """Megatron's schedule over the micro-batches; on_hidden runs on the last stage only and gets the hidden states of rows_R.
+
+        An interleaved pipeline takes micro-batches by the pipeline's size; what is lacking runs empty, and its result is left out.
+        """
+        lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
+        multiple = self.layout.tp if self.layout.sequence_parallel else 1
+        padded = batches + [empty_batch(multiple, device=self.device)] * lacking
+
+        def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
+            batch = next(iterator)
+            rows_R = batch.mask_T.nonzero()[:, 0]
+            return model(batch, rows_R), partial(on_hidden, batch, rows_R)
+
+        self.chunks.train(not forward_only)
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(padded) for _ in self.model],
+            model=self.model,
+            num_microbatches=len(padded),
+            seq_length=max(batch.num_tokens for batch in padded),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results[: len(batches)]
+
+    def _trouble_in_gradient(self) -> str:
+        """The first parameter of this rank whose gradient is not finite, or ''."""
+        buffers = [buffer.grad_data.norm() for chunk in self.model for buffer in chunk.buffers]
+        if not buffers or torch.stack(buffers).isfinite().all():
+            return ""
+        for name, parameter in self.chunks.named_parameters():
+            if parameter.requires_grad and not parameter.main_grad.isfinite().all():
+                return f"the gradient of {name} is not finite"
+        return "the gradient is too large for its norm"
+
+    def _require_finite_weights(self) -> None:
+        norms = [parameter.detach().norm() for parameter in self.chunks.parameters() if parameter.requires_grad]
+        is_bad = torch.tensor(int(bool(norms) and not torch.stack(norms).isfinite().all()))
+        dist.all_reduce(is_bad)
+        if is_bad:
+            raise NotFinite(f"weights are not finite after update {self.num_updates}: lower optim.lr")
+
+    def sleep(self) -> None:
+        """Leave the device to the engine, where parallel.offload_parameters says so; only `wake` may follow."""
+        if self._offload:
+            self._offload.leave()
+
+    def wake(self) -> None:
+        """Take the device back."""
+        if self._offload:
+            self._offload.come_back()
+
+    @on_cpu_too
+    def save(self, folder: Path, *, optimizer: str, background: bool) -> Save:
+        """Begin to write the training state into `folder`, which exists; see training_state.Save. Training may go on at once."""
+        return Save(self._state(), folder, optimizer=optimizer, background=background)
+
+    @on_cpu_too
+    def load(self, folder: Path, *, seed: int) -> None:
+        """Go on from a training state, written at whatever layout; see training_state.load."""
+        self.num_updates = load(self._state(), folder, seed=seed)
+
+    def _state(self) -> TrainingState:
+        return TrainingState(self.chunks, self.optimizer, self.layout, self.num_updates)
+
+
+def _trouble(collected: list[LossMetrics]) -> str:
+    """The first tensor of the first micro-batch that is not finite, or ''."""
+    for number, metrics in enumerate(collected):
+        for name, is_finite in metrics.checks.items():
+            if not is_finite:
+                return f"micro-batch {number}: {name} is not finite"
+        if not metrics.sums["loss"].isfinite():
+            return f"micro-batch {number}: the loss is {float(metrics.sums['loss'])}"
+    return ""
+
+
+def _reduce(collected: list[LossMetrics], *, trouble: str) -> dict[str, float]:
+    """Add sums and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has trouble."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for metrics in collected:
+        _merge(sums, maxima, {name: float(value) for name, value in metrics.sums.items()}, {n: float(v) for n, v in metrics.maxima.items()})
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (sums, maxima, trouble))
+    for rank, (_, _, theirs) in enumerate(gathered):
+        if theirs:
+            raise NotFinite(f"rank {rank}, {theirs}")
+    sums, maxima = {}, {}
+    for their_sums, their_maxima, _ in gathered:
+        _merge(sums, maxima, their_sums, their_maxima)
+    tokens, denominator = sums.pop("tokens"), sums.pop("denominator")
+    loss = sums.pop("loss")
+    means = {name: value / max(tokens, 1.0) for name, value in sums.items()}
+    return {"loss": loss / max(denominator, 1.0), "tokens": tokens, **means, **maxima}
+
+
+def _merge(sums: dict[str, float], maxima: dict[str, float], more_sums: dict[str, float], more_maxima: dict[str, float]) -> None:
+    """Add the sums, keep the larger maxima; NaN stays whichever side it comes from."""
+    for name, value in more_sums.items():
+        sums[name] = sums.get(name, 0.0) + value
+    for name, value in more_maxima.items():
+        known = maxima.get(name, value)
+        maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

@@ -1,0 +1,36 @@
+"""A run whose numbers overflow ends with one line and exit code 1; what it trained on is kept, and so is every checkpoint before."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_rl.run_states import published, recall
+from tests.conftest import ROOT
+
+SMALL = (
+    "task=number_line", "model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1",
+    "task.max_tokens_per_turn=16", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.1",
+)  # fmt: skip
+
+
+def test_a_learning_rate_of_a_million(random_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    own = (f"model.path={random_model}", f"run.dir={folder}", "optim.lr=1e6", "run.steps=6", "checkpoint.every=1", "checkpoint.keep_last=1")
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "train.py"), *SMALL, *own], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stdout
+    (line,) = re.findall(r"^error: (.*)$", result.stdout, flags=re.MULTILINE)
+    step = int(re.match(r"step (\d+), ", line)[1])
+    assert 1 <= step < 6 and "not finite" in line and str(folder / "not_finite") in line, line
+    kept = torch.load(folder / "not_finite" / f"step_{step:08d}_rank_0.pt", weights_only=True)
+    assert kept[0]["mask_T"].any() and kept[0]["token_T"].shape == kept[0]["advantage_T"].shape
+    (newest,) = published(folder / "checkpoints")
+    assert recall(newest).step == step, "the last step that ended well is there, whole"
+    assert not (folder / "final").exists() and not (folder / "eval.json").exists()

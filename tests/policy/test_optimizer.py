@@ -1,0 +1,81 @@
+"""The learning rate of every step by hand; which parameters weight decay takes, and how much of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config import OptimSettings
+from megatron_rl.policy.optimizer import build_schedule
+from megatron_rl.types import LossMetrics, Rows
+from tests.support.one_process import policy_of, world_of_one
+from tests.support.packed import example_contexts
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def rates(*, num_steps: int, **optim: object) -> list[float]:
+    """What each step's updates would have, step by step and in any order: the schedule is a function of the step."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    schedule = build_schedule(optimizer, OptimSettings(**optim), num_steps)
+    found = {}
+    for step in [*range(num_steps), 0, num_steps - 1]:
+        schedule.num_steps = step + 1
+        schedule.step(0)
+        found.setdefault(step, schedule.get_lr({}))
+        assert found[step] == schedule.get_lr({}) == optimizer.param_groups[0]["lr"]
+    return [found[step] for step in range(num_steps)]
+
+
+def test_a_constant_rate_after_its_warm_up() -> None:
+    assert rates(num_steps=6, lr=1.0, warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+    assert rates(num_steps=3, lr=1.0) == [1.0, 1.0, 1.0]
+
+
+def test_a_linear_fall_to_the_step_after_the_last() -> None:
+    # peak at step 2 of 10; nine steps later, at the eleventh, it would be 0.1: 0.1 lower each
+    expected = [0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+    assert rates(num_steps=10, lr=1.0, warmup_steps=2, schedule="linear", min_lr=0.1) == pytest.approx(expected)
+
+
+def test_a_cosine_fall_teaches_in_every_step() -> None:
+    # without a warm-up the first step has the peak: cos(0), cos(pi/4), cos(pi/2), cos(3 pi/4), and cos(pi) would be next
+    half = 0.5 * 2**-0.5
+    assert rates(num_steps=4, lr=1.0, schedule="cosine") == pytest.approx([1.0, 0.5 + half, 0.5, 0.5 - half])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_one_step_alone_trains_at_its_peak(schedule: str) -> None:
+    assert rates(num_steps=1, lr=0.5, schedule=schedule) == [0.5]
+
+
+def nothing(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+    """A loss without a gradient: Adam stands still, and what moves a parameter is weight decay alone."""
+    return 0.0 * rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})
+
+
+@pytest.mark.parametrize("part_lr", [{}, {"vision": 0.05, "merger": 0.025}], ids=["one rate", "own rates"])
+def test_weight_decay_takes_matrices_by_their_rate_and_spares_biases_and_norms(world: None, random_model: Path, part_lr: dict) -> None:
+    """AdamW: a matrix loses lr * weight_decay of itself; biases and norms nothing, whether parts have rates of their own or not."""
+    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1, weight_decay=0.5, part_lr=part_lr))
+    before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), nothing, step=0)
+    decayed = set()
+    for name, after in policy.hf_weights():
+        part = "merger" if name.startswith("visual.merger") else "vision" if name.startswith("visual") else "language"
+        expected = 1.0 if after.dim() == 1 else 1.0 - 0.5 * part_lr.get(part, 0.1)
+        torch.testing.assert_close(after, before[name] * expected, rtol=1e-6, atol=0)
+        decayed.add((part, after.dim() > 1, torch.equal(after, before[name])))
+    assert decayed == {(part, matrix, not matrix) for part in ("merger", "vision", "language") for matrix in (True, False)}
+
+
+def test_the_step_decides_the_rate_however_many_updates_it_makes(world: None, random_model: Path) -> None:
+    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1, schedule="linear"), num_steps=4)
+    batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
+    assert [policy.update(batches, nothing, step=step)["lr"] for step in (0, 0, 2, 3)] == pytest.approx([0.1, 0.1, 0.05, 0.025])
+    assert policy.network.num_updates == 4

@@ -1,0 +1,38 @@
+"""A policy in this very process: a world of one over gloo, for tests of seconds."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.world import connect, place
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    try:
+        yield
+    finally:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def policy_of(
+    model: Path, optim: OptimSettings, *, num_steps: int = 10, lora: LoraSettings | None = None, **settings: object
+) -> tuple[Policy, Renderer]:
+    """A policy on the model of a folder, and its renderer; within a world."""
+    chosen, parallel = ModelSettings(path=str(model)), ParallelSettings()
+    renderer = Renderer(chosen)
+    policy = Policy(
+        chosen, build_layout(parallel, seed=0), parallel=parallel, optim=optim, num_steps=num_steps, lora=lora,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, **settings,
+    )  # fmt: skip
+    return policy, renderer
