@@ -1,8 +1,7 @@
 """A model behind OpenAI-compatible servers that gives verdicts; every trouble of its own is a HostFault and never a score.
 
-One verdict is: looked up in the cache; else asked for, together with whoever asks the same at the same time; of a healthy server, with at
-most `concurrency` requests under way; tried again, elsewhere where there is another server, up to `tries` times; kept. A server that
-failed rests, longer each time or as long as its Retry-After says. Its reply is a JSON object of one key (judge_prompt.py), which servers
+One verdict is: looked up in the cache; else asked for, together with whoever asks the same at the same time, of one of the servers
+(servers.py: the least busy healthy one, several tries, rests); kept. Its reply is a JSON object of one key (judge_prompt.py), which servers
 that can are made to produce by JSON schema. openai 3.52.0; its own retries are off.
 
 Without urls a Judge is a recorded one: it reads the verdicts of `cache` and asks nobody.
@@ -14,10 +13,8 @@ import hashlib
 import io
 import json
 import os
-import random
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import openai
 from PIL import Image
@@ -26,15 +23,13 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megatron_rl.config import JudgeSettings
 from megatron_rl.config.checks import require
-from megatron_rl.rewards.endpoints import Endpoint
-from megatron_rl.rewards.judge_prompt import JudgePrompt, Malformed
+from megatron_rl.rewards.judge_prompt import JudgePrompt
 from megatron_rl.rewards.verdicts import Verdicts
+from megatron_rl.servers import Endpoint, Refused, ServerFault, Servers, retry_after, told
 from megatron_rl.types import HostFault
 
 LONGEST_SIDE, SHORTEST_SIDE = 1024, 28
 """Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
-_SERVERS_FAULTS = (openai.APIError, TimeoutError, ValidationError)
-T = TypeVar("T")
 
 
 class _Message(BaseModel):
@@ -60,34 +55,36 @@ class _Models(BaseModel):
 
 
 class Judge:
-    """Counts of its work stand in requests, cache_hits (a shared request included), failures and seconds (in requests)."""
+    """Counts of its work stand in cache_hits (a shared request included) and in those of `servers`."""
 
     def __init__(self, settings: JudgeSettings, *, rest_s: float = 0.5) -> None:
         require(bool(settings.urls or settings.model), "task.judge.model", settings.model, "recorded verdicts are kept by model; name it")
         self.settings = settings
         self.model = settings.model
-        self.requests = self.cache_hits = self.failures = 0
-        self.seconds = 0.0
-        self._rest_s = rest_s
-        self._endpoints: list[Endpoint] = []
+        self.servers = Servers(
+            settings.urls, name="judge", tries=settings.tries, timeout_s=settings.timeout_s, concurrency=settings.concurrency, rest_s=rest_s
+        )
+        self.cache_hits = 0
+        self._clients: dict[str, openai.AsyncOpenAI] = {}
+        self._refuses_schemas: set[str] = set()
+        """Servers that have refused a JSON schema and gone on without."""
         self._asked: dict[str, asyncio.Task[float]] = {}
 
     async def start(self) -> None:
         """In the event loop that will ask. Raises HostFault where no server answers (and the model's name is theirs to say)."""
         self._verdicts = Verdicts(self.settings.cache, read_only=not self.settings.urls)
-        self._slots = asyncio.Semaphore(self.settings.concurrency)
+        self.servers.start()
         key = os.environ.get("OPENAI_API_KEY", "none")
-        for url in self.settings.urls:
-            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0)  # _tried holds it to its time
-            self._endpoints.append(Endpoint(url, client, self._rest_s))
-        self.model = self.model or await self._tried(self._served_model)
+        for url in {*self.settings.urls}:
+            self._clients[url] = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0)  # `servers` hold it to its time
+        self.model = self.model or await self.servers.ask(self._served_model)
 
     async def close(self) -> None:
         for task in self._asked.values():
             task.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
-        await asyncio.gather(*(endpoint.client.close() for endpoint in self._endpoints))
-        self._endpoints.clear()
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        self._clients.clear()
         self._verdicts.close()
 
     async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
@@ -98,7 +95,7 @@ class Judge:
         self.cache_hits += found is not None or key in self._asked
         if found is not None:
             return found
-        if not self._endpoints:
+        if not self._clients:
             raise HostFault(f"judge: {self.settings.cache} holds no verdict of {prompt.name} {prompt.version} by {self.model} on {fields}")
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._ask(key, prompt, fields, urls))
@@ -109,86 +106,51 @@ class Judge:
         text = prompt.text(fields)
         parts = [{"type": "text", "text": text}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
         messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": parts if urls else text}]
-        verdict = await self._tried(lambda endpoint: self._answer(endpoint, prompt, messages))
+        verdict = await self.servers.ask(lambda endpoint: self._answer(endpoint, prompt, messages))
         self._verdicts.keep(
             key, model=self.model, prompt=f"{prompt.name} {prompt.version}", fields=json.dumps(dict(fields)), verdict=verdict
         )
         return verdict
 
-    async def _tried(self, request: Callable[[Endpoint], Awaitable[T]]) -> T:
-        reasons = []
-        while len(reasons) < self.settings.tries:
-            endpoint = await self._slot(reasons)
-            began = time.monotonic()
-            self.requests += 1
-            endpoint.in_flight += 1
-            try:
-                async with asyncio.timeout(self.settings.timeout_s):
-                    reply = await request(endpoint)
-                endpoint.answered()
-                return reply
-            except Malformed as error:  # the server is well, its model is not
-                self.failures += 1
-                reasons.append(f"{endpoint.url}: {error}")
-            except _SERVERS_FAULTS as error:
-                self.failures += 1
-                reasons.append(f"{endpoint.url}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                if isinstance(error, openai.BadRequestError):
-                    break  # it would be refused again
-                endpoint.failed(error, began=began)
-            finally:
-                self.seconds += time.monotonic() - began
-                endpoint.in_flight -= 1
-                self._slots.release()
-        raise HostFault(f"judge: nothing after {len(reasons)} of {self.settings.tries} tries; the last: {reasons[-1]}")
-
-    async def _slot(self, reasons: list[str]) -> Endpoint:
-        """The least busy server that does not rest, with leave to send it a request.
-
-        Rests, all together, are waited for up to a request's time-out; the time in the queue for a slot is none of it.
-        """
-        waited = 0.0
-        while True:
-            await self._slots.acquire()
-            now = time.monotonic()
-            rested = [endpoint for endpoint in self._endpoints if endpoint.rest_until <= now]
-            if rested:
-                return min(rested, key=lambda endpoint: (endpoint.in_flight, random.random()))
-            self._slots.release()
-            earliest = min(self._endpoints, key=lambda endpoint: endpoint.rest_until)
-            rest = earliest.rest_until - now
-            if waited + rest > self.settings.timeout_s:
-                last = f"; the last failure: {reasons[-1]}" if reasons else ""
-                raise HostFault(
-                    f"judge: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others{last}"
-                )
-            await asyncio.sleep(rest)
-            waited += rest
-
     async def _answer(self, endpoint: Endpoint, prompt: JudgePrompt, messages: list[dict[str, object]]) -> float:
         wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": prompt.schema}}
-        if endpoint.structured:
+        if endpoint.url not in self._refuses_schemas:
             try:
                 return prompt.read(await self._complete(endpoint, messages, response_format=wanted))
-            except openai.BadRequestError:
+            except Refused:
                 reply = await self._complete(endpoint, messages)
-                endpoint.structured = False  # what it refused was the schema
+                self._refuses_schemas.add(endpoint.url)  # what it refused was the schema
                 return prompt.read(reply)
         return prompt.read(await self._complete(endpoint, messages))
 
     async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> str:
-        raw = await endpoint.client.chat.completions.with_raw_response.create(
-            model=self.model,
-            messages=messages,
-            temperature=self.settings.temperature,
-            max_completion_tokens=self.settings.max_tokens,
-            **options,
-        )
-        return _Completion.model_validate_json(raw.content).choices[0].message.content
+        with _as_servers_say():
+            raw = await self._clients[endpoint.url].chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=messages,
+                temperature=self.settings.temperature,
+                max_completion_tokens=self.settings.max_tokens,
+                **options,
+            )
+            return _Completion.model_validate_json(raw.content).choices[0].message.content
 
     async def _served_model(self, endpoint: Endpoint) -> str:
-        raw = await endpoint.client.models.with_raw_response.list()
-        return _Models.model_validate_json(raw.content).data[0].id
+        with _as_servers_say():
+            raw = await self._clients[endpoint.url].models.with_raw_response.list()
+            return _Models.model_validate_json(raw.content).data[0].id
+
+
+@contextmanager
+def _as_servers_say() -> Iterator[None]:
+    """Trouble of the openai package, and a body that is none, in the terms of servers.py."""
+    try:
+        yield
+    except openai.BadRequestError as error:
+        raise Refused(told(error)) from error
+    except openai.APIStatusError as error:
+        raise ServerFault(told(error), rest_s=retry_after(error.response.headers.get("retry-after", ""))) from error
+    except (openai.APIError, ValidationError) as error:
+        raise ServerFault(told(error)) from error
 
 
 def judge_of(settings: JudgeSettings) -> Judge | None:

@@ -18,11 +18,13 @@ from string import Template
 
 import yaml
 
+from megatron_rl.servers import BadReply
+
 LONGEST_VERDICT = 200
 """A verdict is one key and one value; a longer reply is none, and is not parsed."""
 
 
-class Malformed(ValueError):
+class Malformed(BadReply):
     """A reply that is no verdict."""
 
 

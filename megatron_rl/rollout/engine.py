@@ -1,232 +1,102 @@
-"""The engine: `await generate(...)` for episodes that are coroutines, on one rank or several.
+"""What an engine is: token ids and images in, sampled token ids with their logprobs out. Episodes know this much of it and no more.
 
-`run(main)` drives an asyncio loop. Episodes await `generate`; a pump adds what they asked for, steps vLLM once for all of them (continuous
-batching), wakes those whose turn has ended, and gives way to the loop, so that a slow tool delays only its own episode.
-
-An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a scheduler on each of them. The leader, rank 0 of the
-engine's group, alone runs `main`; before each step it broadcasts what is new and what is aborted, and every rank steps.
+Token in, token out: a request's ids are final (image placeholders are expanded), its patches are those that the trainer sees, and what was
+sampled comes back as ids. local.py is the engine in this process; its requests to vLLM are vllm/core.py's.
 """
 
-import asyncio
-import contextlib
+from __future__ import annotations
+
 import itertools
-import pickle
-import time
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
 
-from megatron_rl.config import EngineSettings, require
-from megatron_rl.rollout.vllm.core import Completion, ImageInput, Request, Sampling, VllmCore
-from megatron_rl.types import HostFault, Image
+    import torch
+
+    from megatron_rl.types import Image
 
 T = TypeVar("T")
-HEARTBEAT_S = 20.0
-"""Followers hear from an idle leader this often, well within any collective's time limit."""
 
 
-@dataclass(slots=True)
-class _Announcement:
-    """What the leader tells the followers before a step."""
-
-    requests: list[Request] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
-    stop: bool = False
-    error: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.requests or self.aborted or self.stop)
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    max_tokens: int
+    temperature: float
+    """0 is greedy."""
+    seed: int
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn. They and the token that completed one stay in it."""
 
 
-class Engine:
-    """One vLLM engine, spanning the ranks of `group` (None: this process alone).
+@dataclass(slots=True, frozen=True)
+class Completion:
+    token_ids: list[int]
+    logprobs: list[float]
+    """Logprobs of the sampled tokens under the policy: the model at the sampling temperature with the banned ids removed."""
+    finished: bool
+    """True: the last of token_ids is a stop id or completes a stop text. False: max_tokens or the context ran out."""
+    weight_version: int
 
-    Every rank of the default process group constructs its engine at the same time, because vLLM builds its groups over all of them.
-    banned_ids are never sampled and have no probability; exactly stop_ids end a turn; the model folder's generation config has no say.
-    """
 
-    def __init__(
-        self,
-        model_path: str,
-        settings: EngineSettings,
-        *,
-        image_token_id: int,
-        banned_ids: list[int],
-        stop_ids: list[int],
-        group: dist.ProcessGroup | None,
-        weight_version: int = 0,
-    ) -> None:
-        assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
-        self._settings = settings
-        self._image_token_id = image_token_id
-        self._group = group
-        self._core = VllmCore(model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids)
-        self.weight_version = weight_version
-        self.busy_s = 0.0
-        """Seconds spent preparing requests and inside vLLM's step, since construction."""
-        self._ids = itertools.count()
-        self._news = _Announcement()
-        self._woken = asyncio.Event()
-        self._waiting: dict[str, asyncio.Future[Completion]] = {}
-        self._error: BaseException | None = None
-        self._loop = asyncio.Runner()
-        """One event loop for the engine's life: a sandbox or a judge that episodes share lives from one `run` to the next."""
+@dataclass(slots=True, frozen=True)
+class ImageInput:
+    """An image in a context: where its placeholders begin and how many they are, its patches unless the receiver has them already."""
+
+    key: str
+    grid: tuple[int, int, int]
+    offset: int
+    num_tokens: int
+    patch_PC: torch.Tensor | None
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """One turn to be sampled, as it travels to the model that samples it."""
+
+    id: str
+    token_ids: list[int]
+    images: list[ImageInput]
+    sampling: Sampling
+
+
+class Engine(Protocol):
+    """What an episode talks to."""
+
+    weight_version: int
+    """Version of the weights that are served now."""
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
-        """Sample one turn after `token_ids`, whose image placeholders are expanded: one image_token_id for each vision token.
+        """Sample one turn after `token_ids`. Raises HostFault when the engine has failed."""
+        ...
 
-        A context without room for one more token gives an empty, unfinished completion. Cancelling the coroutine aborts the request.
-        Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (such as a temperature
-        above 2), HostFault when the engine has failed.
-        """
-        if self._error is not None:
-            raise HostFault(f"the engine has failed: {self._error!r}")
-        assert not self._core.asleep, f"generate while {self._core.asleep} asleep"
-        limit = self._settings.max_images
-        require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
-        offsets = placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
-        if len(token_ids) >= self._settings.max_model_len:
-            return Completion([], [], finished=False, weight_version=self.weight_version)
-        shown = [ImageInput(image.key, image.grid, offset, image.patch_PC) for image, offset in zip(images, offsets, strict=True)]
-        request = Request(str(next(self._ids)), token_ids, shown, sampling)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = future
-        self._news.requests.append(request)
-        self._woken.set()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self._waiting.pop(request.id, None) is not None:
-                self._news.aborted.append(request.id)
-                self._woken.set()
-            raise
+
+class ColocatedEngine(Engine, Protocol):
+    """An engine in the trainer's processes, on the trainer's devices: they use a device in turn, and the trainer hands its weights over."""
+
+    busy_s: float
+    """Seconds of work since construction."""
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main` to its end on the leader and return its result; followers serve it meanwhile and return None.
+        """Run `main`, which may await `generate`, to its end. Its result on the engine's leader, None on its other ranks."""
+        ...
 
-        What main raises comes out of here, and the followers raise RuntimeError. A failing step fails every waiting `generate`.
-        """
-        if self._group is not None and self._group.rank() != 0:
-            main.close()
-            self._follow()
-            return None
-        return self._loop.run(self._lead(main))
-
-    async def _lead(self, main: Coroutine[object, object, T]) -> T:
-        self._woken = asyncio.Event()
-        episodes = asyncio.create_task(main)
-        pump = asyncio.create_task(self._pump())
-        try:
-            await asyncio.wait({episodes, pump}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                self._fail(pump.exception())
-            return await episodes
-        finally:
-            pump.cancel()
-            error = self._error
-            if error is None:
-                ended = episodes.done() and not episodes.cancelled()
-                error = episodes.exception() if ended else KeyboardInterrupt("interrupted")
-            self._news.aborted += self._waiting
-            self._waiting.clear()
-            self._news = replace(self._news, stop=True, error="" if error is None else repr(error))
-            self._admit(self._exchange())
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self._news = _Announcement()
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(HostFault(f"the engine has failed: {error!r}"))
-
-    async def _pump(self) -> None:
-        while True:
-            if not (self._news or self._core.is_busy()):
-                self._woken.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), HEARTBEAT_S)
-            self._turn()
-            await asyncio.sleep(0)
-
-    def _follow(self) -> None:
-        while True:
-            news = self._turn()
-            if news.error:
-                raise RuntimeError(f"the engine's leader failed: {news.error}")
-            if news.stop:
-                return
-
-    def _turn(self) -> _Announcement:
-        """What every rank does in step: hear the news, add and abort, compute."""
-        news = self._exchange()
-        started = time.perf_counter()
-        self._admit(news)
-        if self._core.is_busy() and not news.stop:
-            for request_id, token_ids, logprobs, finished in self._core.step():
-                future = self._waiting.pop(request_id, None)
-                if future is not None and not future.done():
-                    future.set_result(Completion(token_ids, logprobs, finished=finished, weight_version=self.weight_version))
-        self.busy_s += time.perf_counter() - started
-        return news
-
-    def _exchange(self) -> _Announcement:
-        """Take the news and, as the leader of several ranks, broadcast it; as a follower, receive it."""
-        news, self._news = self._news, _Announcement()
-        if self._group is None:
-            return news
-        leads = self._group.rank() == 0
-        payload = torch.empty(0, dtype=torch.uint8)
-        if leads and news:
-            known = self._core.known_images()
-            for request in news.requests:
-                request.images[:] = [replace(image, patch_PC=None) if image.key in known else image for image in request.images]
-                known.update(image.key for image in request.images)
-            payload = torch.frombuffer(bytearray(pickle.dumps(news)), dtype=torch.uint8)
-        length = torch.tensor([payload.numel()])
-        dist.broadcast(length, group=self._group, group_src=0)
-        if length.item():
-            payload = payload if leads else torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(payload, group=self._group, group_src=0)
-            news = news if leads else pickle.loads(payload.numpy().tobytes())
-        return news
-
-    def _admit(self, news: _Announcement) -> None:
-        if self._error is not None:
-            return
-        for request in news.requests:
-            try:
-                self._core.add(request)
-            except ValueError as error:
-                future = self._waiting.pop(request.id, None)
-                if future is not None and not future.done():
-                    future.set_exception(error)
-        self._core.abort(news.aborted)
-        self._core.trim_images()
+    def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
+        """Run `main`, which asks nothing of the engine, without the engine's other ranks, which may be gone."""
+        ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights in place (every tensor exactly once, proven: vllm/weights.py) and forget what the old ones computed.
-
-        On a sleeping CUDA engine this wakes the weights' memory, not yet the cache's.
-        """
-        self._core.load_weights(tensors)
-        self.weight_version = version
+        """Replace the weights, by Hugging Face's names. Raises RuntimeError unless every tensor has arrived as it was sent."""
+        ...
 
     def sleep(self) -> None:
-        """Give memory back while the trainer works; on CUDA (never run) the weights are discarded too, since every step sends them anew."""
-        self._core.sleep()
+        """Leave the device to the trainer; load_weights and then wake bring the engine back."""
+        ...
 
-    def wake(self) -> None:
-        """Take the cache's memory back; after sleep on CUDA, load_weights comes first."""
-        self._core.wake()
+    def wake(self) -> None: ...
 
-    def close(self) -> None:
-        """Shut vLLM down. It destroys the default process group on the way, so this is the last thing a process does."""
-        self._loop.close()
-        self._core.close()
+    def close(self) -> None: ...
 
 
 def placeholder_offsets(token_ids: list[int], images: list[Image], *, image_token_id: int) -> list[int]:

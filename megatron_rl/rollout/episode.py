@@ -1,33 +1,34 @@
 """One episode as a coroutine: prompt, reply, observation, and so on until it ends; then the score.
 
-The limits of an episode are here and nowhere else. They are looked at between turns: what the policy said is kept whole, and an observation
-that no longer fits is not shown.
+The limits of an episode (turns, seconds, errors) and its clocks are here; those of a context are in conversation.py.
 """
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.rollout.engine import Engine, Sampling
-from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Step, Task
-from megatron_rl.types import Context, End, Example, HostFault, Image, Rollout, Status, Turn
+from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels_of
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.tasks.base import Env, Task
+from megatron_rl.types import End, Example, HostFault, Rollout, Status
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class EpisodeSettings:
+class EpisodeSettings(ContextLimits):
     temperature: float
     max_turns: int
     max_tokens_per_turn: int
-    max_context: int
-    max_images: int
-    max_pixels: int = 0
-    """0: no limit, as with the seconds."""
     max_seconds: float = 0.0
+    """Wall time; 0 sets no limit."""
     errors_end: bool = False
     seed: int
-    """Of this step: with group, sample and turn it makes every request's seed."""
+    """With group, sample and turn it makes every request's seed."""
+
+    def at_step(self, step: int) -> Self:
+        """The same with a seed of the step's own, made of the run's that stands here: a resumed run samples what the unbroken one would."""
+        return replace(self, seed=seed_of(self.seed, step))
 
 
 def seed_of(*parts: int) -> int:
@@ -37,26 +38,28 @@ def seed_of(*parts: int) -> int:
 
 
 async def run_episode(
-    task: Task, example: Example, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, group: int, sample: int
+    task: Task, example: Example, *, conversation: Conversation, settings: EpisodeSettings, group: int, sample: int
 ) -> Rollout:
     """Play one episode and score it. A fault of ours (HostFault) fails the rollout; it is never a score."""
-    rollout = Rollout(task=task.name, example_id=example.id, group=group, sample=sample, weight_version=engine.weight_version)
+    rollout = Rollout(
+        task=task.name, example_id=example.id, group=group, sample=sample, contexts=conversation.contexts, turns=conversation.turns
+    )
     env = task.env(example)
     started = time.monotonic()
     try:
         # The members of a group meet the same world: its seed leaves the sample out.
-        prompt = renderer.prompt(await env.reset(seed_of(settings.seed, group)))
-        _require_room(prompt, example, settings)
-        shown = list(prompt.images)
-        rollout.contexts.append(prompt)
-        rollout.end = await _play(rollout, env, engine=engine, renderer=renderer, settings=settings, stop=tuple(task.stop))
+        end = conversation.open(await env.reset(seed_of(settings.seed, group)))
+        if end is not None:
+            raise _no_room(example, rollout, end)
+        shown = [image for context in rollout.contexts for image in context.images]
+        rollout.end = await _play(rollout, env, conversation, settings=settings, stop=tuple(task.stop))
         rollout.status = Status.COMPLETED if rollout.end in (End.DONE, End.TOOL_ERROR) else Status.TRUNCATED
         ended = time.monotonic()
         score = await task.rubric.score(Outcome(payload=example.payload, turns=rollout.turns, end=rollout.end, images=shown))
         rollout.scoring_s = time.monotonic() - ended
         rollout.reward, rollout.outcome, rollout.rewards = score.reward, score.outcome, score.rewards
-        for turn, value in zip(rollout.turns, score.turns, strict=True):
-            turn.score = value
+        for turn, worth, gain in zip(rollout.turns, score.turns, score.gains, strict=True):
+            turn.score, turn.gain = worth, gain
     except HostFault as fault:
         rollout.status, rollout.end, rollout.reason, rollout.reward = Status.FAILED, End.FAULT, str(fault), None
     finally:
@@ -65,14 +68,16 @@ async def run_episode(
     return rollout
 
 
-async def _play(rollout: Rollout, env: Env, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, stop: tuple[str, ...]) -> End:
-    """Fill the rollout's contexts and turns until it ends; returns why it did."""
+async def _play(rollout: Rollout, env: Env, conversation: Conversation, *, settings: EpisodeSettings, stop: tuple[str, ...]) -> End:
+    """Reply and observation in turns until the episode ends; returns why it did."""
     started = time.monotonic()
-    while len(rollout.contexts[-1].token_ids) < settings.max_context:
-        turn = await _speak(rollout, engine=engine, renderer=renderer, settings=settings, stop=stop)
+    while True:
+        seed = seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns))
+        text = await conversation.say(Sampling(settings.max_tokens_per_turn, settings.temperature, seed=seed, stop=stop))
         asked = time.monotonic()
-        step = await env.step(turn.text)
+        step = await env.step(text)
         rollout.environment_s += time.monotonic() - asked
+        turn = rollout.turns[-1]
         turn.reward, turn.call = step.reward, step.call
         if step.done:
             rollout.reason = step.reason
@@ -84,66 +89,14 @@ async def _play(rollout: Rollout, env: Env, *, engine: Engine, renderer: Rendere
             return End.MAX_TURNS
         if settings.max_seconds and time.monotonic() - started > settings.max_seconds:
             return End.MAX_SECONDS
-        end = _observe(rollout, turn, step, renderer=renderer, settings=settings)
+        end = conversation.hear(step.messages, anew=step.new_context)
         if end is not None:
             return end
-    return End.MAX_TOKENS
 
 
-async def _speak(rollout: Rollout, *, engine: Engine, renderer: Renderer, settings: EpisodeSettings, stop: tuple[str, ...]) -> Turn:
-    """Sample one reply after the last context, into it and into the turns."""
-    context = rollout.contexts[-1]
-    start = len(context.token_ids)
-    sampling = Sampling(
-        max_tokens=min(settings.max_tokens_per_turn, settings.max_context - start),
-        temperature=settings.temperature,
-        seed=seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns)),
-        stop=stop,
-    )
-    completion = await engine.generate(context.token_ids, context.images, sampling)
-    context.extend(completion.token_ids, logprobs=completion.logprobs)
-    turn = Turn(context=len(rollout.contexts) - 1, span=(start, len(context.token_ids)), text=renderer.text(completion.token_ids))
-    rollout.turns.append(turn)
-    return turn
-
-
-def _observe(rollout: Rollout, turn: Turn, step: Step, *, renderer: Renderer, settings: EpisodeSettings) -> End | None:
-    """Show the policy what came of its turn, or say which limit forbids it."""
-    if step.new_context:
-        prompt = renderer.prompt(step.messages)
-        end = _limit(Context(), prompt, settings)
-        if end is None:
-            turn.images = list(prompt.images)
-            rollout.contexts.append(prompt)
-        return end
-    context = rollout.contexts[-1]
-    more = renderer.observation(context, step.messages)
-    end = _limit(context, more, settings)
-    if end is None:
-        turn.images = list(more.images)
-        context.extend(more.token_ids, images=tuple(more.images))
-    return end
-
-
-def _require_room(prompt: Context, example: Example, settings: EpisodeSettings) -> None:
+def _no_room(example: Example, rollout: Rollout, end: End) -> HostFault:
     """A question that does not fit is a matter of settings, and no failure of the policy. launch/doctor.py names such rows beforehand."""
-    end = _limit(Context(), prompt, settings)
-    if end is not None:
-        raised = {End.MAX_IMAGES: "engine.max_images", End.MAX_PIXELS: "task.max_pixels", End.MAX_TOKENS: "engine.max_model_len"}[end]
-        size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {_pixels(prompt.images)} pixels"
-        raise HostFault(f"example {example.id}: its prompt has {size}; raise {raised}, or leave it out")
-
-
-def _limit(context: Context, more: Context, settings: EpisodeSettings) -> End | None:
-    """The budget of the context that `more` would overrun."""
-    if len(context.images) + len(more.images) > settings.max_images:
-        return End.MAX_IMAGES
-    if settings.max_pixels and _pixels([*context.images, *more.images]) > settings.max_pixels:
-        return End.MAX_PIXELS
-    if len(context.token_ids) + len(more.token_ids) >= settings.max_context:
-        return End.MAX_TOKENS
-    return None
-
-
-def _pixels(images: list[Image]) -> int:
-    return sum(image.picture.width * image.picture.height for image in images)
+    (prompt,) = rollout.contexts
+    raised = {End.MAX_IMAGES: "engine.max_images", End.MAX_PIXELS: "task.max_pixels", End.MAX_TOKENS: "engine.max_model_len"}[end]
+    size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {pixels_of(prompt.images)} pixels"
+    return HostFault(f"example {example.id}: its prompt has {size}; raise {raised}, or leave it out")

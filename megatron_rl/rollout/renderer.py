@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from PIL.Image import Image as Picture
 from PIL.Image import Resampling
-from transformers import AutoProcessor, Qwen2_5_VLConfig
+from transformers import AutoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import ModelSettings, require
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.types import Context, Image, Message
 
 _CACHED_BYTES = 1 << 30
@@ -28,17 +29,25 @@ class Renderer:
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
         self.processor = AutoProcessor.from_pretrained(model.path)
         self.tokenizer = self.processor.tokenizer
-        config = Qwen2_5_VLConfig.from_pretrained(model.path)
+        spec = read_spec(model.path)
         known = self.tokenizer.get_added_vocab()
         for token in (*_NEVER_SAMPLED, "<|im_end|>"):
-            require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give a Qwen2.5-VL checkpoint")
+            require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give the checkpoint's own tokenizer")
         self._special = re.compile("|".join(re.escape(token) for token in known if token.startswith("<|")))
         self.image_token_id = known["<|image_pad|>"]
         self.end_id = known["<|im_end|>"]
         self.stop_ids = [self.end_id]
-        beyond = range(len(self.tokenizer), config.text_config.vocab_size)
+        beyond = range(len(self.tokenizer), spec.vocab_size)
         self.banned_ids = sorted({*(known[token] for token in _NEVER_SAMPLED), *beyond})
-        self.vision_pixels = self.processor.image_processor.patch_size * self.processor.image_processor.merge_size
+        self.merge = spec.vision.merge
+        self.vision_pixels = spec.vision.patch * self.merge
+        cut = (self.processor.image_processor.patch_size, self.processor.image_processor.merge_size)
+        for what, found, stated in (
+            ("patches and merges pictures by", cut, (spec.vision.patch, self.merge)),
+            ("holds their places with token", self.image_token_id, spec.image_token_id),
+        ):
+            remedy = f"its processor {what} {found}, its config.json says {stated}; give the model's own processor"
+            require(found == stated, "model.path", model.path, remedy)
         self._images: OrderedDict[tuple[str, str], Image] = OrderedDict()
         self._num_bytes = 0
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
@@ -59,7 +68,7 @@ class Renderer:
         if name not in self._images:
             features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
             grid = tuple(features["image_grid_thw"][0].tolist())
-            self._remember(name, Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=key))
+            self._remember(name, Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge))
         self._images.move_to_end(name)
         return self._images[name]
 

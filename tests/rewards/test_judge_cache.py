@@ -41,7 +41,7 @@ def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
         assert len(server.bodies) == 6 and again.cache_hits == 6
         held(settings(server, cache=cache, model="other"), ask)
         assert len(server.bodies) == 12
-    assert held(settings(cache=cache), ask).requests == 0, "recorded verdicts need no server"
+    assert held(settings(cache=cache), ask).servers.requests == 0, "recorded verdicts need no server"
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:

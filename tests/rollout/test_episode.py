@@ -1,7 +1,7 @@
 """An episode's limits and ends, with an engine that says what the test tells it to. Real engines play in tests/e2e and tests/parity."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from PIL import Image as Pillow
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
+from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
@@ -89,9 +90,16 @@ class LooksTask:
         return self.world
 
 
+def episode(
+    task: LooksTask, engine: Scripted, *, settings: EpisodeSettings = SETTINGS, group: int = 1, sample: int = 2
+) -> Coroutine[object, object, Rollout]:
+    conversation = TokenConversation(engine, engine.renderer, settings)
+    return run_episode(task, Example("e", {}), conversation=conversation, settings=settings, group=group, sample=sample)
+
+
 def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS) -> Rollout:
     engine, task = Scripted(renderer), LooksTask(world)
-    rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=settings, group=1, sample=2))
+    rollout = asyncio.run(episode(task, engine, settings=settings))
     assert world.closed == 1, "an environment is closed however the episode ends"
     assert all(sampling.stop == ("</end>",) for sampling in engine.asked)
     for context in rollout.contexts:
@@ -105,7 +113,8 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
     assert [turn.text for turn in rollout.turns] == ["ok"] * 3
     # turn scores: none, 1, 2; their mean over the two that are steps is 1.5, weighted 0.75
     assert (rollout.reward, rollout.outcome, rollout.rewards) == (1.75, 1.0, {"one": 1.0, "number": 1.5})
-    assert [turn.score for turn in rollout.turns] == [0.0, 0.25, 0.5]
+    assert [turn.score for turn in rollout.turns] == [None, 0.5, 1.0]
+    assert [turn.gain for turn in rollout.turns] == [0.0, 0.5, 0.25], "the mean so far moves from 0 to 1 to 1.5"
     assert [len(turn.images) for turn in rollout.turns] == [1, 1, 0]
     assert [image.picture.getpixel((0, 0)) for image in rollout.contexts[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert rollout.turns[0].images[0] is rollout.contexts[0].images[1]
@@ -163,7 +172,7 @@ def test_a_judge_that_is_down_is_no_score(renderer: Renderer) -> None:
 
     world, engine = Looks(turns=1), Scripted(renderer)
     task = LooksTask(world, rubric=Rubric(parts={"accuracy": Part(down)}))
-    rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=SETTINGS, group=0, sample=0))
+    rollout = asyncio.run(episode(task, engine))
     assert (rollout.status, rollout.reward, rollout.reason, world.closed) == (Status.FAILED, None, "http://judge: no answer", 1)
 
 
@@ -172,9 +181,7 @@ def test_seeds_tell_group_sample_and_turn_apart(renderer: Renderer) -> None:
     for group in range(3):
         for sample in range(3):
             engine = Scripted(renderer)
-            task, settings = LooksTask(Looks()), replace(SETTINGS, max_turns=3)
-            place = {"group": group, "sample": sample}
-            asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=settings, **place))
+            asyncio.run(episode(LooksTask(Looks()), engine, settings=replace(SETTINGS, max_turns=3), group=group, sample=sample))
             seeds |= {sampling.seed for sampling in engine.asked}
     assert len(seeds) == 27
 
@@ -183,13 +190,12 @@ def test_a_slow_tool_delays_only_its_own_episode(renderer: Renderer) -> None:
     """One episode whose tool takes 0.5 s a turn beside nine quick ones: all of them are done before its second turn."""
     order: list[int] = []
 
-    async def episode(number: int) -> None:
-        task, engine = LooksTask(Looks(turns=3, delay_s=0.5 if number == 0 else 0.0)), Scripted(renderer)
-        await run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=SETTINGS, group=number, sample=0)
+    async def numbered_episode(number: int) -> None:
+        await episode(LooksTask(Looks(turns=3, delay_s=0.5 if number == 0 else 0.0)), Scripted(renderer), group=number)
         order.append(number)
 
     async def together() -> None:
-        await asyncio.gather(*(episode(number) for number in range(10)))
+        await asyncio.gather(*(numbered_episode(number) for number in range(10)))
 
     asyncio.run(together())
     assert order[-1] == 0 and sorted(order) == list(range(10))
@@ -201,7 +207,7 @@ def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
         return 1.0
 
     engine, task = Scripted(renderer), LooksTask(Looks(turns=3, delay_s=0.2), rubric=Rubric(parts={"slow": Part(slow)}))
-    rollout = asyncio.run(run_episode(task, Example("e", {}), engine=engine, renderer=renderer, settings=SETTINGS, group=1, sample=2))
+    rollout = asyncio.run(episode(task, engine))
     assert rollout.environment_s >= 0.6 > 0.5 > rollout.scoring_s >= 0.1
     assert rollout.environment_s + rollout.scoring_s <= rollout.wall_s
 

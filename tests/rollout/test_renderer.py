@@ -1,7 +1,10 @@
 """The renderer against the tokenizer's own rendering of whole conversations."""
 
+import json
 import pickle
+import shutil
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,3 +150,30 @@ def test_banned_are_vision_tokens_and_ids_beyond_the_tokenizer(renderer: Rendere
     banned = set(renderer.banned_ids)
     assert {renderer.image_token_id, *range(len(renderer.tokenizer), 1024)} <= banned
     assert renderer.end_id not in banned and not banned & set(range(900))
+
+
+@pytest.mark.parametrize(
+    ("file", "part", "name", "value", "said"),
+    [
+        ("config.json", "vision_config", "spatial_merge_size", 3, r"by \(14, 2\), its config.json says \(14, 3\)"),
+        ("config.json", "vision_config", "patch_size", 16, r"by \(14, 2\), its config.json says \(16, 2\)"),
+        ("config.json", "", "image_token_id", 7, r"with token \d+, its config.json says 7"),
+    ],
+)
+def test_a_processor_of_another_model_is_refused(
+    random_model: Path, tmp_path: Path, file: str, part: str, name: str, value: int, said: str
+) -> None:
+    folder = shutil.copytree(random_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    stored = json.loads((folder / file).read_text())
+    (stored[part] if part else stored)[name] = value
+    (folder / file).write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=rf"^model.path={folder}: its processor .* {said}; give the model's own processor$"):
+        Renderer(ModelSettings(path=str(folder)))
+
+
+def test_an_image_knows_how_many_patches_make_a_token(renderer: Renderer) -> None:
+    image = renderer.image(gradient(84, 56))
+    assert (image.grid, image.merge, image.num_tokens) == ((1, 4, 6), 2, 6)
+    sent = pickle.loads(pickle.dumps(image))
+    assert (sent.grid, sent.merge, sent.key, sent.patch_PC) == (image.grid, 2, image.key, None)
+    assert replace(image, grid=(1, 6, 9), merge=3).num_tokens == 6

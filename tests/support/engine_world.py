@@ -16,7 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rollout.engine import Completion, Engine, Sampling
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context
 from tests.support.packed import prompts
@@ -24,7 +25,7 @@ from tests.support.packed import prompts
 TURNS = 3
 
 
-async def episode(engine: Engine, context: Context, *, delay: random.Random, index: int) -> list[Completion]:
+async def episode(engine: LocalEngine, context: Context, *, delay: random.Random, index: int) -> list[Completion]:
     """Several turns on a growing context, with a tool of random duration between them."""
     completions = []
     for _ in range(TURNS):
@@ -34,13 +35,13 @@ async def episode(engine: Engine, context: Context, *, delay: random.Random, ind
     return completions
 
 
-async def episodes(engine: Engine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
+async def episodes(engine: LocalEngine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
     contexts = prompts(renderer) * 2
-    fresh = [Context(list(s.token_ids), list(s.loss_mask), list(s.engine_logprobs), list(s.images)) for s in contexts]
+    fresh = [Context(list(s.token_ids), list(s.loss_mask), list(s.engine_logprobs), list(s.versions), list(s.images)) for s in contexts]
     return await asyncio.gather(*(episode(engine, context, delay=delay, index=i) for i, context in enumerate(fresh)))
 
 
-async def fail_after_a_turn(engine: Engine, renderer: Renderer) -> None:
+async def fail_after_a_turn(engine: LocalEngine, renderer: Renderer) -> None:
     waiting = asyncio.create_task(episodes(engine, renderer, delay=random.Random(0)))
     await asyncio.sleep(0.1)
     assert not waiting.done()
@@ -57,7 +58,7 @@ def main(model: str, tp: int, out: Path) -> None:
     rank = dist.get_rank()
     renderer = Renderer(ModelSettings(path=model))
     group = dist.group.WORLD if tp > 1 else None
-    engine = Engine(
+    engine = LocalEngine(
         model, EngineSettings(tp=tp, max_num_seqs=16, kv_cache_mib=16),
         image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
     )  # fmt: skip
@@ -85,7 +86,7 @@ def main(model: str, tp: int, out: Path) -> None:
     engine.close()
 
 
-def spoil(engine: Engine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
+def spoil(engine: LocalEngine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
     """One bit of a tensor is turned over on its way to the last rank: that rank names it, a rank that holds another slice does not care."""
     deliver = engine._core.weights.deliver
     for name in ("model.layers.0.self_attn.o_proj.weight", "visual.blocks.0.attn.qkv.weight", "lm_head.weight"):
@@ -103,7 +104,7 @@ def spoil(engine: Engine, tensors: dict[str, torch.Tensor], *, rank: int) -> Non
     engine._core.weights.deliver = deliver
 
 
-def load_elsewhere(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
+def load_elsewhere(engine: LocalEngine, tensors: dict[str, torch.Tensor]) -> None:
     """Two engines of tp 1 both hold the spoiled element; of a tensor cut over two ranks only the last does."""
     if engine._group is None:
         expect(RuntimeError, "does not hold what was sent", engine.load_weights, iter(tensors.items()), version=9)

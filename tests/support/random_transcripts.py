@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image as Pillow
 
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric
+from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Engine, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
@@ -131,11 +132,12 @@ class RandomPolicy:
         return Completion(ids, [-1.0 - number for number in range(len(ids))], finished=finished, weight_version=0)
 
 
-def play(seed: int, *, renderer: Renderer, engine: "Engine | RandomPolicy", protocol: ToolProtocol, settings: EpisodeSettings) -> tuple:
+def play(seed: int, *, renderer: Renderer, engine: Engine, protocol: ToolProtocol, settings: EpisodeSettings) -> tuple:
     """The rollout of one random episode as a coroutine's parts: (coroutine, its world)."""
     world = RandomWorld(random.Random(seed), protocol)
     task, example = RandomTask(world), Example(id=str(seed), payload={})
-    return run_episode(task, example, engine=engine, renderer=renderer, settings=settings, group=seed, sample=0), world
+    conversation = TokenConversation(engine, renderer, settings)
+    return run_episode(task, example, conversation=conversation, settings=settings, group=seed, sample=0), world
 
 
 def play_alone(seed: int, **how: object) -> tuple[Rollout, RandomWorld]:

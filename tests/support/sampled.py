@@ -5,7 +5,8 @@ import asyncio
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
-from megatron_rl.rollout.engine import Completion, Engine, Sampling
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, Image
 
@@ -13,7 +14,7 @@ BOUND = 1e-4
 """Absolute, in float32; typical is 3e-6, the largest seen 1.8e-5."""
 
 
-def generate(engine: Engine, contexts: list[Context], samplings: list[Sampling]) -> list[Completion]:
+def generate(engine: LocalEngine, contexts: list[Context], samplings: list[Sampling]) -> list[Completion]:
     async def main() -> list[Completion]:
         pairs = zip(contexts, samplings, strict=True)
         return await asyncio.gather(*(engine.generate(s.token_ids, s.images, sampling) for s, sampling in pairs))

@@ -1,4 +1,4 @@
-"""vLLM in this process: requests in, sampled tokens out, one step at a time. No asyncio, no ranks: those are engine.py.
+"""vLLM in this process: requests in, sampled tokens out, one step at a time. No asyncio, no ranks: those are rollout/local.py.
 
 Token in, token out: the ids and the patches go to vLLM as they are, already expanded and already processed, so vLLM neither tokenizes nor
 resizes nor hashes, and the trainer's patches are the engine's. Sampling is from the model at the temperature with the banned ids removed;
@@ -13,12 +13,12 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_rl.config import EngineSettings, require
+from megatron_rl.rollout.engine import ImageInput, Request, Sampling
 from megatron_rl.rollout.vllm.sampler import SEED, ban_and_seed, use_own_noise
 from megatron_rl.rollout.vllm.weights import Weights, keep_weights_plain
 
@@ -29,44 +29,6 @@ if TYPE_CHECKING:
 
 CACHED_PATCHES = 1 << 20
 """Of images kept between requests: 4.7 GB, in part shared with the Image they came from."""
-
-
-@dataclass(slots=True, frozen=True)
-class Sampling:
-    max_tokens: int
-    temperature: float
-    """0 is greedy."""
-    seed: int
-    stop: tuple[str, ...] = ()
-    """Texts that end the turn. They and the token that completed one stay in it."""
-
-
-@dataclass(slots=True, frozen=True)
-class Completion:
-    token_ids: list[int]
-    logprobs: list[float]
-    """Of the sampled tokens under the policy: the model at the sampling temperature with the banned ids removed."""
-    finished: bool
-    """True: the last of token_ids is a stop id or completes a stop text. False: max_tokens or the context ran out."""
-    weight_version: int
-
-
-@dataclass(slots=True, frozen=True)
-class ImageInput:
-    """An image in a context: where its placeholders begin, and its patches unless the receiver has them already."""
-
-    key: str
-    grid: tuple[int, int, int]
-    offset: int
-    patch_PC: torch.Tensor | None
-
-
-@dataclass(slots=True, frozen=True)
-class Request:
-    id: str
-    token_ids: list[int]
-    images: list[ImageInput]
-    sampling: Sampling
 
 
 def _prepare_environment(*, cuda: bool) -> None:
@@ -143,7 +105,7 @@ class VllmCore:
         self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()
         self._num_patches = 0
         runner = self._engine.model_executor.driver_worker.worker.model_runner
-        self.weights = Weights(runner.get_model(), bucket_bytes=settings.bucket_mib << 20)
+        self.weights = Weights(runner.get_model(), bucket_bytes=int(settings.bucket_mib * 2**20))
         self._cuda = runner.device.type == "cuda"
         if not self._cuda:
             use_own_noise(runner)
@@ -192,7 +154,7 @@ class VllmCore:
         if not request.images:
             return tokens_input(request.token_ids)
         items = [self._item(image) for image in request.images]
-        ranges = [PlaceholderRange(offset=image.offset, length=math.prod(image.grid) // 4) for image in request.images]
+        ranges = [PlaceholderRange(offset=image.offset, length=image.num_tokens) for image in request.images]
         keys = [image.key for image in request.images]
         return mm_input(request.token_ids, MultiModalKwargsItems({"image": items}), {"image": keys}, {"image": ranges})
 

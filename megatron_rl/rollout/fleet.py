@@ -1,0 +1,159 @@
+"""The fleet: engines side by side, the episodes they play, and whose turn it is on the devices. What the training loop talks to.
+
+Groups are dealt to engines whole, so that an engine's prefix and image caches serve them. How finished rollouts come together is handed in:
+with a `gather` that returns what it is given, a fleet is one process.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl.rollout.conversation import TokenConversation
+from megatron_rl.rollout.engine import ColocatedEngine
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import Example, Rollout, Status
+
+_TRIES = 3
+Gather = Callable[[list[Rollout] | None], list[Rollout]]
+"""From this engine's rollouts (None on ranks that do not lead one) to those of all engines, in any order, on every rank."""
+
+
+class Trainer(Protocol):
+    """What shares its device with an engine: it leaves when the engine's turn comes, and comes back."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RoundSettings:
+    """How many episodes a training step asks for."""
+
+    num_prompts: int
+    """Prompts of one round."""
+    group_size: int
+    """Episodes of one prompt."""
+    max_rounds: int
+    """Rounds of one step at most."""
+
+
+class Fleet:
+    """Colocated engines, of which this process holds one or a part of one. Every rank calls every method, together with the others.
+
+    A device is used in turn: the engine's from the beginning, the trainer's from `away` on, the engine's again from `serve` on.
+    """
+
+    def __init__(
+        self, task: Task, *, engine: ColocatedEngine, renderer: Renderer, trainer: Trainer, gather: Gather,
+        episode: EpisodeSettings, round_settings: RoundSettings, index: int = 0, num_engines: int = 1,
+    ) -> None:  # fmt: skip
+        """`episode` is how training plays, with the run's seed; this process's engine is number `index` of num_engines."""
+        self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
+        self.gather, self.episode, self.round_settings = gather, episode, round_settings
+        self.index, self.num_engines = index, num_engines
+        self.rounds = 0
+        """Rounds of prompts that `take` has dealt: where the sampler stands. A resumed run sets it."""
+        self.is_away = False
+
+    @cached_property
+    def _examples(self) -> Sequence[Example]:
+        """The training split, asked for by the first step: a run that only evaluates need not have one."""
+        return self.task.examples("train")
+
+    def take(self, step: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+        """The rollouts of a training step: round after round until `enough` holds of all of them together, or max_rounds are played.
+
+        Groups are numbered through from round to round.
+        """
+        rollouts: list[Rollout] = []
+        for number in range(self.round_settings.max_rounds):
+            size, samples = self.round_settings.num_prompts, self.round_settings.group_size
+            examples = choose_prompts(self._examples, size, seed=self.episode.seed, round_number=self.rounds)
+            self.rounds += 1
+            rollouts += self.play(examples, samples=samples, settings=self.episode.at_step(step), first_group=size * number)
+            if enough(rollouts):
+                break
+        return rollouts
+
+    def play(self, examples: Sequence[Example], *, samples: int, settings: EpisodeSettings, first_group: int = 0) -> list[Rollout]:
+        """`samples` episodes of each example, ordered by group and sample. A group's number is first_group and its place in `examples`."""
+        assert not self.is_away, "the device is the trainer's: serve weights before episodes"
+
+        async def mine() -> list[Rollout]:
+            groups = range(self.index, len(examples), self.num_engines)
+            places = [(group, sample) for group in groups for sample in range(samples)]
+            episodes = [self._episode(examples[group], settings, group=first_group + group, sample=sample) for group, sample in places]
+            return await asyncio.gather(*episodes)
+
+        return sorted(self.gather(self.engine.run(mine())), key=lambda rollout: (rollout.group, rollout.sample))
+
+    async def _episode(self, example: Example, settings: EpisodeSettings, *, group: int, sample: int) -> Rollout:
+        """An episode that fails through our own fault is played again, _TRIES times in all."""
+        for _ in range(_TRIES):
+            conversation = TokenConversation(self.engine, self.renderer, settings)
+            rollout = await run_episode(self.task, example, conversation=conversation, settings=settings, group=group, sample=sample)
+            if rollout.status is not Status.FAILED:
+                break
+        return rollout
+
+    def serve(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Replace the engines' weights by these, proven to have arrived, and give the device to the engine.
+
+        `tensors` may be views of the trainer's: it is awake while they are read.
+        """
+        with self.away():
+            self.engine.load_weights(tensors, version=version)
+        self.trainer.sleep()
+        self.engine.wake()
+        self.is_away = False
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """The device is the trainer's inside the block, and stays so after it until `serve`: a sleeping engine has no weights."""
+        if not self.is_away:
+            self.engine.sleep()
+            self.trainer.wake()
+            self.is_away = True
+        yield
+
+    def busy_s(self) -> float:
+        """Seconds that this process's engine has worked."""
+        return self.engine.busy_s
+
+    def start(self) -> None:
+        self.engine.run(self.task.start())
+
+    def close(self, *, in_step: bool = True) -> None:
+        """The last thing a process does: LocalEngine.close ends its process group too.
+
+        in_step: all ranks are here. After a failure others may be elsewhere or gone, and nobody is waited for.
+        """
+        if in_step:
+            self.engine.run(self.task.close())
+        else:
+            self.engine.run_alone(self.task.close())
+        self.engine.close()
+
+
+def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, round_number: int) -> list[Example]:
+    """The examples of one round, a function of seed and round alone, so that a resumed run deals what the unbroken one would have.
+
+    Where the task states how often it deals each example, drawn with those probabilities; otherwise without repetition within an epoch.
+    """
+    if examples[0].probability is not None:
+        generator = np.random.default_rng(seed_of(seed, round_number, 0))
+        picks = generator.choice(len(examples), size=num, p=[example.probability for example in examples])
+        return [examples[pick] for pick in picks]
+    positions = range(round_number * num, (round_number + 1) * num)
+    epochs = {position // len(examples) for position in positions}
+    orders = {epoch: np.random.default_rng(seed_of(seed, epoch, 1)).permutation(len(examples)) for epoch in epochs}
+    return [examples[orders[position // len(examples)][position % len(examples)]] for position in positions]

@@ -1,0 +1,154 @@
+"""Servers that do the same work: the least busy healthy one is asked, and another where it fails.
+
+A server that failed rests, twice as long with each failure in a row or as long as it says itself, and the others are asked meanwhile. What
+goes on the wire is the caller's: a call is a coroutine function of the server to ask. What it raises tells how it went:
+    ServerFault, TimeoutError   the server is in trouble: it rests, and the call is tried again
+    BadReply                    the server is well, what it said is of no use: the call is tried again
+    Refused                     any server would refuse this call: no further try
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+from megatron_rl.types import HostFault
+
+LONGEST_REST_S = 30.0
+T = TypeVar("T")
+
+
+class ServerFault(Exception):
+    """A server is in trouble; it asks for a rest of at least `rest_s`."""
+
+    def __init__(self, reason: str, *, rest_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.rest_s = rest_s
+
+
+class BadReply(ValueError):
+    """A server that is well said something of no use."""
+
+
+class Refused(Exception):
+    """A request is at fault, not the server that refused it."""
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One server and its health. Its rests double with each failure in a row and vary by half, so that clients do not return together."""
+
+    url: str
+    rest_s: float
+    """The first rest."""
+    in_flight: int = 0
+    failures: int = 0
+    """Failures in a row."""
+    rest_until: float = 0.0
+    """The end of its rest on time.monotonic's clock."""
+
+    def failed(self, *, began: float, rest_s: float = 0.0) -> None:
+        """`began` is when the request that failed was sent: of many that were under way together the first failure counts.
+
+        `rest_s` is the least that the server itself asks for.
+        """
+        now = time.monotonic()
+        if began >= self.rest_until:
+            rest = min(self.rest_s * 2**self.failures, LONGEST_REST_S) * random.uniform(0.5, 1.0)
+            self.failures += 1
+            self.rest_until = max(self.rest_until, now + rest)
+        self.rest_until = max(self.rest_until, now + rest_s)
+
+    def answered(self) -> None:
+        self.failures = 0
+
+
+class Servers:
+    """Servers behind one `ask`. Counts of their work stand in requests, failures and seconds (in requests)."""
+
+    def __init__(self, urls: Sequence[str], *, name: str, tries: int, timeout_s: float, concurrency: int, rest_s: float = 0.5) -> None:
+        """`name` begins every error; at most `concurrency` requests are under way at once, each of them for timeout_s at most."""
+        self.name, self.tries, self.timeout_s, self.concurrency = name, tries, timeout_s, concurrency
+        self.endpoints = [Endpoint(url, rest_s) for url in urls]
+        self.requests = self.failures = 0
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        """In the event loop that will ask; once more in every later one."""
+        self._slots = asyncio.Semaphore(self.concurrency)
+
+    async def ask(self, call: Callable[[Endpoint], Awaitable[T]]) -> T:
+        """What `call` returns, of one server or another. Raises HostFault, naming server and reason, after the last try."""
+        reasons: list[str] = []
+        while len(reasons) < self.tries:
+            endpoint = await self._slot(reasons)
+            began = time.monotonic()
+            self.requests += 1
+            endpoint.in_flight += 1
+            try:
+                reply = await self._in_time(call, endpoint)
+                endpoint.answered()
+                return reply
+            except (BadReply, Refused, ServerFault) as error:
+                self.failures += 1
+                reasons.append(f"{endpoint.url}: {error}")
+                if isinstance(error, Refused):
+                    break
+                if isinstance(error, ServerFault):
+                    endpoint.failed(began=began, rest_s=error.rest_s)
+            finally:
+                self.seconds += time.monotonic() - began
+                endpoint.in_flight -= 1
+                self._slots.release()
+        raise HostFault(f"{self.name}: nothing after {len(reasons)} of {self.tries} tries; the last: {reasons[-1]}")
+
+    async def _in_time(self, call: Callable[[Endpoint], Awaitable[T]], endpoint: Endpoint) -> T:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await call(endpoint)
+        except TimeoutError as error:
+            raise ServerFault(told(error)) from error
+
+    async def _slot(self, reasons: Sequence[str]) -> Endpoint:
+        """The least busy server that does not rest, with leave to send it a request.
+
+        Rests, all together, are waited for up to a request's time-out; the time in the queue for a slot is none of it.
+        """
+        waited = 0.0
+        while True:
+            await self._slots.acquire()
+            now = time.monotonic()
+            rested = [endpoint for endpoint in self.endpoints if endpoint.rest_until <= now]
+            if rested:
+                return min(rested, key=lambda endpoint: (endpoint.in_flight, random.random()))
+            self._slots.release()
+            earliest = min(self.endpoints, key=lambda endpoint: endpoint.rest_until)
+            rest = earliest.rest_until - now
+            if waited + rest > self.timeout_s:
+                last = f"; the last failure: {reasons[-1]}" if reasons else ""
+                raise HostFault(
+                    f"{self.name}: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others{last}"
+                )
+            await asyncio.sleep(rest)
+            waited += rest
+
+
+def told(error: Exception) -> str:
+    """An error of whatever library in one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def retry_after(header: str) -> float:
+    """Seconds, from a number of them or a date (RFC 9110, 10.2.3); 0 for anything else."""
+    text = header.strip()
+    if text.isascii() and text.isdigit() and len(text) < 9:
+        return float(text)
+    try:
+        date = parsedate_to_datetime(text)
+    except ValueError:
+        return 0.0
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

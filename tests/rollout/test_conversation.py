@@ -1,0 +1,140 @@
+"""What a conversation writes down: contexts, turns, and nothing that does not fit; and an episode without any tokens."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rollout.conversation import ContextLimits, TokenConversation
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Step
+from megatron_rl.types import Context, End, Example, Image, Message, Status, Turn
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+
+
+@dataclass
+class Talkative:
+    """An engine that says as many tokens as it may, and never ends a turn."""
+
+    weight_version: int = 4
+    asked: list[Sampling] = field(default_factory=list)
+
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+        self.asked.append(sampling)
+        ids = [65 + len(self.asked)] * sampling.max_tokens
+        return Completion(ids, [-0.5] * len(ids), finished=False, weight_version=4)
+
+
+def user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def say(conversation: TokenConversation, max_tokens: int) -> str:
+    return asyncio.run(conversation.say(Sampling(max_tokens, 1.0, seed=1)))
+
+
+def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
+    """The last reply is asked for no more tokens than there is room for."""
+    prompt = len(renderer.prompt(user("?")).token_ids)
+    for room in (1, 5, 12, 40):
+        engine = Talkative()
+        conversation = TokenConversation(engine, renderer, ContextLimits(max_context=prompt + room, max_images=0))
+        assert conversation.open(user("?")) is None
+        end = None
+        while end is None:
+            say(conversation, 12)
+            end = conversation.hear(user("Go on."), anew=False)
+        (context,) = conversation.contexts
+        assert end is End.MAX_TOKENS and len(context.token_ids) <= prompt + room
+        if room <= 12:
+            assert [asked.max_tokens for asked in engine.asked] == [room] and context.loss_mask == [0] * prompt + [1] * room
+
+
+def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
+    """Together the two contexts would be too long."""
+    first, second = user("Where is it? " * 10), user("And now?")
+    begins = [len(renderer.prompt(messages).token_ids) for messages in (first, second)]
+    limits = ContextLimits(max_context=sum(begins), max_images=0)
+    conversation = TokenConversation(Talkative(), renderer, limits)
+    conversation.open(first)
+    said = [say(conversation, 2), conversation.hear(second, anew=True)]
+    said += [say(conversation, 3), conversation.hear(user("And?"), anew=False)]
+    assert said == [renderer.text([66] * 2), None, renderer.text([67] * 3), None]
+    before, after = conversation.contexts
+    assert [(turn.context, turn.span) for turn in conversation.turns] == [(0, (begins[0], begins[0] + 2)), (1, (begins[1], begins[1] + 3))]
+    assert before.loss_mask == [0] * begins[0] + [1] * 2
+    assert sum(after.loss_mask) == 3 and len(after.token_ids) > begins[1] + 3, "an observation follows in the same context"
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_does_not_fit_is_not_written(renderer: Renderer, anew: bool) -> None:
+    conversation = TokenConversation(Talkative(), renderer, ContextLimits(max_context=80, max_images=0))
+    conversation.open(user("?"))
+    say(conversation, 3)
+    (context,) = conversation.contexts
+    before = len(context.token_ids)
+    assert conversation.hear(user("word " * 80), anew=anew) is End.MAX_TOKENS
+    assert conversation.contexts == [context] and len(context.token_ids) == before and conversation.turns[0].images == []
+    misfit = TokenConversation(Talkative(), renderer, ContextLimits(max_context=80, max_images=0))
+    assert misfit.open(user("word " * 80)) is End.MAX_TOKENS and len(misfit.contexts[0].token_ids) > 80
+
+
+@dataclass
+class Words:
+    """A conversation without tokens, as an OpenAI-compatible server would give it."""
+
+    contexts: list[Context] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    heard: list[Message] = field(default_factory=list)
+    weight_version: int = 0
+
+    def open(self, messages: Sequence[Message]) -> End | None:
+        self.heard += messages
+
+    async def say(self, sampling: Sampling) -> str:
+        self.turns.append(Turn(context=0, span=(0, 0), text=f"reply {len(self.turns)}"))
+        return self.turns[-1].text
+
+    def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+        self.heard += messages
+        return End.MAX_TOKENS if len(self.turns) == 3 else None
+
+
+class Listens:
+    """An environment that answers each reply with its own words, for a reward of 1."""
+
+    async def reset(self, seed: int) -> list[Message]:
+        return user("Begin.")
+
+    async def step(self, text: str) -> Step:
+        return Step(messages=user(f"You said {text}."), reward=1.0, done=False)
+
+    async def close(self) -> None:
+        """Nothing to give back."""
+
+
+class ListensTask:
+    name, stop = "listens", ()
+    rubric = Rubric(turn_parts={"reward": TurnPart(environment_rewards)})
+
+    def env(self, example: Example) -> Listens:
+        return Listens()
+
+
+def test_an_episode_needs_no_tokens() -> None:
+    settings = EpisodeSettings(temperature=1.0, max_turns=9, max_tokens_per_turn=5, max_context=1, max_images=0, seed=0)
+    words = Words()
+    rollout = asyncio.run(run_episode(ListensTask(), Example("e", {}), conversation=words, settings=settings, group=0, sample=0))
+    assert (rollout.status, rollout.end, rollout.contexts) == (Status.TRUNCATED, End.MAX_TOKENS, [])
+    assert [turn.text for turn in rollout.turns] == ["reply 0", "reply 1", "reply 2"] and rollout.reward is not None
+    assert [message["content"] for message in words.heard] == ["Begin.", *(f"You said reply {number}." for number in range(3))]

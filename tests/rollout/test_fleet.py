@@ -1,0 +1,183 @@
+"""What joins prompts, engines, retries and devices: the fleet with an engine that says what the test tells it to."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.rollout.fleet import choose_prompts
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import End, Example, Rollout, Status
+from tests.support.scripted_fleet import EPISODE, EXAMPLES, Scripted, fleet_of
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model)))
+
+
+def prompts(examples: list[Example], num: int, *, seed: int, rounds: Iterable[int]) -> list[str]:
+    """The names of what these rounds deal, one after the other."""
+    return [example.id for number in rounds for example in choose_prompts(examples, num, seed=seed, round_number=number)]
+
+
+def until(num_groups: int, seen: list[int] | None = None) -> Callable[[list[Rollout]], bool]:
+    def enough(rollouts: list[Rollout]) -> bool:
+        if seen is not None:
+            seen.append(len(rollouts))
+        return len({rollout.group for rollout in rollouts}) >= num_groups
+
+    return enough
+
+
+def test_every_epoch_has_its_own_order_of_all_examples() -> None:
+    """Rounds of 4 of 10 examples: the third lies in two epochs. Seeds and epochs are shuffled each in its own way."""
+    dealt = prompts(EXAMPLES, 4, seed=3, rounds=range(5))
+    names = {example.id for example in EXAMPLES}
+    first, second = dealt[:10], dealt[10:]
+    assert len(dealt) == 20 and set(first) == set(second) == names
+    assert len({tuple(first), tuple(second), tuple(sorted(names))}) == 3
+    other = prompts(EXAMPLES, 4, seed=4, rounds=range(5))
+    assert set(other[:10]) == names and other[:10] not in (first, second)
+    assert prompts(EXAMPLES, 4, seed=3, rounds=[2]) == dealt[8:12], "no state but the round's number"
+
+
+def test_examples_with_probabilities_are_drawn_with_them() -> None:
+    """4000 draws; five standard deviations of a count of probability 0.2 are 126."""
+    probabilities = (0.5, 0.3, 0.2)
+    examples = [Example(f"{value}", {}, probability=value) for value in probabilities]
+    rounds = [prompts(examples, 40, seed=1, rounds=[number]) for number in range(100)]
+    counts = Counter(name for dealt in rounds for name in dealt)
+    assert all(abs(counts[f"{value}"] - 4000 * value) < 5 * (4000 * value * (1 - value)) ** 0.5 for value in probabilities)
+    assert len({tuple(dealt) for dealt in rounds}) == 100 and prompts(examples, 40, seed=1, rounds=[17]) == rounds[17]
+
+
+def test_rounds_are_played_until_there_is_enough(renderer: Renderer) -> None:
+    """The sampler goes on where the last step stopped, be it in this life of the run or in an earlier one."""
+    fleet, seen = fleet_of(renderer), []
+    first = fleet.take(0, enough=until(5, seen))
+    assert seen == [6, 12, 18] and fleet.rounds == 3, "three rounds of two groups of three; each time all of them are shown"
+    second = fleet.take(1, enough=until(1))
+    assert fleet.rounds == 4
+    dealt = prompts(EXAMPLES, 2, seed=5, rounds=range(4))
+    assert [rollout.example_id for rollout in first + second] == [name for name in dealt for _ in range(3)]
+    assert [(rollout.group, rollout.sample) for rollout in first] == [(group, sample) for group in range(6) for sample in range(3)]
+    assert {rollout.oldest_version for rollout in first} == {7}
+    resumed = fleet_of(renderer)
+    resumed.rounds = 3
+    again = resumed.take(1, enough=until(1))
+    assert [(r.example_id, r.group, r.sample, r.contexts) for r in again] == [(r.example_id, r.group, r.sample, r.contexts) for r in second]
+
+
+def test_rounds_end_where_they_may_be_no_more(renderer: Renderer) -> None:
+    fleet = fleet_of(renderer, max_rounds=2)
+    rollouts = fleet.take(0, enough=lambda _: False)
+    assert (len(rollouts), fleet.rounds, {rollout.group for rollout in rollouts}) == (12, 2, {0, 1, 2, 3})
+
+
+@pytest.mark.parametrize(("faults", "status", "tries"), [(0, Status.TRUNCATED, 1), (2, Status.TRUNCATED, 3), (3, Status.FAILED, 3)])
+def test_an_episode_has_three_tries(renderer: Renderer, faults: int, status: Status, tries: int) -> None:
+    engine = Scripted(faults=faults)
+    rollouts = fleet_of(renderer, engine).play(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
+    assert [rollout.status for rollout in rollouts] == [status] * 6
+    assert sorted(engine.tries.values()) == [tries] * 6, "each of the six asks with its own seed, and with the same one again"
+    if status is Status.FAILED:
+        assert {(rollout.reason, rollout.reward) for rollout in rollouts} == {("the engine is down", None)}
+    else:
+        assert all(len(rollout.turns) == len(rollout.contexts) == 1 for rollout in rollouts), "nothing is left of a try that failed"
+
+
+def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
+    parts: list[list[Rollout]] = []
+    for index in range(2):
+        fleet = fleet_of(renderer, index=index, num_engines=2, gather=lambda mine: parts.append(mine) or mine)
+        fleet.play(EXAMPLES[:5], samples=2, settings=EPISODE, first_group=10)
+    groups = [[(rollout.group, rollout.sample, rollout.example_id) for rollout in part] for part in parts]
+    assert groups[0] == [(10 + number, sample, f"{number}") for number in (0, 2, 4) for sample in range(2)]
+    assert groups[1] == [(10 + number, sample, f"{number}") for number in (1, 3) for sample in range(2)]
+
+    def follow(mine: list[Rollout] | None) -> list[Rollout]:
+        assert mine is None
+        return parts[1] + parts[0]
+
+    follower = fleet_of(renderer, Scripted(leads=False), index=0, num_engines=2, gather=follow)
+    together = follower.play(EXAMPLES[:5], samples=2, settings=EPISODE)
+    assert [(rollout.group, rollout.sample) for rollout in together] == [
+        (10 + number, sample) for number in range(5) for sample in range(2)
+    ]
+
+
+def test_the_members_of_a_group_meet_the_same_world(renderer: Renderer) -> None:
+    """Other groups, rounds and steps meet others."""
+    fleet, seeds = fleet_of(renderer), set()
+    for step in range(3):
+        fleet.task.worlds.clear()
+        fleet.take(step, enough=until(4))
+        worlds = Counter(fleet.task.worlds)
+        assert len(worlds) == 4 and set(worlds.values()) == {3}
+        seeds |= {seed for _, seed in worlds}
+    assert len(seeds) == 12
+
+
+def test_every_request_has_its_own_seed(renderer: Renderer) -> None:
+    """2 steps of 2 rounds of 2 groups of 3 samples of 2 turns; the same in another process, others in another run."""
+
+    def seeds(run_seed: int) -> list[int]:
+        engine = Scripted()
+        fleet = fleet_of(renderer, engine, episode=replace(EPISODE, seed=run_seed))
+        for step in range(2):
+            fleet.take(step, enough=until(4))
+        assert {sampling.temperature for sampling in engine.asked} == {0.9}
+        return [sampling.seed for sampling in engine.asked]
+
+    assert len(seeds(5)) == len(set(seeds(5))) == 48
+    assert seeds(5) == seeds(5) and not set(seeds(5)) & set(seeds(6))
+
+
+def test_the_end_of_the_context_bounds_a_reply(renderer: Renderer) -> None:
+    prompt = len(renderer.prompt([{"role": "user", "content": "0"}]).token_ids)
+    engine = Scripted()
+    settings = replace(EPISODE, max_tokens_per_turn=50, max_context=prompt + 20)
+    (rollout,) = fleet_of(renderer, engine).play(EXAMPLES[:1], samples=1, settings=settings)
+    assert [sampling.max_tokens for sampling in engine.asked] == [20]
+    assert (rollout.end, len(rollout.contexts[0].token_ids)) == (End.MAX_TOKENS, prompt + 20)
+
+
+def test_a_device_is_used_in_turn(renderer: Renderer) -> None:
+    engine = Scripted()
+    fleet, log = fleet_of(renderer, engine), engine.log
+
+    def weights(name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        assert log[-1] in ("trainer wakes", "update"), "they are read while the trainer is awake"
+        yield name, torch.zeros(1)
+
+    fleet.serve(weights("a"), version=0)
+    assert log == ["engine sleeps", "trainer wakes", "engine loads a as 0", "trainer sleeps", "engine wakes"]
+    fleet.take(0, enough=until(1))
+    log.clear()
+    with fleet.away():
+        log.append("update")
+    with pytest.raises(AssertionError, match="the device is the trainer's"):
+        fleet.take(1, enough=until(1))
+    with fleet.away():
+        assert log == ["engine sleeps", "trainer wakes", "update"], "it is the trainer's already"
+    fleet.serve(weights("b"), version=1)
+    assert log[3:] == ["engine loads b as 1", "trainer sleeps", "engine wakes"]
+    assert fleet.take(1, enough=until(1)) and fleet.busy_s() == 1.5
+
+
+def test_weights_that_do_not_arrive_are_not_served(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted()
+    fleet = fleet_of(renderer, engine)
+
+    def lose(tensors: object, *, version: int) -> None:
+        raise RuntimeError("the engine does not hold what was sent")
+
+    monkeypatch.setattr(engine, "load_weights", lose)
+    with pytest.raises(RuntimeError, match="does not hold"):
+        fleet.serve(iter([]), version=1)
+    assert fleet.is_away and engine.log == ["engine sleeps", "trainer wakes"]

@@ -1,0 +1,113 @@
+"""A fleet without vLLM and without a process group: its engine says what the test tells it to, and its gather returns what it is given."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.fleet import Fleet, RoundSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Step
+from megatron_rl.types import Example, HostFault, Image, Message, Rollout
+
+EXAMPLES = [Example(f"{number}", {}) for number in range(10)]
+EPISODE = EpisodeSettings(temperature=0.9, max_turns=2, max_tokens_per_turn=3, max_context=200, max_images=0, seed=5)
+
+
+@dataclass
+class Scripted:
+    """A colocated engine. Its replies have as many tokens as they may; the first `faults` requests of every seed fail."""
+
+    faults: int = 0
+    leads: bool = True
+    log: list[str] = field(default_factory=list)
+    asked: list[Sampling] = field(default_factory=list)
+    tries: Counter[int] = field(default_factory=Counter)
+    weight_version: int = 7
+    busy_s: float = 1.5
+
+    def run(self, main: Coroutine[object, object, object]) -> object:
+        if self.leads:
+            return asyncio.run(main)
+        return main.close()
+
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+        self.asked.append(sampling)
+        self.tries[sampling.seed] += 1
+        if self.tries[sampling.seed] <= self.faults:
+            raise HostFault("the engine is down")
+        return Completion([65] * sampling.max_tokens, [-0.5] * sampling.max_tokens, finished=False, weight_version=self.weight_version)
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+        self.log.append(f"engine loads {','.join(name for name, _ in tensors)} as {version}")
+
+    def sleep(self) -> None:
+        self.log.append("engine sleeps")
+
+    def wake(self) -> None:
+        self.log.append("engine wakes")
+
+    def close(self) -> None:
+        self.log.append("engine closes")
+
+
+@dataclass
+class Trainer:
+    log: list[str]
+
+    def sleep(self) -> None:
+        self.log.append("trainer sleeps")
+
+    def wake(self) -> None:
+        self.log.append("trainer wakes")
+
+
+@dataclass
+class Talk:
+    """An environment that never ends by itself, and tells its task the seed it was given."""
+
+    worlds: list[tuple[str, int]]
+    example: Example
+
+    async def reset(self, seed: int) -> list[Message]:
+        self.worlds.append((self.example.id, seed))
+        return [{"role": "user", "content": self.example.id}]
+
+    async def step(self, text: str) -> Step:
+        return Step(messages=[{"role": "user", "content": "Go on."}], reward=1.0, done=False)
+
+    async def close(self) -> None:
+        """Nothing to give back."""
+
+
+@dataclass
+class TalkTask:
+    worlds: list[tuple[str, int]] = field(default_factory=list)
+    name: str = "talk"
+    stop: Sequence[str] = ()
+    rubric: Rubric = field(default_factory=lambda: Rubric(turn_parts={"reward": TurnPart(environment_rewards)}))
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def examples(self, split: str) -> list[Example]:
+        return EXAMPLES if split == "train" else EXAMPLES[:2]
+
+    def env(self, example: Example) -> Talk:
+        return Talk(self.worlds, example)
+
+    def success(self, rollout: Rollout) -> bool:
+        return True
+
+
+def fleet_of(renderer: Renderer, engine: Scripted | None = None, *, max_rounds: int = 9, **changes: object) -> Fleet:
+    engine = engine or Scripted()
+    parts = {"trainer": Trainer(engine.log), "gather": lambda mine: mine, "episode": EPISODE, **changes}
+    rounds = RoundSettings(num_prompts=2, group_size=3, max_rounds=max_rounds)
+    return Fleet(TalkTask(), engine=engine, renderer=renderer, round_settings=rounds, **parts)
