@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.config import WandbSettings
-from megatron_rl.observe.jsonl import read_lines, replace_bytes, replace_lines, to_line, to_number
+from megatron_rl.jsonl import read_lines, replace_bytes, replace_lines, to_line, to_number
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -1,69 +1,41 @@
-"""The best and the worst episodes of every step, for people: one jsonl file a step and one png for each distinct image.
+"""Rollouts in files: the best and the worst of every step for people, or whatever else is to be kept and played back.
 
-    RUN/rollouts/step_000012.jsonl            a line an episode; `read` turns it back into records
+    RUN/rollouts/step_000012.jsonl            a line a rollout: an Entry, whose rollout is a record of wire.py
     RUN/rollouts/images/KEY.png               KEY is Image.key: equal pixels are stored once
-Paths inside the records are relative to the run folder, which can therefore be moved.
+A file's pictures lie in the folder `images` beside it: both can be moved together. A rollout takes 25 bytes for each token that it
+observed and 56 for each that it sampled (37 and 98 where old and reference logprobs are known), about 1 kB, and its pictures.
 """
 
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.observe.jsonl import read_lines, replace_bytes, replace_lines, to_number
-from megatron_rl.types import End, Image, Rollout, Status
+from PIL import Image as pil
+from PIL.Image import DecompressionBombError
+from PIL.Image import Image as Picture
+
+from megatron_rl.jsonl import read_lines, replace_bytes, replace_lines
+from megatron_rl.types import Image, Rollout
+from megatron_rl.wire import from_record, to_record
 
 FOLDER = "rollouts"
+_NAME = re.compile(r"images/[0-9A-Za-z]+\.png")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class RecordedContext:
-    """What is kept of a context: sizes and pictures, not the tokens."""
-
-    num_tokens: int
-    num_sampled: int
-    images: list[str]
-    """Paths of png files relative to the run folder, in the order of the context."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class RecordedTurn:
-    """A turn with its call; pictures by path."""
-
-    context: int
-    span: tuple[int, int]
-    text: str
-    reward: float
-    score: float
-    call: dict[str, str | bool] | None
-    """The fields of types.ToolCall."""
-    images: list[str]
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class RecordedRollout:
-    """One line of a step's file. The fields that Rollout has too mean the same."""
+class Entry:
+    """One line of a file."""
 
     step: int
     kind: str
-    """best or worst."""
+    """best or worst of its step; kept: the file holds all of them."""
     num_rollouts: int
     """Rollouts of the step in all..."""
     num_failed: int
-    """...and those among them that failed through our own fault and are never recorded."""
-    task: str
-    example_id: str
-    group: int
-    sample: int
-    weight_version: int
-    status: Status
-    end: End
-    reason: str
-    reward: float
-    outcome: float
-    rewards: dict[str, float]
-    turns: list[RecordedTurn]
-    contexts: list[RecordedContext]
+    """...and those among them that failed through our own fault, which are never the best or the worst."""
+    rollout: Rollout
 
 
 class Recorder:
@@ -71,9 +43,9 @@ class Recorder:
 
     def __init__(self, run_dir: Path, *, best: int, worst: int, start_step: int = 0) -> None:
         assert min(best, worst) >= 0, f"best={best}, worst={worst}"
-        self._run_dir = run_dir
+        self._folder = run_dir / FOLDER
         self._best, self._worst = best, worst
-        for stale in sorted((run_dir / FOLDER).glob("step_*.jsonl")):
+        for stale in sorted(self._folder.glob("step_*.jsonl")):
             if int(stale.stem.removeprefix("step_")) >= start_step:
                 stale.unlink()
 
@@ -82,76 +54,85 @@ class Recorder:
 
         Leaves no file when there is nothing to tell: no rollout was scored, or none is wanted.
         """
-        scored = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
+        scored = [rollout for rollout in rollouts if rollout.is_scored]
         best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample))
         best = best_first[: self._best]
         worst = best_first[len(best) :][::-1][: self._worst]
-        if not best and not worst:
-            return
-        counts = {"step": step, "num_rollouts": len(rollouts), "num_failed": len(rollouts) - len(scored)}
-        records = [self._describe(rollout, kind="best", **counts) for rollout in best]
-        records += [self._describe(rollout, kind="worst", **counts) for rollout in worst]
-        folder = self._run_dir / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_lines(folder / f"step_{step:06d}.jsonl", [asdict(record) for record in records])
-
-    def _describe(self, rollout: Rollout, *, kind: str, step: int, num_rollouts: int, num_failed: int) -> RecordedRollout:
-        return RecordedRollout(
-            step=step, kind=kind, num_rollouts=num_rollouts, num_failed=num_failed,
-            task=rollout.task, example_id=rollout.example_id, group=rollout.group, sample=rollout.sample,
-            weight_version=rollout.weight_version, status=rollout.status, end=rollout.end,
-            reason=rollout.reason, reward=rollout.reward, outcome=rollout.outcome, rewards=rollout.rewards,
-            turns=[
-                RecordedTurn(
-                    context=turn.context, span=turn.span, text=turn.text, reward=turn.reward, score=turn.score,
-                    call=None if turn.call is None else asdict(turn.call), images=self._store(turn.images),
-                )
-                for turn in rollout.turns
-            ],
-            contexts=[
-                RecordedContext(
-                    num_tokens=len(context.token_ids), num_sampled=sum(context.loss_mask), images=self._store(context.images)
-                )
-                for context in rollout.contexts
-            ],
-        )  # fmt: skip
-
-    def _store(self, images: Iterable[Image]) -> list[str]:
-        """The images' paths, relative to the run folder; a file is written the first time its key is seen."""
-        names = []
-        for image in images:
-            assert image.key.isalnum(), f"Image.key {image.key!r} cannot name a file"
-            name = f"{FOLDER}/images/{image.key}.png"
-            path = self._run_dir / name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                encoded = io.BytesIO()
-                image.picture.save(encoded, format="PNG")
-                replace_bytes(path, encoded.getvalue())
-            names.append(name)
-        return names
+        if best or worst:
+            write(self._folder / f"step_{step:06d}.jsonl", {"best": best, "worst": worst}, step=step, among=rollouts)
 
 
-def read(path: Path) -> list[RecordedRollout]:
-    """The records of one step's file; image paths stay relative to the run folder, which is `path.parents[1]`."""
-    return [_from_line(line) for line in read_lines(path)]
+def write(path: Path, chosen: dict[str, Sequence[Rollout]], *, step: int, among: Sequence[Rollout]) -> None:
+    """Write a file of these rollouts of a step by kind, and their pictures beside it. `among` is all that the step rolled out."""
+    counts = {"step": step, "num_rollouts": len(among), "num_failed": sum(not rollout.is_scored for rollout in among)}
+    store = _store_in(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{**counts, "kind": kind, "rollout": to_record(each, store)} for kind, rollouts in chosen.items() for each in rollouts]
+    replace_lines(path, lines)
 
 
-def _from_line(line: dict) -> RecordedRollout:
-    return RecordedRollout(
-        **{
-            **line,
-            "status": Status(line["status"]),
-            "end": End(line["end"]),
-            "reward": to_number(line["reward"]),
-            "outcome": to_number(line["outcome"]),
-            "rewards": {name: to_number(value) for name, value in line["rewards"].items()},
-            "turns": [
-                RecordedTurn(
-                    **{**turn, "span": tuple(turn["span"]), "reward": to_number(turn["reward"]), "score": to_number(turn["score"])}
-                )
-                for turn in line["turns"]
-            ],
-            "contexts": [RecordedContext(**context) for context in line["contexts"]],
-        }
-    )
+def read(path: Path, *, pictures: bool = True) -> list[Entry]:
+    """The entries of a file; without `pictures` their images are known by size and key alone, and lie at `picture_path`.
+
+    ValueError: the file is damaged, of another version, or lacks a picture; it names file and line.
+    """
+    loaded: dict[str, Picture] = {}
+
+    def load(name: str) -> Picture:
+        if name not in loaded:
+            loaded[name] = _load(path.parent, name)
+        return loaded[name]
+
+    entries = []
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            entries.append(_entry(line, load if pictures else lambda name: None))
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
+    return entries
+
+
+def picture_path(path: Path, image: Image) -> Path:
+    """Where the picture of an image lies that was read from the file `path`."""
+    return path.parent / _name(image)
+
+
+def _entry(line: object, load: Callable[[str], Picture | None]) -> Entry:
+    names = {"step": int, "num_rollouts": int, "num_failed": int, "kind": str}
+    if not isinstance(line, dict) or line.keys() != {*names, "rollout"}:
+        raise ValueError("not an entry of recorded rollouts, or one of another version; play it back with the program that wrote it")
+    for name, kind in names.items():
+        if type(line[name]) is not kind:
+            raise ValueError(f"{name} is {line[name]!r:.40}")
+    return Entry(**{**line, "rollout": from_record(line["rollout"], load)})
+
+
+def _name(image: Image) -> str:
+    assert image.key.isalnum() and image.key.isascii(), f"Image.key {image.key!r} cannot name a file"
+    return f"images/{image.key}.png"
+
+
+def _store_in(folder: Path) -> Callable[[Image], str]:
+    """Give an image its name in this folder; a file is written the first time its key is seen."""
+
+    def store(image: Image) -> str:
+        name = _name(image)
+        path = folder / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            encoded = io.BytesIO()
+            image.picture.save(encoded, format="PNG")
+            replace_bytes(path, encoded.getvalue())
+        return name
+
+    return store
+
+
+def _load(folder: Path, name: str) -> Picture:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r:.80} names no picture of the folder images")
+    try:
+        with pil.open(folder / name, formats=["PNG"]) as picture:
+            return picture.copy()
+    except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:
+        raise ValueError(f"{name}: no picture can be read ({error})") from error

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.config import WandbSettings
-from megatron_rl.observe.jsonl import read_lines, replace_lines, to_line
+from megatron_rl.jsonl import read_lines, replace_lines, to_line
 from megatron_rl.observe.metrics import MetricsLog, Spans, read_metrics
 from megatron_rl.observe.plot import main, reward_curve, smooth
 from megatron_rl.observe.progress import Progress
@@ -85,6 +86,7 @@ def test_a_restart_at_step_k_leaves_what_an_unbroken_run_would(tmp_path: Path):
     write_run(tmp_path / "broken", {0: 0.0, 1: 1.0, 2: -9.0, 3: -9.0, 4: -9.0})
     with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "reward/me')  # killed while writing
+    time.sleep(1.1)  # TensorBoard orders files by the second, then by a number as text: a process's tenth comes before its ninth
     write_run(tmp_path / "broken", {2: 2.0, 3: 3.0}, start_step=2)
     unbroken, broken = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("unbroken", "broken"))
     assert broken == unbroken

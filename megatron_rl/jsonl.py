@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-_LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_line(record: object) -> str:
@@ -16,13 +16,21 @@ def to_line(record: object) -> str:
 
 def to_number(value: float | str) -> float:
     """A number as it was before `to_line`: "NaN", "Infinity" and "-Infinity" become floats again."""
-    return _LACKING[value] if isinstance(value, str) else value
+    return LACKING[value] if isinstance(value, str) else value
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of all complete lines. A last line without a newline was cut off by a kill, or is being written: it is left out."""
-    lines = path.read_text(encoding="ascii").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    """The records of all complete lines. A last line without a newline was cut off by a kill, or is being written: it is left out.
+
+    ValueError, with file and line: one is not JSON.
+    """
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
+    return records
 
 
 def replace_bytes(path: Path, content: bytes) -> None:

@@ -1,0 +1,27 @@
+"""A reward that is no number, in a real run of two processes: it ends before any weight takes it, and what was rolled out is there."""
+
+import math
+import re
+from pathlib import Path
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.recorder import read
+from tests.conftest import SUPPORT, start
+
+
+def test_the_rollouts_of_the_step_are_left_behind(random_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = start(2, SUPPORT / "not_finite.py", random_model, run, timeout_s=240)
+    line = r"^said: (step (\d+), task=mine: blue#0 was rewarded nan; .*; the step's rollouts are kept in (\S+), .*)$"
+    said = re.findall(line, result.stdout, re.MULTILINE)
+    assert result.returncode == 1 and said, result.stdout
+    (_, step, path), *others = said
+    assert Path(path) == run / "not_finite" / f"step_00000{step}.jsonl" and all(other == said[0] for other in others)
+    rollouts = [entry.rollout for entry in read(Path(path))]
+    assert [(rollout.group, rollout.sample) for rollout in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [rollout.example_id for rollout in rollouts if math.isnan(rollout.reward)] == ["blue", "blue"]
+    for rollout in rollouts:
+        (context,) = rollout.contexts
+        assert [image.picture.size for image in context.images] == [(112, 112), (168, 84)] and rollout.oldest_version == int(step)
+        assert min(context.engine_logprobs) < 0 and len(rollout.turns) == 3
+    assert len(read_metrics(run / "metrics.jsonl")) == int(step) and not (run / "final").exists()

@@ -1,0 +1,93 @@
+"""A number that is not finite stops the step, and what the step rolled out is kept for a look: whole, with its pictures."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from PIL import Image as pil
+
+from megatron_rl import train
+from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, SelectSettings, Settings
+from megatron_rl.observe.recorder import read
+from megatron_rl.run import Run, require_finite
+from megatron_rl.types import Context, Image, NotFinite, Rollout, Status, Turn
+from megatron_rl.world import connect, place
+
+
+def rollout(sample: int, *, reward: float | None = 1.0, logprob: float = -0.5, gain: float = 0.0) -> Rollout:
+    context = Context()
+    context.extend([1, 1], images=(Image(pil.new("RGB", (28, 56), (sample, 0, 0)), None, (1, 4, 2), f"a{sample}", merge=2),))
+    context.extend([7, 8], logprobs=[-0.25, logprob], versions=[3, 3])
+    return Rollout(
+        task="mine", example_id="e", group=0, sample=sample, contexts=[context], reward=reward, turns=[Turn(0, (2, 4), "?", gain=gain)],
+        status=Status.FAILED if reward is None else Status.COMPLETED, reason="sandbox down" if reward is None else "",
+    )  # fmt: skip
+
+
+def settings_for(folder: Path, **algo: object) -> Settings:
+    batch, select = BatchSettings(prompts_per_step=1, group_size=3), SelectSettings(max_generations=2, drop=["zero_std"])
+    return Settings(run=RunSettings(dir=str(folder), max_failed=0.5), batch=batch, select=select, algo=AlgoSettings(**algo))
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (rollout(1, logprob=math.nan), "the engine's logprob of token 3 of context 0 of e#1 is nan"),
+        (rollout(1, logprob=-math.inf), "the engine's logprob of token 3 of context 0 of e#1 is -inf"),
+        (rollout(1, reward=math.inf), "task=mine: e#1 was rewarded inf; mend its reward function"),
+    ],
+)
+def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) -> None:
+    """In the second round of a step whose first taught nothing: both rounds are there, and the line says where."""
+    settings = settings_for(tmp_path / "run")
+    rounds = [[rollout(0), rollout(1), rollout(2, reward=None)], [rollout(0, reward=0.0), bad, rollout(2)]]
+    given = [each for played in rounds for each in played]
+    run = Run(settings, place(), num_steps=9)
+    assert not train.played_enough(rounds[0], settings=settings, run=run, step=5)
+    with pytest.raises(NotFinite) as stopped:
+        train.played_enough(given, settings=settings, run=run, step=5)
+    path = tmp_path / "run" / "not_finite" / "step_000005.jsonl"
+    assert str(stopped.value) == f"step 5, {said}; the step's rollouts are kept in {path}, checkpoints before it stay"
+    entries = read(path)
+    assert [(entry.step, entry.kind, entry.num_rollouts, entry.num_failed) for entry in entries] == [(5, "kept", 6, 1)] * 6
+    assert [repr(entry.rollout.contexts[0].engine_logprobs) for entry in entries] == [repr(r.contexts[0].engine_logprobs) for r in given]
+    assert [(entry.rollout.reward, entry.rollout.reason, entry.rollout.dropped) for entry in entries] == [
+        (each.reward, each.reason, each.dropped) for each in given
+    ]
+    assert [entry.rollout.contexts[0].images[0].picture.getpixel((0, 0))[0] for entry in entries] == [0, 1, 2, 0, 1, 2]
+    run.log.close()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_number_that_credit_meets_is_kept_too(tmp_path: Path) -> None:
+    """And nothing is written where all is well."""
+    settings = settings_for(tmp_path / "run")
+    run = Run(settings, place(), num_steps=9)
+    with run.keeping_rollouts([rollout(0)], step=4):
+        require_finite([rollout(0), rollout(1, reward=None)])
+    assert not (tmp_path / "run" / "not_finite").exists()
+    bad, said = [rollout(0, reward=math.nan)], r"^step 4, task=mine: e#0 was rewarded nan; .* kept in .*not_finite/step_000004.jsonl"
+    with pytest.raises(NotFinite, match=said), run.keeping_rollouts(bad, step=4):
+        train.credited(bad, settings, None, restore=None)
+    (entry,) = read(tmp_path / "run" / "not_finite" / "step_000004.jsonl")
+    assert math.isnan(entry.rollout.reward)
+    run.log.close()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = Run(settings_for(tmp_path / "run"), place(), num_steps=9)
+    (tmp_path / "run" / "not_finite").touch()
+    with pytest.raises(OSError, match=r"^run.dir=.*/run: could not be written"), run.keeping_rollouts([rollout(0)], step=0):
+        raise NotFinite("a number")
+    run.log.close()
