@@ -30,19 +30,19 @@ from megatron_rl.data.questions import open_questions
 from megatron_rl.data.records import PLACE
 from megatron_rl.data.survey import Size, Survey, survey
 from megatron_rl.data.transcripts import transcripts
-from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Example
-from megatron_rl.weights.formats.open import HfSource
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from sandbox.client import SandboxClient
 
 USES_SANDBOX = ("visual_python", "visual_search")
 """Tasks (task.name) whose episodes may run code."""
 USES_DATA = ("visual_python", "vqa")
 """Tasks of the user's data, and what of it each stage reads."""
-READS = {"grpo": ("train", "eval"), "sft": ("demonstrations", "eval")}
+READS = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
 TIMEOUT_S = 5.0
 GIB = 1 << 30
 
@@ -86,9 +86,9 @@ def look_at_model(settings: Settings, report: Report) -> Renderer | None:
     """Config, headers of all tensors, tokenizer and processor. Without them prompts cannot be measured."""
     path = settings.model.path
     try:
-        config = read_config(path)
-        stored = HfSource(Path(path), key="model.path").specs
-        absent = sorted(hf_shapes(config).keys() - stored.keys())
+        spec = read_spec(path)
+        stored = HfTensors(path, key="model.path").specs
+        absent = sorted(spec.shapes().keys() - stored.keys())
         renderer = Renderer(settings.model)
     except (ValueError, OSError) as error:
         report.fail("model.path", str(error) if str(error).startswith("model.path") else f"model.path={path}: {one_line(error)}")
@@ -96,8 +96,7 @@ def look_at_model(settings: Settings, report: Report) -> Renderer | None:
     if absent:
         report.fail("model.path", f"model.path={path}: has no {absent[0]} and {len(absent) - 1} more tensors; download it again")
         return None
-    text = config.text_config
-    report.say("model.path", f"{path}: {text.num_hidden_layers} layers of {text.hidden_size}, {len(stored)} tensors")
+    report.say("model.path", f"{path}: {spec.num_layers} layers of {spec.hidden_size}, {len(stored)} tensors")
     return renderer
 
 

@@ -1,23 +1,25 @@
 """Evaluation: the same episodes on a task's evaluation split, greedy and at the training temperature."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_rl.config import Settings
-from megatron_rl.rollout.collect import Crew, collect, evaluation_settings
+from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Example, Rollout, RunFailed, Status
 
 
-def evaluate(task: Task, settings: Settings, *, crew: Crew) -> dict[str, float]:
+def evaluate(task: Task, settings: Settings, *, fleet: Fleet) -> dict[str, float]:
     """Mean return and success over the evaluation examples, weighted as the task deals them where it says so.
 
     greedy: one episode an example, the most likely token each time. sampled: task.eval_samples episodes each, at algo.temperature.
+    Whenever it takes place the episodes have the same seeds.
     """
-    examples = task.examples("eval")
+    examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
     metrics: dict[str, float] = {}
     for kind, temperature, samples in (("greedy", 0.0, 1), ("sampled", settings.algo.temperature, settings.task.eval_samples)):
-        how = evaluation_settings(settings, temperature=temperature)
-        rollouts = collect(task, examples, crew=crew, samples=samples, settings=how)
+        episode = replace(fleet.episode.at_step(-1), temperature=temperature, max_turns=max_turns)
+        rollouts = fleet.play(examples, samples=samples, settings=episode)
         scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed)
         metrics |= {f"eval/{kind}_{name}": value for name, value in scores.items()}
     return metrics

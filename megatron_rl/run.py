@@ -1,23 +1,25 @@
 """What a run remembers and leaves behind: its folder, its clock, its metrics, its evaluation; and the checks that end it."""
 
 import json
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 import yaml
 
-from megatron_rl.algo.advantages import CreditReport
+from megatron_rl.algo.select import REASONS, kept_groups
 from megatron_rl.config import Settings
-from megatron_rl.observe.jsonl import replace_lines
+from megatron_rl.jsonl import replace_lines
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import Recorder
-from megatron_rl.rollout.engine import Engine
-from megatron_rl.types import End, Rollout, RunFailed, Status
-from megatron_rl.world import World
+from megatron_rl.observe.recorder import write as write_rollouts
+from megatron_rl.types import Batch, End, NotFinite, Rollout, RunFailed, Status
+from megatron_rl.world import World, on_main_rank
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Run:
         self.final = self.folder / "final"
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
-        self.is_main = world.is_main
+        self.is_main, self._rank = world.is_main, world.rank
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
         if not self.is_main:
@@ -63,12 +65,38 @@ class Run:
             self.recorder = Recorder(self.folder, best=best, worst=worst, start_step=first_step)
 
     @contextmanager
-    def rolling_out(self, engine: Engine) -> Iterator[None]:
-        """Time a rollout: what the engine was busy with is its own, the rest is environment and reward."""
-        busy = engine.busy_s
+    def rolling_out(self, busy_s: Callable[[], float]) -> Iterator[None]:
+        """Time a rollout: the seconds that the engine was busy are its own, the rest is environment and reward."""
+        busy = busy_s()
         with self.spans("environment"):
             yield
-            self.spans.add("engine", engine.busy_s - busy)
+            self.spans.add("engine", busy_s() - busy)
+
+    @contextmanager
+    def keeping_rollouts(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
+        """Where a number is not finite, leave the step's rollouts in the run folder (observe.recorder.read reads them).
+
+        Every rank has the same rollouts and meets the same number: the main one writes, the others wait for it.
+        """
+        try:
+            yield
+        except NotFinite as error:
+            path = self.folder / "not_finite" / f"step_{step:06d}.jsonl"
+            with writing(self.folder):
+                on_main_rank(lambda: write_rollouts(path, {"kept": rollouts}, step=step, among=rollouts))
+            raise NotFinite(f"step {step}, {error}; the step's rollouts are kept in {path}, checkpoints before it stay") from error
+
+    @contextmanager
+    def keeping(self, batches: Sequence[Batch], *, step: int) -> Iterator[None]:
+        """Where a number is not finite, leave this rank's micro-batches in the run folder (torch.load(weights_only=True) reads them)."""
+        try:
+            yield
+        except NotFinite as error:
+            folder = self.folder / "not_finite"
+            with writing(self.folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save([asdict(batch) for batch in batches], folder / f"step_{step:08d}_rank_{self._rank}.pt")
+            raise NotFinite(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
 
     def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal."""
@@ -81,18 +109,22 @@ class Run:
         self.progress.step(step, metrics)
 
     def finish(self, metrics: dict[str, float]) -> None:
-        """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics, and close the logs."""
+        """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
         if not self.is_main:
             return
-        self.progress.close()
         values = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         with writing(self.folder):
             self.log.log(self.num_steps, {**metrics, **self.spans.take()})
-            self.log.close()
             write_text(self.folder / "eval.json", json.dumps(values, indent=1) + "\n")
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
             replace_lines(self.folder / "prompts.jsonl", lines)
+
+    def close(self) -> None:
+        """Close the logs and the display; what was written stays."""
+        if self.is_main:
+            self.progress.close()
+            self.log.close()
 
 
 @contextmanager
@@ -111,17 +143,22 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def rollout_metrics(rollouts: list[Rollout], report: CreditReport) -> dict[str, float]:
-    """What happened in a step's episodes, over those that were scored."""
-    scored = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
+def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]:
+    """What happened in a step's episodes, over those that were scored. `rounds` of prompts were rolled out."""
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    groups = {rollout.group for rollout in scored if rollout.dropped != "alone"}
+    moving = {rollout.group for rollout in scored for context in rollout.contexts if any(context.advantages)}
     metrics = {
         "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
         "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
         "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
         "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in scored)),
-        "rollout/degenerate_groups": report.degenerate_fraction,
-        "rollout/failed_fraction": report.num_failed / len(rollouts),
+        "rollout/degenerate_groups": len(groups - moving) / max(len(groups), 1),
+        "rollout/failed_fraction": 1 - len(scored) / len(rollouts),
+        "rollout/rounds": float(rounds),
+        "rollout/kept_groups": float(len(kept_groups(rollouts))),
     }
+    metrics |= {f"rollout/dropped_{reason}": float(sum(rollout.dropped == reason for rollout in rollouts)) for reason in REASONS}
     calls = [turn.call for rollout in scored for turn in rollout.turns if turn.call is not None]
     metrics["rollout/tool_use"] = statistics.fmean(rollout.used_tool for rollout in scored)
     metrics["rollout/tool_calls"] = len(calls) / len(scored)
@@ -144,6 +181,37 @@ def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
     failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > limit * len(rollouts):
         raise RunFailed(f"{len(failed)} of {len(rollouts)} rollouts failed, above run.max_failed={limit}; first reason: {failed[0]}")
+
+
+def require_finite(rollouts: list[Rollout]) -> None:
+    """NotFinite: a reward is no number, or an engine's logprob is none: the weights that it serves are broken."""
+    for rollout in rollouts:
+        name = f"{rollout.example_id}#{rollout.sample}"
+        if rollout.reward is not None and not math.isfinite(rollout.reward):
+            raise NotFinite(f"task={rollout.task}: {name} was rewarded {rollout.reward}; mend its reward function")
+        for number, context in enumerate(rollout.contexts):
+            for place, logprob in enumerate(context.engine_logprobs):
+                if not math.isfinite(logprob):
+                    raise NotFinite(f"the engine's logprob of token {place} of context {number} of {name} is {logprob}")
+
+
+def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """One step's metrics from its updates: means, and maxima where the name says so.
+
+    The gap between engine and trainer is that of the first update, whose weights sampled; so is policy/first_ratio, which must be 1. It
+    is left out where a step makes one update, whose old logprobs are its own. Empty where every rollout of the step was dropped.
+    """
+    if not updates:
+        return {}
+    first = updates[0]
+    values = {name: [update[name] for update in updates] for name in first}
+    merged = {name: _largest(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
+    ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
+    return {**merged, **ratio, "engine/logprob_gap_max": first["engine/logprob_gap_max"]}
+
+
+def _largest(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def check_improvement(returns: list[float]) -> None:

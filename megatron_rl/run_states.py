@@ -25,7 +25,7 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
 from megatron_rl.run import History, writing
 from megatron_rl.types import RunFailed
-from megatron_rl.weights.formats.folders import copy_companions, flush
+from megatron_rl.weights.formats.files import copy_companions, flush
 from megatron_rl.world import on_main_rank
 
 FOLDER = "checkpoints"

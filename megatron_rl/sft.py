@@ -6,16 +6,16 @@ Loss on assistant tokens only (the context's mask); the mean is over tokens.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.algo.losses import LossMetrics, sft_loss
-from megatron_rl.batch import Piece
+from megatron_rl.algo.objective import likelihood
 from megatron_rl.config import Settings
+from megatron_rl.minibatches import WeightedContext
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Run
 from megatron_rl.run_states import Checkpoints
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Batch, Demonstration
+from megatron_rl.types import Demonstration
 
 KEPT_BYTES = 1 << 30
 """Of pictures at their final sizes, a process."""
@@ -35,10 +35,11 @@ def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Rend
         for step in range(begin - steps + done, begin):
             with run.spans("render"):
                 first = (step - begin + steps) * sft.batch_size
-                pieces = [shown[number] for number in range(first, first + sft.batch_size)]
+                minibatch = [shown[number] for number in range(first, first + sft.batch_size)]
             with run.spans("update"):
-                batches = policy.pack(pieces, max_tokens=sft.micro_batch_tokens, restore=renderer.restore)
-                metrics = policy.update(batches, objective)
+                batches = policy.pack(minibatch, max_tokens=settings.batch.micro_batch_tokens, restore=renderer.restore)
+                with run.keeping(batches, step=step):
+                    metrics = policy.update(batches, likelihood, step=step)
             with run.spans("checkpoint"):
                 checkpoints.begin(step + 1)
             with run.spans("record"):
@@ -49,32 +50,27 @@ def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Rend
 
 
 class Rendered:
-    """A stage's demonstrations as pieces, round and round, rendered when they are needed.
+    """A stage's demonstrations as contexts, round and round, rendered when they are needed.
 
-    Pieces are kept, without their patches, until their pictures take KEPT_BYTES; what comes later is rendered in every round.
+    WeightedContexts are kept, without their patches, until their pictures take KEPT_BYTES; what comes later is rendered in every round.
     """
 
     def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:
         self._renderer, self._demonstrations = renderer, demonstrations
-        self._kept: dict[int, Piece] = {}
+        self._kept: dict[int, WeightedContext] = {}
         self._num_bytes = 0
 
-    def __getitem__(self, number: int) -> Piece:
+    def __getitem__(self, number: int) -> WeightedContext:
         """A copy of what is kept, so that patches that it is given go with it."""
         number %= len(self._demonstrations)
-        piece = self._kept.get(number) or self._render(number)
-        return replace(piece, context=replace(piece.context, images=list(piece.context.images)))
+        weighted = self._kept.get(number) or self._render(number)
+        return replace(weighted, context=replace(weighted.context, images=list(weighted.context.images)))
 
-    def _render(self, number: int) -> Piece:
+    def _render(self, number: int) -> WeightedContext:
         context = self._renderer.transcript(self._demonstrations[number].messages)
         context.images = [replace(image, patch_PC=None) for image in context.images]
-        piece = Piece.uniform(context, denominator=sum(context.loss_mask))
+        weighted = WeightedContext(context, denominator=sum(context.loss_mask))
         self._num_bytes += sum(3 * image.picture.width * image.picture.height for image in context.images)
         if self._num_bytes <= KEPT_BYTES:
-            self._kept[number] = piece
-        return piece
-
-
-def objective(logprob_R, entropy_R, batch: Batch, rows_R):  # noqa: ANN001, ANN201 (policy.Loss)
-    """Negative log-likelihood of the demonstrated tokens."""
-    return sft_loss(logprob_R, batch.weight_T[rows_R]), LossMetrics(sums={"policy/entropy": entropy_R.detach().sum()}, maxima={})
+            self._kept[number] = weighted
+        return weighted

@@ -1,20 +1,24 @@
 """The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's task is an argument."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen2_5_VLConfig
 
-from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
+from megatron_rl.algo.algorithms import check_algorithm, needs_reference
+from megatron_rl.config import EngineSettings, Settings, TaskSettings, require, require_choice
 from megatron_rl.evaluate import evaluate
-from megatron_rl.models.hf_config import read_config
-from megatron_rl.models.released import known_config
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.released import known_spec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.dry import dry_run
 from megatron_rl.policy.parallel import Layout, build_layout, check_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rollout.collect import Crew
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.fleet import Fleet, RoundSettings
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Run, check_improvement, writing
 from megatron_rl.run_states import Checkpoints, find
@@ -25,8 +29,8 @@ from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.train import train
-from megatron_rl.types import RunFailed
-from megatron_rl.world import World, connect, place
+from megatron_rl.types import Rollout, RunFailed
+from megatron_rl.world import World, connect, disconnect, place
 
 TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {
     "number_line": NumberLineTask,
@@ -36,75 +40,126 @@ TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {
 }
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Parts:
+    """What a stage works with on every rank."""
+
+    world: World
+    task: Task
+    renderer: Renderer
+    policy: Policy
+    run: Run
+    checkpoints: Checkpoints
+    closing: ExitStack
+    """Closes what was opened, in reverse, however the run ends."""
+
+    def open_fleet(self, settings: Settings) -> Fleet:
+        """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
+        with self.run.spans("start"):
+            self.policy.sleep()
+            fleet = build_fleet(settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world)
+            self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
+            fleet.start()
+        return fleet
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Stage:
+    """What a run is for: how long, on which examples, and what it does with its parts."""
+
+    steps_key: str
+    num_steps: Callable[[Settings], int]
+    splits: tuple[str, ...]
+    """Splits of the task that must have examples."""
+    is_rl: bool
+    """It trains the distribution that it samples from, at algo.temperature and beside a reference."""
+    play: Callable[[Settings, Parts], Fleet]
+    """Trains, and leaves engines that serve what was trained."""
+
+
+def reinforce(settings: Settings, parts: Parts) -> Fleet:
+    fleet = parts.open_fleet(settings)
+    with parts.checkpoints.settled_on_failure():
+        train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints)
+    return fleet
+
+
+def supervise(settings: Settings, parts: Parts) -> Fleet:
+    policy, run = parts.policy, parts.run
+    warm_start(settings, task=parts.task, policy=policy, renderer=parts.renderer, run=run, checkpoints=parts.checkpoints)
+    fleet = parts.open_fleet(settings)
+    with run.spans("sync"):
+        fleet.serve(policy.hf_weights(), version=0)
+    return fleet
+
+
+STAGES: Mapping[str, Stage] = {
+    "rl": Stage(steps_key="run.steps", num_steps=lambda s: s.run.steps, splits=("train", "eval"), is_rl=True, play=reinforce),
+    "sft": Stage(steps_key="sft.steps", num_steps=lambda s: sum(s.sft.steps), splits=("eval",), is_rl=False, play=supervise),
+}
+
+
 def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task]] | None = None) -> None:
     """Build the parts on every rank and run the stage. `tasks` adds a user's own to those that ship: {"mine": MyTask}."""
     world = place()
     if settings.run.dry:
-        rehearse(settings, world)
+        print_plan(settings, world)
         return
     task = build_task(settings.task, {**TASKS, **(tasks or {})})
     check(settings, world.size)
-    check_examples(task, settings.stage)
-    connect(world, timeout_s=settings.parallel.timeout_s)
-    checkpoint, memory = find(settings)
-    is_sft = settings.stage == "sft"
-    key, num_steps = ("sft.steps", sum(settings.sft.steps)) if is_sft else ("run.steps", settings.run.steps)
-    require(memory.step <= num_steps, key, num_steps, f"{checkpoint} has {memory.step} steps; ask for as many, or choose another run.dir")
+    stage = STAGES[settings.stage]
+    check_examples(task, stage.splits)
+    with ExitStack() as closing:
+        connect(world, timeout_s=settings.parallel.timeout_s)
+        closing.callback(disconnect)
+        parts = build(settings, stage, task=task, world=world, closing=closing)
+        finish(settings, parts, stage.play(settings, parts))
+
+
+def build(settings: Settings, stage: Stage, *, task: Task, world: World, closing: ExitStack) -> Parts:
+    """All but the engines, on every rank; where the run goes on, it is found here."""
+    checkpoint, state = find(settings)
+    num_steps, remedy = stage.num_steps(settings), "ask for as many, or choose another run.dir"
+    require(state.step <= num_steps, stage.steps_key, num_steps, f"{checkpoint} has {state.step} steps; {remedy}")
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     renderer = Renderer(settings.model)
-    policy = build_policy(settings, layout, renderer, num_steps=num_steps)
-    record = Run(settings, world, num_steps=num_steps, first_step=memory.step, history=memory.history)
+    policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl)
+    record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
+    closing.callback(record.close)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
-    if is_sft:
-        warm_start(settings, task=task, policy=policy, renderer=renderer, run=record, checkpoints=checkpoints)
-    with record.spans("start"):
-        policy.sleep()  # vLLM takes its share of a GPU at once, and must find it free
-        crew = build_crew(settings, renderer, world)
-        crew.engine.sleep()
-        policy.wake()
-        crew.engine.run(task.start())
-    if is_sft:
-        with record.spans("sync"):
-            crew.engine.load_weights(policy.hf_weights(), version=0)
-            policy.sleep()
-            crew.engine.wake()
-    else:
-        with checkpoints.settled_on_failure():
-            train(settings, task=task, policy=policy, crew=crew, run=record, checkpoints=checkpoints)
+    return Parts(world=world, task=task, renderer=renderer, policy=policy, run=record, checkpoints=checkpoints, closing=closing)
+
+
+def finish(settings: Settings, parts: Parts, fleet: Fleet) -> None:
+    """Evaluate what was trained and save it; it is saved although the evaluation failed."""
+    policy, record, checkpoints = parts.policy, parts.run, parts.checkpoints
     with record.spans("evaluate"):
-        evaluation, failure = evaluated(task, settings, crew)
+        evaluation, failure = evaluated(settings, fleet)
     with record.spans("checkpoint"):
-        checkpoints.step_done(num_steps, history=record.history, metrics=evaluation)
+        checkpoints.step_done(record.num_steps, history=record.history, metrics=evaluation)
         checkpoints.settle()
-    with record.spans("save"), writing(record.folder):
-        save(policy, record, with_adapter=settings.lora.rank > 0)
+    with record.spans("save"), writing(record.folder), fleet.away():
+        policy.save_hf(record.final)
+        if settings.lora.rank:
+            policy.save_adapter(record.folder / "adapter")
     if failure is not None:
         raise failure
-    if not is_sft and settings.run.require_improvement:
+    if STAGES[settings.stage].is_rl and settings.run.require_improvement:
         check_improvement(record.history.returns)
     record.finish(evaluation)
-    crew.engine.run(task.close())
-    crew.engine.close()
 
 
-def evaluated(task: Task, settings: Settings, crew: Crew) -> tuple[dict[str, float], RunFailed | None]:
+def evaluated(settings: Settings, fleet: Fleet) -> tuple[dict[str, float], RunFailed | None]:
     """The last evaluation, or why there is none. That is for the run's end: what was trained is saved first."""
     try:
-        return evaluate(task, settings, crew=crew), None
+        return evaluate(fleet.task, settings, fleet=fleet), None
     except RunFailed as failure:
         return {}, failure
 
 
-def save(policy: Policy, record: Run, *, with_adapter: bool) -> None:
-    policy.wake()
-    policy.save_hf(record.final)
-    if with_adapter:
-        policy.save_adapter(record.folder / "adapter")
-
-
-def rehearse(settings: Settings, world: World) -> None:
+def print_plan(settings: Settings, world: World) -> None:
     """Print the plan of memory on the main rank; a released model's name on the hub is enough of a model.path."""
-    model, size = known_config(settings.model.path), settings.run.world or world.size
+    model, size = known_spec(settings.model.path), settings.run.world or world.size
     check_sizes(settings, model, size)
     if world.is_main:
         dry_run(model, settings, world_size=size)
@@ -112,25 +167,27 @@ def rehearse(settings: Settings, world: World) -> None:
 
 def check(settings: Settings, world_size: int) -> None:
     """What can be known before any process talks to another; every rank raises the same ValueError."""
-    check_sizes(settings, read_config(settings.model.path), world_size)
+    check_sizes(settings, read_spec(settings.model.path), world_size)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
 
 
-def check_examples(task: Task, stage: str) -> None:
+def check_examples(task: Task, splits: tuple[str, ...]) -> None:
     """Whatever a run will read is looked at when it starts: an evaluation split may be needed only hours later."""
-    for split in ("train", "eval") if stage == "grpo" else ("eval",):
+    for split in splits:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
 
 
-def check_sizes(settings: Settings, model: Qwen2_5_VLConfig, world_size: int) -> None:
-    """The layout, the frozen parts and the engine against the model and the number of processes."""
+def check_sizes(settings: Settings, model: ModelSpec, world_size: int) -> None:
+    """The names in tables; the layout, the frozen parts and the engine against the model and the number of processes."""
+    require_choice("stage", settings.stage, tuple(STAGES))
+    check_algorithm(settings.algo)
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
     engine: EngineSettings = settings.engine
     require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
-    heads = model.text_config.num_key_value_heads
+    heads = model.num_kv_heads
     require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
 
 
@@ -139,28 +196,52 @@ def build_task(settings: TaskSettings, tasks: Mapping[str, Callable[[TaskSetting
     return tasks[settings.name](settings)
 
 
-def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int) -> Policy:
-    """This rank's share of the model with its optimizer, for as many updates as the stage's steps make."""
-    is_sft = settings.stage == "sft"
+def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int, is_rl: bool) -> Policy:
+    """This rank's share of the model with its optimizer, for the stage's steps."""
     return Policy(
         settings.model, layout,
-        parallel=settings.parallel, optimizer=settings.sft if is_sft else settings.algo,
-        num_updates=num_steps if is_sft else num_steps * settings.algo.epochs * settings.algo.minibatches,
+        parallel=settings.parallel, optim=settings.optim, num_steps=num_steps,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
-        temperature=1.0 if is_sft else settings.algo.temperature,
-        keep_reference=not is_sft and settings.algo.kl_coef > 0, bucket_mib=settings.engine.bucket_mib,
+        temperature=settings.algo.temperature if is_rl else 1.0,
+        keep_reference=is_rl and needs_reference(settings.algo), bucket_mib=settings.engine.bucket_mib,
         lora=settings.lora, seed=settings.run.seed,
     )  # fmt: skip
 
 
-def build_crew(settings: Settings, renderer: Renderer, world: World) -> Crew:
-    """This process's engine: one alone, or one that spans engine.tp neighboring ranks. All ranks build together."""
+def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World) -> Fleet:
+    """This process's engine, one alone or one that spans engine.tp neighboring ranks, and its place in the fleet. All ranks together."""
     group, size = None, settings.engine.tp
     if size > 1:
         groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
         group = groups[world.rank // size]
-    engine = Engine(
+    engine = LocalEngine(
         settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
         banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
     )  # fmt: skip
-    return Crew(engine, renderer, index=world.rank // size, num_engines=world.size // size)
+    batch = settings.batch
+    return Fleet(
+        task, engine=engine, renderer=renderer, trainer=policy, gather=gather_rollouts, episode=episode_settings(settings),
+        round_settings=RoundSettings(
+            num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
+        ),
+        index=world.rank // size, num_engines=world.size // size,
+    )  # fmt: skip
+
+
+def episode_settings(settings: Settings) -> EpisodeSettings:
+    """How training plays an episode."""
+    task, engine = settings.task, settings.engine
+    return EpisodeSettings(
+        temperature=settings.algo.temperature, seed=settings.run.seed,
+        max_turns=task.max_turns, max_tokens_per_turn=task.max_tokens_per_turn, max_seconds=task.max_seconds, errors_end=task.errors_end,
+        max_context=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
+    )  # fmt: skip
+
+
+def gather_rollouts(mine: list[Rollout] | None) -> list[Rollout]:
+    """The rollouts of all ranks on every rank. In a world of more than one, images come without their patches (Renderer.restore)."""
+    parts = [mine]
+    if dist.get_world_size() > 1:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    return [rollout for part in parts if part is not None for rollout in part]

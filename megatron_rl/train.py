@@ -1,69 +1,63 @@
-"""GRPO on a vision-language model: roll out, credit, pack, update, sync. This file is the algorithm from top to bottom.
+"""Reinforcement learning of a vision-language policy: roll out, select, credit, update, serve. This file is the loop from top to bottom.
 
-Synchronous and on-policy at the start of each step: the engine serves exactly the weights that are trained next. No replay, no critic,
-no asynchrony. Every rank runs this function; rollouts and their credit are the same everywhere, the work is then dealt to ranks.
+Synchronous and on-policy at the start of each step: the engine serves exactly the weights that are trained next. What tells algorithms
+apart is in algo/. Every rank runs this function; rollouts and their credit are the same everywhere, the work is then dealt to ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from megatron_rl.algo.advantages import credit, credit_report, turn_credit
-from megatron_rl.algo.losses import LossMetrics, grpo_loss
-from megatron_rl.algo.selection import Selection, select
-from megatron_rl.batch import cut_minibatches
-from megatron_rl.config import DROPS, AlgoSettings, Settings
+import torch
+
+from megatron_rl.algo.algorithms import ALGORITHMS, needs_old, needs_reference
+from megatron_rl.algo.credit import spreads
+from megatron_rl.algo.objective import objective
+from megatron_rl.algo.select import kept_groups, select
+from megatron_rl.batch import read_back, take_advantages
+from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
-from megatron_rl.policy.policy import Loss, Policy
-from megatron_rl.rollout.collect import Crew, choose_prompts, collect, episode_settings
-from megatron_rl.run import Run, check_failures, rollout_metrics
+from megatron_rl.minibatches import cut_minibatches
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.run import Run, check_failures, merge_updates, require_finite, rollout_metrics
 from megatron_rl.run_states import Checkpoints
-from megatron_rl.tasks.base import Task
-from megatron_rl.types import Batch, Example, Rollout
+from megatron_rl.types import Batch, Context, Rollout
+from megatron_rl.world import gather
 
 
-def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Run, checkpoints: Checkpoints) -> None:
-    """The run's GRPO steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights."""
-    algo, engine, spans = settings.algo, crew.engine, run.spans
-    examples = task.examples("train")
+def train(settings: Settings, *, policy: Policy, fleet: Fleet, run: Run, checkpoints: Checkpoints) -> None:
+    """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights."""
+    spans, loss = run.spans, objective(settings.algo)
     with spans("sync"):
-        checkpoints.restore()
-        engine.load_weights(policy.hf_weights(), version=run.first_step)
-        policy.sleep()
-        engine.wake()
+        with fleet.away():
+            checkpoints.restore()
+        fleet.rounds = run.history.rounds
+        fleet.serve(policy.hf_weights(), version=run.first_step)
 
     for step in range(run.first_step, settings.run.steps):
-        with run.rolling_out(engine):
-            past = run.history.rounds
-            rollouts, advantages, selection, rounds = roll_out(settings, task, examples, crew=crew, step=step, first_round=past)
-        report = credit_report(rollouts, advantages)
+        with run.rolling_out(fleet.busy_s):
+            rollouts = fleet.take(step, enough=partial(played_enough, settings=settings, run=run, step=step))
+        rounds = fleet.rounds - run.history.rounds
         run.history.add(step, rollouts, rounds=rounds)
 
-        with spans("update"):
-            engine.sleep()
-            policy.wake()
-            credited = turn_credit(
-                rollouts, advantages, keep=selection.keep,
-                scheme=algo.credit, discount=algo.turn_discount, normalize_std=algo.normalize_std, std_eps=algo.std_eps,
-            )  # fmt: skip
-            minibatches = [pieces for pieces in cut_minibatches(rollouts, credited, algo) if pieces]
-            minibatches = [policy.pack(pieces, max_tokens=algo.micro_batch_tokens, restore=crew.renderer.restore) for pieces in minibatches]
-            if algo.minibatches * algo.epochs > 1:  # otherwise old = current, and the loss reads it from its own forward pass
-                attach_logprobs(policy, minibatches, "current")
-            if algo.kl_coef > 0:
-                attach_logprobs(policy, minibatches, "reference")
-            updates = [policy.update(batches, objective(algo)) for _ in range(algo.epochs) for batches in minibatches]
+        with spans("update"), fleet.away():
+            with run.keeping_rollouts(rollouts, step=step):
+                minibatches = credited(rollouts, settings, policy, restore=fleet.renderer.restore)
+            updates = []
+            for batches in minibatches * settings.batch.epochs:
+                with run.keeping(batches, step=step):
+                    updates.append(policy.update(batches, loss, step=step))
 
         with spans("checkpoint"):
             checkpoints.begin(step + 1)
 
         with spans("sync"):
-            engine.load_weights(policy.hf_weights(), version=step + 1)
-            policy.sleep()
-            engine.wake()
+            fleet.serve(policy.hf_weights(), version=step + 1)
 
-        metrics = {**rollout_metrics(rollouts, report), **selection_metrics(selection, rounds), **merge_updates(updates)}
+        metrics = {**rollout_metrics(rollouts, rounds=rounds), **merge_updates(updates)}
         if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and step + 1 < settings.run.steps:
             with spans("evaluate"):
-                metrics |= evaluate(task, settings, crew=crew)
+                metrics |= evaluate(fleet.task, settings, fleet=fleet)
         with spans("record"):
             run.record(step, rollouts, metrics)
         if step + 1 < settings.run.steps:  # the last one is judged by the final evaluation
@@ -71,87 +65,57 @@ def train(settings: Settings, *, task: Task, policy: Policy, crew: Crew, run: Ru
                 checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
 
 
-def roll_out(
-    settings: Settings, task: Task, examples: Sequence[Example], *, crew: Crew, step: int, first_round: int
-) -> tuple[list[Rollout], list[float | None], Selection, int]:
-    """Rounds of prompts until enough groups are left after the drops, or the rounds are used up; all that was rolled out, with its credit.
+def played_enough(rollouts: list[Rollout], *, settings: Settings, run: Run, step: int) -> bool:
+    """Whether a step needs no further round. RunFailed: too many rollouts failed, or one has a number that is not finite."""
+    check_failures(rollouts, limit=settings.run.max_failed)
+    with run.keeping_rollouts(rollouts, step=step):
+        require_finite(rollouts)
+        return is_enough(rollouts, settings)
 
-    Advantages are those within a group, so rounds do not change each other's; the last item is the number of rounds.
+
+def is_enough(rollouts: list[Rollout], settings: Settings) -> bool:
+    """Drop what is not trained on, and say whether as many groups are left as a step wants."""
+    spread = spreads(rollouts, settings.algo)
+    needs_peers, num_groups = ALGORITHMS[settings.algo.name].needs_peers, settings.batch.prompts_per_step
+    select(rollouts, settings.select, num_groups=num_groups, spread=spread, needs_peers=needs_peers)
+    return len(kept_groups(rollouts)) >= num_groups
+
+
+def credited(rollouts: list[Rollout], settings: Settings, policy: Policy, *, restore: Callable[[Context], None]) -> list[list[Batch]]:
+    """Credit the rollouts and pack what is trained on: the micro-batches of each update, with what the loss reads of networks.
+
+    Where credit itself reads what networks say of the tokens, they are packed and read first, and their advantages follow them.
     """
-    algo = settings.algo
-    rollouts: list[Rollout] = []
-    for number in range(algo.max_generations):
-        dealt = choose_prompts(examples, algo.prompts_per_step, seed=settings.run.seed, step=first_round + number)
-        how = episode_settings(settings, step=step)
-        rollouts += collect(task, dealt, crew=crew, samples=algo.group_size, settings=how, first_group=len(dealt) * number)
-        check_failures(rollouts, limit=settings.run.max_failed)
-        advantages = credit(rollouts, normalize_std=algo.normalize_std, std_eps=algo.std_eps)
-        selection = select(
-            rollouts, advantages,
-            drop=algo.drop, keep_ends=algo.keep_ends, num_groups=algo.prompts_per_step, rank_by_std=algo.rank_by_std,
-        )  # fmt: skip
-        if selection.num_groups >= algo.prompts_per_step:
-            break
-    return rollouts, advantages, selection, number + 1
+    algorithm, algo, batch = ALGORITHMS[settings.algo.name], settings.algo, settings.batch
+    reads = algorithm.reads(algo)
+    if not reads:
+        algorithm.credit(rollouts, algo)
+    with_idle = bool(reads) or algo.kl_coef > 0 or algo.entropy_coef > 0  # else nothing but the advantage moves the policy
+    cut_up = cut_minibatches(rollouts, batch, with_idle=with_idle)
+    minibatches = [policy.pack(minibatch, max_tokens=batch.micro_batch_tokens, restore=restore) for minibatch in cut_up]
+    every = [each for batches in minibatches for each in batches]
+    if needs_old(algo, num_updates=batch.minibatches * batch.epochs):
+        for each, logprob_T in zip(every, said(policy, minibatches, weights="current"), strict=True):
+            each.old_logprob_T = logprob_T
+    if needs_reference(algo):
+        for each, logprob_T in zip(every, said(policy, minibatches, weights="reference"), strict=True):
+            each.reference_logprob_T = logprob_T
+    if reads:
+        attach(rollouts, every, [each.old_logprob_T for each in every], column="old_logprobs")
+        attach(rollouts, every, [each.reference_logprob_T for each in every], column="reference_logprobs")
+        algorithm.credit(rollouts, algo)
+        for each in every:
+            take_advantages(rollouts, each)
+    return minibatches
 
 
-def selection_metrics(selection: Selection, rounds: int) -> dict[str, float]:
-    dropped = {f"rollout/dropped_{reason}": float(selection.dropped[reason]) for reason in (*DROPS, "surplus")}
-    return {"rollout/rounds": float(rounds), "rollout/kept_groups": float(selection.num_groups), **dropped}
+def said(policy: Policy, minibatches: list[list[Batch]], *, weights: str) -> list[torch.Tensor]:
+    """Logprobs of every micro-batch, before the first update changes the weights."""
+    return [logprob_T for batches in minibatches for logprob_T in policy.logprobs(batches, weights=weights)]
 
 
-def objective(algo: AlgoSettings) -> Loss:
-    """The GRPO loss of one micro-batch; the engine's logprobs are only compared with, never trained on."""
-
-    def loss(logprob_R, entropy_R, batch: Batch, rows_R):  # noqa: ANN001, ANN202 (policy.Loss)
-        current_R = logprob_R.detach()
-        old_R = current_R if batch.old_logprob_T is None else batch.old_logprob_T[rows_R]
-        value, metrics = grpo_loss(
-            logprob_R,
-            old_logprob_T=old_R,
-            advantage_T=batch.advantage_T[rows_R],
-            mask_T=batch.mask_T[rows_R],
-            weight_T=batch.weight_T[rows_R],
-            clip_low=algo.clip_low,
-            clip_high=algo.clip_high,
-            dual_clip=algo.dual_clip,
-            reference_logprob_T=None if batch.reference_logprob_T is None else batch.reference_logprob_T[rows_R],
-            kl_coef=algo.kl_coef,
-            kl_estimator=algo.kl_estimator,
-            entropy_T=entropy_R,
-            entropy_coef=algo.entropy_coef,
-        )
-        return value, with_engine_gap(metrics, old_R - batch.engine_logprob_T[rows_R])
-
-    return loss
-
-
-def with_engine_gap(metrics: LossMetrics, gap_R) -> LossMetrics:  # noqa: ANN001
-    """Add |trainer logprob - engine logprob|: what one weight sync and two implementations of one model differ by."""
-    metrics.sums["engine/logprob_gap"] = gap_R.abs().sum()
-    metrics.maxima["engine/logprob_gap_max"] = gap_R.abs().max() if gap_R.numel() else gap_R.new_zeros(())
-    return metrics
-
-
-def attach_logprobs(policy: Policy, minibatches: list[list[Batch]], weights: str) -> None:
-    """Compute the old ("current") or reference logprobs of every batch before the first update changes the weights."""
-    for batches in minibatches:
-        for batch, logprob_T in zip(batches, policy.logprobs(batches, weights=weights), strict=True):
-            if weights == "current":
-                batch.old_logprob_T = logprob_T
-            else:
-                batch.reference_logprob_T = logprob_T
-
-
-def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """One step's metrics from its updates: means, and maxima where the name says so; the first ratio stands apart, it must be 1.
-
-    None where every rollout of the step was dropped.
-    """
-    if not updates:
-        return {}
-    names = updates[0].keys()
-    values = {name: [update[name] for update in updates] for name in names}
-    merged = {name: max(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
-    first = updates[0]
-    return {**merged, "policy/first_ratio": first["policy/ratio"], "engine/logprob_gap_max": first["engine/logprob_gap_max"]}
+def attach(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
+    """Write what a network said of this rank's tokens, and of all others', to the contexts they are of."""
+    for columns in gather(read_back(rollouts, batches, numbers)):
+        for (rollout, context), values in columns.items():
+            rollouts[rollout].contexts[context].attach(column, values)

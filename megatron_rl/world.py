@@ -4,9 +4,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,6 +42,19 @@ def connect(world: World, *, timeout_s: float) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def disconnect() -> None:
+    """Leave the process group, if this process is still in one: vLLM's shutdown leaves it too."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather(mine: T) -> list[T]:
+    """What every rank hands in, in their order, on every rank."""
+    everyones: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
 
 
 def on_main_rank(write: Callable[[], None]) -> None:

@@ -1,9 +1,14 @@
-"""An evaluation's numbers from rollouts made by hand; failures of ours are in none of them."""
+"""An evaluation's numbers from rollouts made by hand; failures of ours are in none of them. And which episodes it plays."""
+
+from pathlib import Path
 
 import pytest
 
-from megatron_rl.evaluate import summarize
+from megatron_rl.config import AlgoSettings, ModelSettings, Settings, TaskSettings
+from megatron_rl.evaluate import evaluate, summarize
+from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Example, Rollout, RunFailed, Status
+from tests.support.scripted_fleet import Scripted, fleet_of
 
 
 class Positive:
@@ -16,7 +21,7 @@ EXAMPLES = [Example("a", {}, probability=0.25), Example("b", {}, probability=0.7
 
 def rollout(group: int, reward: float | None) -> Rollout:
     status = Status.FAILED if reward is None else Status.COMPLETED
-    return Rollout(task="t", example_id="e", group=group, sample=0, weight_version=0, status=status, reward=reward, reason="judge: 429")
+    return Rollout(task="t", example_id="e", group=group, sample=0, status=status, reward=reward, reason="judge: 429")
 
 
 def test_weights_are_those_of_the_scored() -> None:
@@ -31,3 +36,21 @@ def test_too_many_failures_are_no_score() -> None:
         summarize(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)
     with pytest.raises(RunFailed, match="2 of 2"):
         summarize(Positive(), EXAMPLES, [rollout(0, None)] * 2, max_failed=0.99)
+
+
+def test_an_evaluation_is_the_same_whenever_it_takes_place(random_model: Path) -> None:
+    """Greedy, then sampled; two turns in training and one here; no seed is one of training's."""
+    task = TaskSettings(name="talk", max_turns=2, eval_max_turns=1, eval_samples=3)
+    settings = Settings(model=ModelSettings(path=str(random_model)), task=task, algo=AlgoSettings(temperature=0.6))
+    engine = Scripted()
+    fleet = fleet_of(Renderer(settings.model), engine)
+    fleet.take(0, enough=lambda _: True)
+    training, engine.asked = engine.asked, []
+    scores = evaluate(fleet.task, settings, fleet=fleet)
+    assert (scores["eval/greedy_success"], scores["eval/sampled_return"]) == (1.0, 1.0)
+    once, engine.asked = engine.asked, []
+    fleet.take(1, enough=lambda _: True)
+    engine.asked = []
+    evaluate(fleet.task, settings, fleet=fleet)
+    assert engine.asked == once and [sampling.temperature for sampling in once] == [0.0] * 2 + [0.6] * 6
+    assert not {sampling.seed for sampling in once} & {sampling.seed for sampling in training}

@@ -1,22 +1,29 @@
-"""The checks that end a run, against hand numbers."""
+"""The checks that end a run and the metrics of a step's rollouts, against hand numbers."""
 
 import pytest
 
-from megatron_rl.algo.advantages import credit, credit_report
-from megatron_rl.run import check_failures, check_improvement, rollout_metrics
-from megatron_rl.types import Context, Rollout, RunFailed, Status
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.credit import spreads
+from megatron_rl.algo.select import REASONS, select
+from megatron_rl.config import AlgoSettings, SelectSettings
+from megatron_rl.run import check_failures, check_improvement, merge_updates, rollout_metrics
+from megatron_rl.types import End, Rollout, RunFailed, Status, ToolCall
+from tests.support.episodes import episode
 
 
 def rollout(group: int, reward: float | None, sampled: int = 2) -> Rollout:
-    context = Context()
-    context.extend([1])
-    context.extend([2] * sampled, logprobs=[-1.0] * sampled)
-    failed = reward is None
-    return Rollout(
-        task="t", example_id="e", group=group, sample=0, weight_version=0, contexts=[context], reward=reward,
-        rewards={} if failed else {"return": reward}, status=Status.FAILED if failed else Status.COMPLETED,
-        reason="sandbox down" if failed else "goal", wall_s=9.0 if failed else 1.0 + group, scoring_s=0.5,
-    )  # fmt: skip
+    made = episode(group, reward, lengths=(sampled,))
+    made.rewards = {} if reward is None else {"return": reward}
+    made.reason = "sandbox down" if reward is None else "goal"
+    made.wall_s, made.scoring_s = 9.0 if reward is None else 1.0 + group, 0.5
+    return made
+
+
+def credited(rollouts: list[Rollout], *drop: str) -> list[Rollout]:
+    algo = AlgoSettings(normalize_std=False)
+    select(rollouts, SelectSettings(drop=list(drop)), num_groups=9, spread=spreads(rollouts, algo), needs_peers=True)
+    ALGORITHMS[algo.name].credit(rollouts, algo)
+    return rollouts
 
 
 def test_failed_rollouts_end_the_run_above_the_limit() -> None:
@@ -27,16 +34,52 @@ def test_failed_rollouts_end_the_run_above_the_limit() -> None:
 
 
 def test_a_failed_rollout_is_in_no_mean() -> None:
-    rollouts = [rollout(0, 1.0), rollout(0, -1.0, sampled=4), rollout(0, None), rollout(1, 3.0), rollout(1, 3.0)]
-    advantages = credit(rollouts, normalize_std=False, std_eps=0.0)
-    assert advantages == [1.0, -1.0, None, 0.0, 0.0]
-    metrics = rollout_metrics(rollouts, credit_report(rollouts, advantages))
+    rollouts = credited([rollout(0, 1.0), rollout(0, -1.0, sampled=4), rollout(0, None), rollout(1, 3.0), rollout(1, 3.0)])
+    metrics = rollout_metrics(rollouts, rounds=2)
     assert metrics["reward/mean"] == metrics["reward/return"] == 1.5
+    assert metrics["reward/std"] == pytest.approx(2.75**0.5)  # squares of -0.5 -2.5 1.5 1.5: 11, of 4
     assert metrics["rollout/sampled_tokens"] == 2 + 4 + 2 + 2
-    assert (metrics["rollout/failed"], metrics["rollout/completed"], metrics["rollout/failed_fraction"]) == (1, 4, 0.2)
+    assert (metrics["rollout/failed"], metrics["rollout/completed"], metrics["rollout/failed_fraction"]) == (1, 4, pytest.approx(0.2))
     assert metrics["rollout/degenerate_groups"] == 0.5
+    assert (metrics["rollout/rounds"], metrics["rollout/kept_groups"], metrics["rollout/turns"]) == (2, 2, 1)
     times = [metrics[f"time/{name}"] for name in ("episode", "episode_max", "episode_environment", "episode_scoring")]
     assert times == [1.5, 2.0, 0.0, 0.5]
+
+
+def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to_compare_with() -> None:
+    """Group 4: scored 1 and 3. Group 9: 2 and 2. Group 7: one scored. Group 8: none."""
+    pairs = [(4, 1.0), (9, 2.0), (4, None), (7, 5.0), (4, 3.0), (7, None), (9, 2.0), (8, None)]
+    for drop, zero_std, kept in (((), 0, 2), (("zero_std",), 2, 1)):
+        metrics = rollout_metrics(credited([rollout(group, reward) for group, reward in pairs], *drop), rounds=1)
+        assert metrics["rollout/degenerate_groups"] == 0.5, "one of two, dropped or not"
+        dropped = {reason: metrics[f"rollout/dropped_{reason}"] for reason in REASONS}
+        assert dropped == dict.fromkeys(REASONS, 0) | {"alone": 1, "zero_std": zero_std}
+        assert (metrics["rollout/kept_groups"], metrics["rollout/failed"]) == (kept, 3)
+
+
+def test_ends_and_tools_are_counted() -> None:
+    """Three calls of two episodes, one that raised and one of no tool that exists; the second episode used none to any avail."""
+    rollouts = [rollout(0, 1.0), rollout(0, 0.0)]
+    rollouts[0].turns = episode(0, 1.0, lengths=(1, 1)).turns
+    rollouts[0].turns[0].call = ToolCall(tool="zoom", source="{}")
+    rollouts[0].turns[1].call = ToolCall(tool="zoom", source="{}", error="no box")
+    rollouts[1].end, rollouts[1].status = End.MAX_TURNS, Status.TRUNCATED
+    rollouts[1].turns[0].call = ToolCall(tool="x", source="", error="no such tool", ran=False)
+    metrics = rollout_metrics(rollouts, rounds=1)
+    assert (metrics["rollout/tool_use"], metrics["rollout/tool_calls"], metrics["rollout/tool_errors"]) == (0.5, 1.5, 2 / 3)
+    assert (metrics["rollout/end_done"], metrics["rollout/end_max_turns"], metrics["rollout/truncated"]) == (1, 1, 1)
+    assert metrics["rollout/turns"] == 1.5
+
+
+def test_a_steps_updates_are_one_line() -> None:
+    """Means, maxima by name, and what is true of the first update only."""
+    first = {"policy/ratio": 1.0, "policy/loss": 2.0, "policy/ratio_gap_max": 0.1, "engine/logprob_gap_max": 0.3}
+    second = {"policy/ratio": 1.5, "policy/loss": 4.0, "policy/ratio_gap_max": 0.4, "engine/logprob_gap_max": 0.9}
+    assert merge_updates([first]) == first and merge_updates([]) == {}
+    expected = {"policy/ratio": 1.25, "policy/first_ratio": 1.0, "policy/loss": 3.0, "policy/ratio_gap_max": 0.4}
+    assert merge_updates([first, second]) == expected | {"engine/logprob_gap_max": 0.3}
+    broken = merge_updates([first, second | {"policy/ratio_gap_max": float("nan")}, first])
+    assert broken["policy/ratio_gap_max"] != broken["policy/ratio_gap_max"], "NaN is nobody's smaller number"
 
 
 def test_a_run_must_improve() -> None:

@@ -157,13 +157,35 @@ def test_starting_anew_over_checkpoints_is_refused(settings: Settings) -> None:
 def test_settings_that_make_it_another_run_are_refused_and_others_are_told(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     write(settings, [None])
     (newest,) = published(Path(settings.run.dir) / "checkpoints")
-    settings.algo = replace(settings.algo, lr=0.25)
+    settings.optim = replace(settings.optim, lr=0.25)
     settings.run = replace(settings.run, steps=41)
     find(settings)
-    assert capsys.readouterr().out == f"resume: {newest}; changed since: algo.lr=0.25 (was 1e-06), run.steps=41 (was 40)\n"
+    assert capsys.readouterr().out == f"resume: {newest}; changed since: optim.lr=0.25 (was 1e-06), run.steps=41 (was 40)\n"
     settings.model = replace(settings.model, frozen=["vision"])
     told = f"model.frozen=['vision']: was [] when {newest} was written; resume with that, or choose another run.dir"
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        find(settings)
+
+
+@pytest.mark.parametrize(
+    ("room", "key", "value"),
+    [
+        ("task", "name", "other"), ("model", "dtype", "bfloat16"), ("model", "frozen", ["merger"]),
+        ("lora", "rank", 8), ("lora", "alpha", 5.0), ("lora", "targets", ["mlp"]),
+    ],
+)  # fmt: skip
+def test_what_makes_a_run_what_it_is_cannot_change(settings: Settings, room: str, key: str, value: object) -> None:
+    write(settings, [None])
+    changed = {"task": settings.task, "model": settings.model, "lora": settings.lora}[room]
+    setattr(changed, key, value)
+    with pytest.raises(ValueError, match=rf"^{room}\.{key}={re.escape(str(value))}: was .* when .* was written"):
+        find(settings)
+
+
+def test_another_stage_is_another_run(settings: Settings) -> None:
+    write(settings, [None])
+    settings.stage = "sft"
+    with pytest.raises(ValueError, match="^stage=sft: was rl when"):
         find(settings)
 
 

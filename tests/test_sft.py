@@ -9,6 +9,7 @@ from PIL import Image as Pillow
 from megatron_rl import sft
 from megatron_rl.batch import pack
 from megatron_rl.config import ModelSettings
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Demonstration
 
@@ -32,17 +33,18 @@ class Counted(Sequence[Demonstration]):
 @pytest.mark.parametrize(("kept_bytes", "asked"), [(1 << 30, [1, 1, 1]), (2 * 56 * 56 * 3, [1, 1, 3]), (0, [3, 3, 3])])
 def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, asked: list[int]) -> None:
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+    positions = read_spec(random_model).positions
     whole = [renderer.transcript(Counted()[index].messages) for index in range(3)]
     monkeypatch.setattr(sft, "KEPT_BYTES", kept_bytes)
     demonstrations = Counted()
     shown = sft.Rendered(renderer, demonstrations)
     assert demonstrations.asked == [0, 0, 0], "nothing before it is needed"
     for number in range(9):
-        piece, expected = shown[number], whole[number % 3]
-        assert (piece.context.token_ids, piece.context.loss_mask) == (expected.token_ids, expected.loss_mask)
-        assert piece.denominator == sum(expected.loss_mask)
-        assert [image.patch_PC for image in piece.context.images] == [None], "patches are made for what a rank trains on"
-        renderer.restore(piece.context)
-        batch = pack([piece], image_token_id=renderer.image_token_id)
+        weighted, expected = shown[number], whole[number % 3]
+        assert (weighted.context.token_ids, weighted.context.loss_mask) == (expected.token_ids, expected.loss_mask)
+        assert weighted.denominator == sum(expected.loss_mask)
+        assert [image.patch_PC for image in weighted.context.images] == [None], "patches are made for what a rank trains on"
+        renderer.restore(weighted.context)
+        batch = pack([weighted], image_token_id=renderer.image_token_id, positions=positions)
         assert batch.patch_PC.equal(expected.images[0].patch_PC)
     assert demonstrations.asked == asked

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, SUPPORT, start
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
-    "task.eval_samples=1", "algo.prompts_per_step=2", "algo.group_size=2",
+    "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2",
 )  # fmt: skip
 SAID = re.compile(r"^error: (\S+?)=(\S+): (.+)$", re.MULTILINE)
 
@@ -72,9 +72,9 @@ def corrupt(random_model: Path, tmp_path: Path) -> Path:
 
 
 def test_a_batch_that_does_not_divide(random_model: Path, tmp_path: Path) -> None:
-    misfit = ("algo.prompts_per_step=5", "algo.minibatches=2")
+    misfit = ("batch.prompts_per_step=5", "batch.minibatches=2")
     output = alone(f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *misfit, within_s=120)
-    assert the_one_error(output) == ("algo.prompts_per_step", "5", "must divide by algo.minibatches=2: minibatches are cut by groups")
+    assert the_one_error(output) == ("batch.prompts_per_step", "5", "must divide by batch.minibatches=2: minibatches are cut by groups")
     assert not (tmp_path / "run").exists()
 
 

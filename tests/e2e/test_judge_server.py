@@ -26,7 +26,7 @@ from megatron_rl.rewards.rubrics import build
 from megatron_rl.types import End, HostFault, ToolCall, Turn
 from megatron_rl.types import Image as Shown
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 _XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 """A random model left free to write white space writes nothing else."""
 
@@ -80,17 +80,18 @@ def test_a_real_server_gives_verdicts(url: str, tmp_path: Path) -> None:
         return judge, words, seen
 
     first, words, seen = asyncio.run(ask(settings))
-    assert first.model == "judge" and (first.requests, first.failures) == (11, 0), "10 verdicts and the question for the model's name"
+    counts = first.servers.requests, first.servers.failures
+    assert first.model == "judge" and counts == (11, 0), "10 verdicts and the question for the model's name"
     assert set(words) <= {0.0, 1.0} and set(seen) <= {0.0, 0.25, 1.0}
     second, *again = asyncio.run(ask(JudgeSettings(urls=[url], max_tokens=64, timeout_s=120, cache=cache)))
-    assert again == [words, seen] and second.requests == 11
+    assert again == [words, seen] and second.servers.requests == 11
     recorded, *replayed = asyncio.run(ask(JudgeSettings(model="judge", cache=cache)))
-    assert replayed == [words, seen] and (recorded.requests, recorded.cache_hits) == (0, 10)
+    assert replayed == [words, seen] and (recorded.servers.requests, recorded.cache_hits) == (0, 10)
 
 
 def test_a_rubric_is_scored_by_it(url: str) -> None:
     """TAPO end to end: accuracy by rule, one step by the server; and a model that the server does not have is trouble, no score."""
-    crop = Shown(Image.new("RGB", (56, 56), "red"), None, (1, 4, 4), "crop")
+    crop = Shown(Image.new("RGB", (56, 56), "red"), None, (1, 4, 4), "crop", merge=2)
     zoom = ToolCall(tool="zoom", source=json.dumps({"bbox_2d": [0, 0, 40, 40]}))
     turns = [Turn(0, (0, 1), "zoom", call=zoom, images=[crop]), Turn(0, (2, 3), "<answer>red</answer>")]
     payload = {"question": "What color?", "answer": "red", "data_source": "vstar"}

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import RecordedRollout, read
+from megatron_rl.observe.recorder import read
+from megatron_rl.types import Rollout
 from tests.conftest import SUPPORT
 
 OWN = SUPPORT / "own_task.py"
@@ -35,8 +35,8 @@ def steps(folder: Path) -> list[dict[str, float]]:
     return read_metrics(folder / "metrics.jsonl")[:-1]
 
 
-def rollouts(folder: Path) -> list[list[RecordedRollout]]:
-    return [read(path) for path in sorted((folder / "rollouts").glob("step_*.jsonl"))]
+def rollouts(folder: Path) -> list[list[Rollout]]:
+    return [[entry.rollout for entry in read(path)] for path in sorted((folder / "rollouts").glob("step_*.jsonl"))]
 
 
 def test_engine_and_trainer_agree_on_a_context_with_two_images(folder: Path) -> None:
@@ -58,9 +58,8 @@ def test_the_context_was_continued(folder: Path) -> None:
             spans = [turn.span for turn in record.turns]
             ends = [0, *(end for _, end in spans)]
             assert all(start > end for (start, _), end in zip(spans, ends[:-1], strict=True)), "an observation lies before each reply"
-            assert context.num_sampled == sum(end - start for start, end in spans) and spans[-1][1] == context.num_tokens
-            sizes = [Image.open(folder / name).size for name in context.images]
-            assert sizes == [(112, 112), (168, 84)]
+            assert record.num_sampled == sum(end - start for start, end in spans) and spans[-1][1] == len(context.token_ids)
+            assert [image.picture.size for image in context.images] == [(112, 112), (168, 84)]
             assert record.reason == "asked thrice" and record.task == "mine"
         assert {record.example_id for record in records} == {"red", "green", "blue"}, "dealt without repetition"
 

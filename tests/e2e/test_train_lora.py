@@ -11,14 +11,14 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.weights.formats.peft import WEIGHTS
-from megatron_rl.weights.formats.tensors import HfTensors
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import ROOT
 from tools.convert.merger import Merge, merge
 from tools.data.make_tiny_qwen2_5_vl import make
 
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=16")
 # Replies of an untrained model are all worth the same: the entropy bonus gives the gradient, and moves the policy off its reference.
-GRPO = ("algo.lr=1e-2", "algo.prompts_per_step=2", "algo.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1")
+GRPO = ("optim.lr=1e-2", "batch.prompts_per_step=2", "batch.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1")
 STEPS = ("run.steps=3", "checkpoint.every=3")
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,projector]", "parallel.tp=2", "parallel.sequence_parallel=true")
 
@@ -42,7 +42,7 @@ def test_the_engine_serves_the_adapter_and_the_reference_is_the_base(folder: Pat
     steps = read_metrics(folder / "metrics.jsonl")[:-1]
     assert len(steps) == 3
     assert max(step["engine/logprob_gap_max"] for step in steps) <= 1e-4
-    assert all(step["policy/first_ratio"] == pytest.approx(1, abs=1e-5) for step in steps)
+    assert not any("policy/first_ratio" in step for step in steps), "one update alone is its own old policy"
     assert steps[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
     assert steps[1]["policy/kl_reference"] > 1e-6 and steps[2]["policy/kl_reference"] > 1e-6
     assert min(step["grad_norm"] for step in steps) > 0
@@ -57,8 +57,8 @@ def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_pat
     )
     merge(asked)
     merged, final = HfTensors(tmp_path / "merged"), HfTensors(folder / "final")
-    assert merged.names() == final.names()
-    assert max((merged.read(name) - final.read(name)).abs().max() for name in final.names()) <= 1e-6
+    assert merged.specs.keys() == final.specs.keys()
+    assert max((merged.read(name) - final.read(name)).abs().max() for name in final.specs) <= 1e-6
     with pytest.raises(ValueError, match="^--lora=.*which is merged; leave --lora out"):
         merge(replace(asked, out=tmp_path / "twice", lora=folder / "adapter"))
 
@@ -71,6 +71,6 @@ def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, nano: Path)
     for (name, merged), (_, saved) in zip(adapted.named_parameters(), final.named_parameters(), strict=True):
         assert (merged - saved).abs().max() <= 1e-6, name
     before, after = HfTensors(nano), HfTensors(folder / "final")
-    same = {name for name in before.names() if torch.equal(before.read(name), after.read(name))}
-    linears = {name for name in before.names() if name.endswith(("proj.weight", "qkv.weight", "mlp.0.weight", "mlp.2.weight"))}
-    assert same == before.names() - linears | {"visual.patch_embed.proj.weight"}
+    same = {name for name in before.specs if torch.equal(before.read(name), after.read(name))}
+    linears = {name for name in before.specs if name.endswith(("proj.weight", "qkv.weight", "mlp.0.weight", "mlp.2.weight"))}
+    assert same == before.specs.keys() - linears | {"visual.patch_embed.proj.weight"}

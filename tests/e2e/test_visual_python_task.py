@@ -16,6 +16,7 @@ import pytest
 from PIL import Image as Pillow
 
 from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, TaskSettings
+from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
@@ -97,7 +98,8 @@ def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Exampl
     room_or_skip()
 
     async def one(said: Said, example: Example, group: int) -> Rollout:
-        return await run_episode(task, example, engine=Policy(renderer, said), renderer=renderer, settings=SETTINGS, group=group, sample=0)
+        conversation = TokenConversation(Policy(renderer, said), renderer, SETTINGS)
+        return await run_episode(task, example, conversation=conversation, settings=SETTINGS, group=group, sample=0)
 
     async def all_of_them() -> list[list[Rollout]]:
         await task.start()

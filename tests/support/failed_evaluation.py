@@ -5,7 +5,16 @@ python failed_evaluation.py MODEL_FOLDER RUN_FOLDER
 
 import sys
 
-from megatron_rl.config import AlgoSettings, CheckpointSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.config import (
+    BatchSettings,
+    CheckpointSettings,
+    EngineSettings,
+    ModelSettings,
+    OptimSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
 from megatron_rl.start import run
 from megatron_rl.types import Example, HostFault, Message
 from tests.support.own_task import TwoLooks, TwoLooksTask
@@ -28,7 +37,8 @@ if __name__ == "__main__":
     settings = Settings(
         model=ModelSettings(path=sys.argv[1], min_pixels=3136, max_pixels=20000),
         engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
-        algo=AlgoSettings(lr=3e-3, prompts_per_step=2, group_size=2),
+        optim=OptimSettings(lr=3e-3),
+        batch=BatchSettings(prompts_per_step=2, group_size=2),
         task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
         run=RunSettings(dir=sys.argv[2], steps=2),
         checkpoint=CheckpointSettings(every=2),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
 from megatron_rl.start import run
 from megatron_rl.tasks.base import Step
@@ -85,7 +85,8 @@ if __name__ == "__main__":
     settings = Settings(
         model=ModelSettings(path=sys.argv[1], min_pixels=3136, max_pixels=20000),
         engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
-        algo=AlgoSettings(lr=3e-3, prompts_per_step=3, group_size=4, minibatches=3),
+        optim=OptimSettings(lr=3e-3),
+        batch=BatchSettings(prompts_per_step=3, group_size=4, minibatches=3),
         task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
         run=RunSettings(dir=sys.argv[2], steps=4, record_best=12),
     )

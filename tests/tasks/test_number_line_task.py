@@ -76,7 +76,7 @@ def scored(payload: dict, replies: list[str], steps: list[Step]) -> Score:
 
 
 def rollout(reward: float) -> Rollout:
-    return Rollout(task="number_line", example_id="e", group=0, sample=0, weight_version=0, reward=reward)
+    return Rollout(task="number_line", example_id="e", group=0, sample=0, reward=reward)
 
 
 def test_examples_are_the_30_starts_weighted_as_dealt_in_every_split() -> None:

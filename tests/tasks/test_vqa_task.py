@@ -61,7 +61,7 @@ def test_gold_earns_full_marks_and_a_constant_does_not(tmp_path: Path) -> None:
     assert [score(task, example, "It is 4. <answer>4</answer>") for example in examples] == [0, 1, 0, 0]
     assert [score(task, example, "$\\boxed{0.5}$") for example in examples] == [0, 0, 1, 0]
     assert [score(task, example, "") for example in examples] == [0, 0, 0, 0]
-    rollout = Rollout(task="vqa", example_id="", group=0, sample=0, weight_version=0, rewards={"accuracy": 1.0})
+    rollout = Rollout(task="vqa", example_id="", group=0, sample=0, rewards={"accuracy": 1.0})
     assert task.success(rollout)
     rollout.rewards["accuracy"] = 0.0
     assert not task.success(rollout)

@@ -1,0 +1,188 @@
+"""Reads the commands that a text prints, and parses them with the parsers of what they start, without starting anything.
+
+Commands stand in indented blocks: where one line of a block is a command, every line is. Each is given to the parser that would read it:
+torchrun's, hydra's with every setting checked, a script's or an entry point's own argparse, pytest's for tests/run.sh.
+"""
+
+import argparse
+import ast
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException
+from torch.distributed import run as torchrun
+
+from tests.conftest import ROOT
+from tests.contracts.test_configs import settings_of
+
+PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
+HYDRA = ("launch/train.py", "launch/doctor.py")
+ASSIGNMENTS = re.compile(r"(?:[A-Z_]+=\S*\s+)*")
+"""Of environment variables, in front of a command."""
+
+
+class Wrong(Exception):
+    """A command does not parse."""
+
+
+class Parsed(BaseException):
+    """Ends a script when its arguments were read; no `except` of the script's catches it."""
+
+
+def blocks(text: str) -> Iterator[list[str]]:
+    """Runs of lines that are indented by four spaces or more, outside fences; a backslash joins a line with the next."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
+    for indented, lines in groupby(text.splitlines(), key=lambda line: line.startswith("    ")):
+        if indented:
+            yield [line.strip() for line in lines]
+
+
+def words_of(line: str) -> list[str]:
+    """Without a comment and without environment variables in front."""
+    return shlex.split(line[ASSIGNMENTS.match(line).end() :], comments=True)
+
+
+def is_command(line: str) -> bool:
+    first, *_ = [*line[ASSIGNMENTS.match(line).end() :].split(maxsplit=1), ""]
+    return first in ("bash", "torchrun", *PYTHONS, *entry_points()) or first.endswith((".py", ".sh"))
+
+
+def commands(text: str) -> list[str]:
+    """Every line of every block that holds a command, but for comments, and every command of several words in `backticks`."""
+    quoted = [span for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text) if is_command(span) and len(words_of(span)) > 1]
+    return [line for lines in blocks(text) if any(map(is_command, lines)) for line in lines if words_of(line)] + quoted
+
+
+def module_docs(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+@cache
+def entry_points() -> dict[str, str]:
+    """Console scripts of setup.py: name -> module:function."""
+    with patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    return dict(re.split(r"\s*=\s*", entry) for entry in setup.call_args.kwargs["entry_points"]["console_scripts"])
+
+
+def check(line: str, config: pytest.Config) -> None:
+    """Raises Wrong, or what composes the settings raises."""
+    first, *rest = words_of(line)
+    if first == "bash":
+        check_shell(rest, config)
+    elif first == "torchrun":
+        given = told_by_argparse(lambda: torchrun.get_args_parser().parse_args(rest))
+        check_script(given.training_script, given.training_script_args)
+    elif first in PYTHONS and rest[0] == "-m":
+        check_own_parser(rest[1], lambda: runpy.run_module(rest[1], run_name="__main__", alter_sys=True), rest[2:])
+    elif first in PYTHONS:
+        check_script(rest[0], rest[1:])
+    elif first in entry_points():
+        module, _, function = entry_points()[first].partition(":")
+        check_own_parser(first, getattr(import_module(module), function), rest)
+    else:
+        check_executable(first)
+        check_script(first, rest)
+
+
+def check_script(script: str, arguments: list[str]) -> None:
+    if not (ROOT / script).is_file():
+        raise Wrong(f"{script}: no such file")
+    if script in HYDRA:
+        given = told_by_argparse(lambda: get_args_parser().parse_args(arguments))
+        if not given.help:
+            check_settings(given.overrides)
+    else:
+        check_own_parser(script, lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), arguments)
+
+
+def check_settings(overrides: list[str]) -> None:
+    try:
+        settings_of(*overrides)
+    except (HydraException, ValueError) as error:
+        raise Wrong(f"{' '.join(overrides)}: {error}") from error
+
+
+def check_shell(words: list[str], config: pytest.Config) -> None:
+    script, *arguments = words
+    check_executable(script)
+    syntax = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    if syntax.returncode:
+        raise Wrong(syntax.stderr)
+    if script == "tests/run.sh":
+        check_pytest([word for word in arguments if word != "--quick"], config)
+    elif script == "launch/quickstart.sh":
+        check_settings(["experiment=numberline_grpo_cpu", *arguments])
+    elif arguments:
+        raise Wrong(f"{script} takes no arguments: {arguments}")
+
+
+def check_pytest(arguments: list[str], config: pytest.Config) -> None:
+    try:
+        given = config._parser.parse(arguments)
+    except pytest.UsageError as error:
+        raise Wrong(f"{arguments}: {error}") from error
+    for place in given.file_or_dir:
+        if not (ROOT / place.split("::")[0]).exists():
+            raise Wrong(f"{place}: no such test")
+
+
+def check_executable(script: str) -> None:
+    path = ROOT / script
+    if not (path.is_file() and os.access(path, os.X_OK) and path.read_text().startswith("#!")):
+        raise Wrong(f"{script}: cannot be started as printed")
+
+
+def check_own_parser(name: str, start: Callable[[], object], arguments: list[str]) -> None:
+    """Runs a script up to the point where its arguments are read."""
+    reads = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
+        reads(parser, args, namespace)
+        raise Parsed
+
+    with (
+        patch.object(argparse.ArgumentParser, "parse_args", parse_only),
+        patch.object(sys, "argv", [name, *arguments]),
+        searched_first(ROOT / name),
+    ):
+        try:
+            told_by_argparse(start)
+        except Parsed:
+            return
+    raise Wrong(f"{name} did not read its arguments")
+
+
+def told_by_argparse(parse: Callable[[], Any]) -> Any:
+    """What a parser made of its words; it raises Wrong instead of ending the process."""
+    with patch.object(argparse.ArgumentParser, "error", lambda parser, message: _raise(Wrong(f"{parser.prog}: {message}"))):
+        return parse()
+
+
+@contextmanager
+def searched_first(script: Path) -> Iterator[None]:
+    """Modules beside a script can be imported, as where Python starts it; what it does to the path itself is taken back."""
+    before = list(sys.path)
+    sys.path.insert(0, str(script.parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _raise(error: Exception) -> None:
+    raise error

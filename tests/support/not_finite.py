@@ -1,0 +1,41 @@
+"""A run whose reward function is broken for one of its examples. Run under torchrun by test_not_finite.py.
+
+not_finite.py MODEL_FOLDER RUN_FOLDER
+"""
+
+import math
+import sys
+
+from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.rewards.rubric import Outcome, Part, Rubric
+from megatron_rl.start import run
+from megatron_rl.types import RunFailed
+from tests.support.own_task import TwoLooksTask
+
+BAD = "blue"
+"""Of three examples, two a step: the first or the second step meets it."""
+
+
+async def broken(outcome: Outcome) -> float:
+    return math.nan if outcome.payload["color"] == BAD else float(len("".join(outcome.replies)))
+
+
+class Broken(TwoLooksTask):
+    def __init__(self, settings: TaskSettings) -> None:
+        super().__init__(settings)
+        self.rubric = Rubric(parts={"broken": Part(broken)})
+
+
+if __name__ == "__main__":
+    settings = Settings(
+        model=ModelSettings(path=sys.argv[1], min_pixels=3136, max_pixels=20000),
+        engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
+        batch=BatchSettings(prompts_per_step=2, group_size=2),
+        task=TaskSettings(name="mine", max_tokens_per_turn=8),
+        run=RunSettings(dir=sys.argv[2], steps=9),
+    )
+    try:
+        run(settings, tasks={"mine": Broken})
+    except RunFailed as failed:
+        print(f"said: {failed}", flush=True)
+        sys.exit(1)

@@ -1,0 +1,150 @@
+"""What recorded rollouts teach: the real path from rollouts to updates, without an engine, and every number of it in plain values.
+
+tests/golden/record_rollouts.py writes these numbers down, tests/golden/test_recorded.py compares with them.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.algo.objective import objective
+from megatron_rl.algo.select import kept_groups
+from megatron_rl.config import (
+    AlgoSettings,
+    BatchSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimSettings,
+    RunSettings,
+    SelectSettings,
+    Settings,
+    TaskSettings,
+)
+from megatron_rl.observe.recorder import read
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.start import build_policy
+from megatron_rl.train import credited, is_enough
+from megatron_rl.types import Batch, Rollout
+from megatron_rl.world import connect, place
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+PIXELS = {"min_pixels": 12000, "max_pixels": 14200}
+"""112 x 112 and 168 x 84 pixels are final sizes."""
+CLOSE, SMALL = 1e-5, 2e-6
+"""Relative, and absolute for what is nearly 0, as a loss is whose advantages cancel. Two threads, or kernels for AVX2 in place of AVX-512,
+make a fifth of it at most; those for SSE alone nine tenths."""
+BOUND = 1e-4
+"""Of one token's logprob, in float32: the engine's against the trainer's, and a ratio against another machine's."""
+NOISE = ("engine/logprob_gap", "engine/logprob_gap_max")
+"""Rounding itself: no two machines have the same. They have the bound instead."""
+ONE_TOKEN = ("policy/ratio_gap_max",)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Case:
+    """Settings of one step's updates. The micro-batches are small, so that there are several."""
+
+    algo: Mapping[str, Any] = field(default_factory=dict)
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 1e-4
+
+    def settings(self, model: Path) -> Settings:
+        """Adam's eps is far above every gradient: the step is then a multiple of it, and rounding is not divided by itself."""
+        return Settings(
+            model=ModelSettings(path=str(model), **PIXELS),
+            lora=LoraSettings(**self.lora),
+            optim=OptimSettings(lr=self.lr, eps=1e-2),
+            batch=BatchSettings(prompts_per_step=4, group_size=3, micro_batch_tokens=200, **self.batch),
+            select=SelectSettings(drop=["zero_std"]),
+            algo=AlgoSettings(**self.algo),
+            task=TaskSettings(name="number_line"),
+            run=RunSettings(dir="nowhere"),
+        )
+
+
+CASES = {
+    "grpo": Case(algo={"kl_coef": 0.05, "clip_low": 0.05, "clip_high": 0.08}, batch={"minibatches": 2, "epochs": 2}),
+    "return_to_go": Case(algo={"turns": "return_to_go", "turn_discount": 0.9}, batch={"aggregation": "sequence_mean"}),
+    "lora": Case(
+        algo={"kl_coef": 0.05, "entropy_coef": 0.01, "clip_low": 0.02, "clip_high": 0.03}, batch={"minibatches": 2, "epochs": 2},
+        lora={"rank": 4, "alpha": 8, "targets": ["attention", "mlp", "vision", "projector"]}, lr=1e-3,
+    ),
+    "gspo": Case(
+        algo={"name": "gspo", "clip_low": 0.1, "clip_high": 0.15}, batch={"minibatches": 2, "epochs": 2, "aggregation": "sequence_mean"},
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    connect(place(), timeout_s=60)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def recorded() -> list[Rollout]:
+    """Anew for each use: credit is written into them."""
+    return [entry.rollout for entry in read(GOLDEN / "rollouts.jsonl")]
+
+
+def build(settings: Settings) -> tuple[Renderer, Policy]:
+    renderer = Renderer(settings.model)
+    return renderer, build_policy(settings, build_layout(settings.parallel, seed=0), renderer, num_steps=1, is_rl=True)
+
+
+def taught(settings: Settings) -> dict[str, Any]:
+    """A step of train.py on the recorded rollouts, in a world of one: what was dropped, packed and measured, as JSON values."""
+    rollouts = recorded()
+    renderer, policy = build(settings)
+    is_enough(rollouts, settings)
+    minibatches = credited(rollouts, settings, policy, restore=renderer.restore)
+    updates = [policy.update(batches, objective(settings.algo), step=0) for batches in minibatches * settings.batch.epochs]
+    return {
+        "dropped": [rollout.dropped for rollout in rollouts],
+        "kept_groups": sorted(kept_groups(rollouts)),
+        "minibatches": [[described(batch) for batch in batches] for batches in minibatches],
+        "advantages": [sum(map(abs, context.advantages)) for rollout in rollouts for context in rollout.contexts],
+        "weights": [[float(batch.weight_T.sum(dtype=torch.float64)) for batch in batches] for batches in minibatches],
+        "updates": updates,
+    }
+
+
+def described(batch: Batch) -> dict[str, Any]:
+    """Its integers: sizes for people, and a digest of all of them."""
+    integers = (batch.token_T, batch.target_T, batch.mask_T, batch.position_3T, batch.cu_seqlens_S1, batch.grid_I3, batch.vision_position_M)
+    digest = hashlib.sha256(repr([each.tolist() for each in (*integers, batch.vision_row_M)]).encode())
+    digest.update(repr((batch.prefix_S, batch.origin_S)).encode())
+    return {
+        "tokens": batch.num_tokens, "segments": len(batch.prefix_S), "sampled": int(batch.mask_T.sum()), "images": len(batch.grid_I3),
+        "denominator": batch.denominator, "digest": digest.hexdigest()[:16],
+    }  # fmt: skip
+
+
+def differences(expected: Any, found: Any, where: str = "") -> list[str]:
+    """Where two trees of JSON values differ: integers and texts at all, floats by more than CLOSE and SMALL, or what BOUND allows."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        names = sorted(expected.keys() | found.keys())
+        return [line for name in names for line in differences(expected.get(name), found.get(name), f"{where}/{name}".lstrip("/"))]
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs = enumerate(zip(expected, found, strict=True))
+        return [line for number, (old, new) in pairs for line in differences(old, new, f"{where}[{number}]")]
+    if isinstance(expected, float) and isinstance(found, float):
+        if where.endswith(NOISE):
+            return [] if found <= BOUND else [f"{where}: {found} is above {BOUND}"]
+        close = BOUND if where.endswith(ONE_TOKEN) else CLOSE
+        same = math.isclose(expected, found, rel_tol=close, abs_tol=close * SMALL / CLOSE)
+    else:
+        same = type(expected) is type(found) and expected == found
+    return [] if same else [f"{where}: {expected} is now {found}"]

@@ -1,0 +1,235 @@
+"""How a step's credit, packing and reading meet in train.credited, with a policy that says what a script says of each token."""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from megatron_rl import train
+from megatron_rl.batch import pack
+from megatron_rl.config import AlgoSettings, BatchSettings, SelectSettings, Settings
+from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
+from megatron_rl.types import Batch, Context, Rollout, Status, Turn
+from tests.support.episodes import episode
+
+COEF = 0.25
+SAYS: dict[str, Callable] = {"current": lambda token: -token / 64, "reference": lambda token: -(token % 7) / 8}
+"""Logprob of a sampled token, of which each has its own id, under each policy's weights: exact in float32."""
+NO_IMAGE = 99
+
+
+def straight(token_ids: Sequence[int], images: Sequence[object]) -> torch.Tensor:
+    """Rotary positions of words alone."""
+    return torch.arange(len(token_ids)).expand(3, -1)
+
+
+@dataclass(slots=True)
+class Scripted:
+    """One data-parallel rank's policy: packs as the real one does, says what SAYS says, and garbage of what was not sampled."""
+
+    rank: int = 0
+    ranks: int = 1
+    share: bool = True
+    asked: list[str] = field(default_factory=list)
+    restored: list[Context] = field(default_factory=list)
+
+    def pack(self, minibatch: Sequence[WeightedContext], *, max_tokens: int, restore: Callable[[Context], None]) -> list[Batch]:
+        mine = balance(loads_of(minibatch, NO_IMAGE, share_prompts=self.share), self.ranks)[self.rank]
+        for load in mine:
+            restore(load.weighted.context)
+        return [
+            pack(part, image_token_id=NO_IMAGE, positions=straight, multiple_of=4, share_prompts=self.share)
+            for part in cut(mine, max_tokens)
+        ]
+
+    def logprobs(self, batches: list[Batch], *, weights: str = "current") -> list[torch.Tensor]:
+        self.asked.append(weights)
+        return [torch.where(batch.mask_T, SAYS[weights](batch.target_T), 77.0) for batch in batches]
+
+
+class Peers:
+    """world.gather for ranks that are threads."""
+
+    def __init__(self, num: int) -> None:
+        self.handed_in, self.barrier, self.mine = [None] * num, threading.Barrier(num, timeout=20), threading.local()
+
+    def gather(self, given: object) -> list:
+        self.handed_in[self.mine.rank] = given
+        self.barrier.wait()
+        everyones = list(self.handed_in)
+        self.barrier.wait()
+        return everyones
+
+
+def step() -> list[Rollout]:
+    """Four groups whose members share their prompt, some in a second context too; every sampled token has an id of its own.
+
+    Member 1 of group 0 failed, group 1 is left with one member, and member 2 of group 2 is dropped.
+    """
+    ids, rollouts = iter(range(100, 1000)), []
+    for number, reward in enumerate((1.0, None, 3.0, None, 4.0, None, 1.5, 2.0, -1.0, 6.0, 1.0, 1.0)):
+        rollout = Rollout(task="t", example_id="e", group=number // 3, sample=number % 3, reward=reward)
+        rollout.status = Status.FAILED if reward is None else Status.COMPLETED
+        for place in range(1 + number % 2):
+            context = Context()
+            context.extend([5, 6, number // 3, 7])
+            for _ in range(1 + (number + place) % 2):
+                start, length = len(context.token_ids), 1 + number % 3
+                context.extend([next(ids) for _ in range(length)], logprobs=[-1.0] * length)
+                context.extend([8])
+                rollout.turns.append(Turn(context=place, span=(start, start + length), text=""))
+            rollout.contexts.append(context)
+        rollouts.append(rollout)
+    rollouts[4].dropped, rollouts[8].dropped = "alone", "end"
+    return rollouts
+
+
+def settings_of(algo: AlgoSettings, **batch: int) -> Settings:
+    return Settings(algo=algo, batch=BatchSettings(prompts_per_step=4, micro_batch_tokens=24, **batch))
+
+
+def sampled(rollout: Rollout) -> list[int]:
+    return [token for context in rollout.contexts for token, mask in zip(context.token_ids, context.loss_mask, strict=True) if mask]
+
+
+def by_token(batch: Batch, column_T: torch.Tensor) -> dict[int, float]:
+    rows_R = batch.mask_T.nonzero().flatten()
+    return dict(zip(batch.target_T[rows_R].tolist(), column_T[rows_R].tolist(), strict=True))
+
+
+def kl(token: int) -> float:
+    return COEF * (SAYS["current"](token) - SAYS["reference"](token))
+
+
+def leave_one_out(rollouts: list[Rollout]) -> dict[int, float]:
+    """By sampled token, in plain loops: what an episode earned less its KL against the others of its group."""
+    worth = {id(each): each.reward - (0 if each.dropped else sum(map(kl, sampled(each)))) for each in rollouts if each.reward is not None}
+    credits = {}
+    for rollout in rollouts:
+        others = [worth[id(each)] for each in rollouts if each.group == rollout.group and each is not rollout and id(each) in worth]
+        if id(rollout) in worth and others:
+            credits |= dict.fromkeys(sampled(rollout), worth[id(rollout)] - sum(others) / len(others))
+    return credits
+
+
+def whitened(rollouts: list[Rollout]) -> dict[int, float]:
+    """By sampled token, in plain loops: its return, whitened over all that are trained on."""
+    returns = {}
+    for rollout in rollouts:
+        tokens = sampled(rollout) if rollout.is_trained_on else []
+        returns |= {token: rollout.reward - sum(map(kl, tokens[place:])) for place, token in enumerate(tokens)}
+    mean = sum(returns.values()) / len(returns)
+    variance = sum((value - mean) ** 2 for value in returns.values()) / (len(returns) - 1)
+    return {token: (value - mean) / math.sqrt(variance + 1e-8) for token, value in returns.items()}
+
+
+def credited_on(ranks: int, settings: Settings, monkeypatch: pytest.MonkeyPatch, *, share: bool = True) -> list[tuple]:
+    """For each rank its rollouts, policy, and minibatches."""
+    peers = Peers(ranks)
+    monkeypatch.setattr(train, "gather", peers.gather)
+
+    def one(rank: int) -> tuple[list[Rollout], Scripted, list[list[Batch]]]:
+        peers.mine.rank = rank
+        rollouts, policy = step(), Scripted(rank=rank, ranks=ranks, share=share)
+        return rollouts, policy, train.credited(rollouts, settings, policy, restore=policy.restored.append)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
+
+
+@pytest.mark.parametrize(("name", "textbook"), [("rloo", leave_one_out), ("reinforce_pp", whitened)])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("share", [True, False])
+def test_the_kl_that_is_read_goes_back_to_the_contexts_and_into_the_advantages(
+    name: str, textbook: Callable, ranks: int, share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(AlgoSettings(name=name, kl_coef=COEF, kl_in_reward=True), minibatches=2)
+    done, trained, expected = credited_on(ranks, settings, monkeypatch, share=share), [], textbook(step())
+    for rollouts, policy, minibatches in done:
+        assert policy.asked == ["current", "current", "reference", "reference"] and len(minibatches) == 2
+        for rollout in rollouts:
+            for context in rollout.contexts:
+                for column, weights in (("old_logprobs", "current"), ("reference_logprobs", "reference")):
+                    said = [SAYS[weights](token) * mask for token, mask in zip(context.token_ids, context.loss_mask, strict=True)]
+                    assert getattr(context, column) == (said if rollout.is_trained_on else []), "of every rank's tokens, on every rank"
+        for batch in (each for batches in minibatches for each in batches):
+            given = by_token(batch, batch.advantage_T)
+            trained += given
+            assert given == {token: pytest.approx(expected[token], rel=1e-6) for token in given}
+            assert not batch.advantage_T[~batch.mask_T].any()
+            assert by_token(batch, batch.old_logprob_T) == {token: SAYS["current"](token) for token in given}
+            assert by_token(batch, batch.reference_logprob_T) == {token: SAYS["reference"](token) for token in given}
+        assert any(place >= 0 for batches in minibatches for batch in batches for place in batch.prefix_S) == share
+    assert sorted(trained) == sorted(token for rollout in step() if rollout.is_trained_on for token in sampled(rollout)), "each once"
+    first = [[context.advantages for rollout in rollouts for context in rollout.contexts] for rollouts, *_ in done]
+    assert all(other == first[0] for other in first), "bit for bit the same on every rank"
+
+
+def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credit comes first, then what has none is left out; ranks need not talk."""
+    monkeypatch.setattr(train, "gather", lambda _: pytest.fail("ranks talked"))
+    rollouts, policy = step(), Scripted()
+    rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
+    ((*batches,),) = train.credited(rollouts, settings_of(AlgoSettings(name="rloo")), policy, restore=policy.restored.append)
+    assert policy.asked == []
+    assert {(batch.old_logprob_T, batch.reference_logprob_T) for batch in batches} == {(None, None)}
+    left = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # 1 against 3; 1.5 against 2 and the dropped -1, 2 against 1.5 and -1
+    found = {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
+    assert found == {token: value for index, value in left.items() for token in sampled(rollouts[index])}
+    assert [id(context) for context in policy.restored] == [id(context) for index in left for context in rollouts[index].contexts]
+    assert sum(batch.denominator for batch in batches) == sum(each.num_sampled for each in rollouts if each.is_trained_on)
+
+
+@pytest.mark.parametrize(
+    ("algo", "batch", "asked"),
+    [
+        ({"correction": "token_tis"}, {}, []),
+        ({"entropy_coef": 0.1}, {}, []),
+        ({}, {"epochs": 2}, ["current"]),
+        ({}, {"minibatches": 2}, ["current"] * 2),
+        ({"kl_coef": 0.1}, {}, ["reference"]),
+        ({"kl_coef": 0.1}, {"epochs": 3, "minibatches": 2}, ["current"] * 2 + ["reference"] * 2),
+        ({"kl_coef": 0.1, "kl_in_reward": True}, {}, ["current", "reference"]),
+    ],
+)
+def test_every_minibatch_is_read_once_by_each_network_that_is_needed(
+    algo: dict, batch: dict, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((_, policy, minibatches),) = credited_on(1, settings_of(AlgoSettings(**algo), **batch), monkeypatch)
+    assert policy.asked == asked
+    batches = [each for batches in minibatches for each in batches]
+    assert {each.old_logprob_T is not None for each in batches} == {"current" in asked}
+    assert {each.reference_logprob_T is not None for each in batches} == {"reference" in asked}
+    assert sum(int(each.mask_T.sum()) for each in batches) == sum(each.num_sampled for each in step() if each.is_trained_on)
+
+
+@pytest.mark.parametrize("in_reward", [True, False])
+def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "gather", lambda mine: [mine])
+    rollouts, policy = step(), Scripted()
+    for rollout in rollouts:
+        rollout.dropped = "end" if rollout.is_scored else ""
+    settings = settings_of(AlgoSettings(kl_coef=0.1, kl_in_reward=in_reward))
+    assert train.credited(rollouts, settings, policy, restore=policy.restored.append) == []
+    assert (policy.asked, policy.restored) == ([], [])
+    assert all(any(context.advantages) for context in rollouts[0].contexts), "the recorder shows what it would have been credited with"
+
+
+def test_enough_is_as_many_groups_as_a_step_wants_by_the_credit_it_uses() -> None:
+    """Two groups of equal rewards, one of which differs by turns, and one group that deviates."""
+
+    def made() -> list[Rollout]:
+        by_turn = [episode(1, outcome=0.0, gains=gains) for gains in ((1.0, 0.0), (0.0, 1.0))]
+        return [episode(0, 1.0), episode(0, 1.0), *by_turn, episode(2, 0.0), episode(2, 1.0), episode(3, 9.0), episode(3)]
+
+    for turns, drop, kept in (("broadcast", [], 3), ("broadcast", ["zero_std"], 1), ("return_to_go", ["zero_std"], 2)):
+        for wanted in (1, 2, 3, 4):
+            batch = BatchSettings(prompts_per_step=wanted)
+            settings = Settings(algo=AlgoSettings(turns=turns), select=SelectSettings(drop=drop), batch=batch)
+            rollouts = made()
+            assert train.is_enough(rollouts, settings) == (kept >= wanted)
+            assert rollouts[6].dropped == "alone"
