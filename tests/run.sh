@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
-# Installs like the quickstart, then runs every test that needs no GPU. Arguments go to pytest: bash tests/run.sh tests/unit -k losses
+# Installs like the quickstart, then runs every test that needs no GPU and is not marked long.
+#   bash tests/run.sh                          all of them
+#   bash tests/run.sh tests/algo -k clipped    arguments go to pytest
+#   bash tests/run.sh --quick                  lint, and the tests that start no engine, no world of processes and no sandbox: minutes
+#   bash tests/run.sh -m long                  what is run by hand (benchmarks/ has the dated logs)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -7,4 +11,10 @@ bash launch/install.sh
 export PATH="$PWD/.venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # many short processes import the same 2 GB of packages: compile once
 export OMP_NUM_THREADS=1 # processes of the distributed tests share the cores; torchrun sets the same
-exec python -m pytest -m "not gpu" --durations=15 "$@"
+if [[ ${1-} == --quick ]]; then
+    shift
+    bash tests/lint.sh
+    set -- tests/algo tests/config tests/contracts tests/data tests/models tests/observe tests/plan tests/policy tests/rewards \
+        tests/rollout tests/tasks tests/test_*.py --deselect tests/contracts/test_recipes.py "$@"
+fi
+exec python -m pytest -m "not gpu and not long" --durations=15 "$@"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.models.family import FAMILIES
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "megatron_rl"
@@ -16,30 +17,35 @@ MAY_IMPORT = {
     "config": set(),
     "world": set(),
     "cpu": set(),
+    "jsonl": set(),
+    "wire": {"jsonl", "types"},
     "torchvision_on_cpu": set(),
-    "algo": {"types"},
-    "batch": {"algo", *DATA},
-    "rewards": {"types", "config"},
+    "servers": {"types"},
+    "algo": {"types", "config"},
+    "minibatches": DATA,
+    "batch": {"minibatches", *DATA},
+    "rewards": {"servers", "types", "config"},
     "tasks": {"data", "rewards", "types", "config"},
     "data": {"types", "config"},
-    "observe": {"types", "config"},
-    "rollout": {"tasks", "rewards", *DATA},
-    "models": {"cpu"},
+    "observe": {"jsonl", "wire", "types", "config"},
+    "rollout": {"tasks", "rewards", "models", *DATA},
+    "models": {"types", "cpu"},
     "weights": {"models", "cpu"},
-    "policy": {"weights", "models", "cpu", "algo", "batch", *DATA},
-    "plan": {"policy", "models", "weights", "algo", "batch", "cpu", *DATA},
-    "run": {"observe", "algo", "rollout", *DATA},
+    "policy": {"weights", "models", "cpu", "batch", "minibatches", *DATA},
+    "plan": {"policy", "models", "weights", "cpu", *DATA},
+    "run": {"observe", "jsonl", "algo", *DATA},
     "evaluate": {"rollout", "tasks", *DATA},
     "run_states": {"policy", "run", "weights", *DATA},
-    "sft": {"algo", "batch", "run_states", "policy", "rollout", "run", "tasks", *DATA},
-    "train": {"algo", "batch", "run_states", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
-    "start": {"plan", "models", "weights", "run_states", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
+    "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "tasks", *DATA},
+    "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
+    "start": {"algo", "plan", "models", "weights", "run_states", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
 }
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
 DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/", "cpu.py")}
 HEAVY = ["vllm", "megatron"]
 NEVER_LOADS = {
     "config": [*HEAVY, "torch", "transformers"],
+    "servers": [*HEAVY, "torch", "transformers", "openai"],
     "rewards": [*HEAVY, "torch", "transformers"],
     "tasks": [*HEAVY, "torch", "transformers"],
     "data": [*HEAVY, "torch", "transformers"],
@@ -90,6 +96,21 @@ def test_a_heavy_library_has_its_doors(library: str) -> None:
     }
     assert users, "the check has lost its object"
     assert not {user for user in users if not user.startswith(DOORS[library])}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_is_known_by_name_in_models_alone(model_type: str) -> None:
+    """Neither transformers' classes nor the key: whoever needs to know something of a family is handed a ModelSpec."""
+    files = [path for folder in ("megatron_rl", "launch", "tools/convert") for path in (ROOT / folder).rglob("*.py")]
+    knowing = {path for path in files if model_type in path.read_text().lower()}
+    assert PACKAGE / "models" / "family.py" in knowing, "the check has lost its object"
+    assert not {path for path in knowing if path.parent != PACKAGE / "models"}
+
+
+def test_ranks_meet_in_the_local_engine_alone() -> None:
+    """A fleet and its episodes work without a process group; what gathers over ranks is handed to them."""
+    users = {path.name for path in files_of("rollout") if any(name.startswith("torch.distributed") for name in imported(path))}
+    assert users == {"local.py"}
 
 
 def test_hydra_ends_at_the_door() -> None:

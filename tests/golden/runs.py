@@ -24,24 +24,24 @@ from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
 
 SMALL = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 SFT = (
-    "stage=sft", "sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60", "sft.lr=1e-3",
-    "sft.warmup_steps=5", "sft.beta2=0.95", *SMALL,
+    "stage=sft", "sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60", "optim.lr=1e-3",
+    "optim.warmup_steps=5", "optim.beta2=0.95", *SMALL,
 )  # fmt: skip
 GRPO = (
-    "algo.lr=1e-3", "algo.prompts_per_step=4", "algo.group_size=4", "algo.kl_coef=0.01", "algo.micro_batch_tokens=1500",
-    "algo.minibatches=2", "algo.epochs=2", "algo.clip_high=0.28", "algo.temperature=0.9", "run.steps=6", *SMALL,
+    "optim.lr=1e-3", "batch.prompts_per_step=4", "batch.group_size=4", "algo.kl_coef=0.01", "batch.micro_batch_tokens=1500",
+    "batch.minibatches=2", "batch.epochs=2", "algo.clip_high=0.28", "algo.temperature=0.9", "run.steps=6", *SMALL,
 )  # fmt: skip
 SEARCH = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.data.max_eval=8", "task.sandbox.size=4")
 LOOK = (
     "experiment=visual_search_sft_cpu", "sft.splits=[correct]", "sft.steps=[80]", "sft.batch_size=12", "sft.num_demonstrations=48",
-    "sft.lr=2e-3", *SEARCH,
+    "optim.lr=2e-3", *SEARCH,
 )  # fmt: skip
-AGENT = ("experiment=visual_search_python_cpu", "algo.prompts_per_step=4", "algo.group_size=4", "run.steps=6", *SEARCH)
+AGENT = ("experiment=visual_search_python_cpu", "batch.prompts_per_step=4", "batch.group_size=4", "run.steps=6", *SEARCH)
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,projector]")
 
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft": ("nano", SFT),
-    "grpo": ("sft", (*GRPO, "algo.drop=[zero_std]", "algo.max_generations=2", "algo.credit=return_to_go", "algo.turn_discount=0.9")),
+    "grpo": ("sft", (*GRPO, "select.drop=[zero_std]", "select.max_generations=2", "algo.turns=return_to_go", "algo.turn_discount=0.9")),
     "lora": ("sft", (*GRPO, *LORA)),
     "tp2": ("sft", (*GRPO, "parallel.tp=2", "parallel.sequence_parallel=true")),
     "pp2": ("sft", (*GRPO, "parallel.pp=2", "engine.tp=2")),

@@ -1,0 +1,17 @@
+"""The table of planted mistakes is true to the code: each can still be planted, and its tests exist."""
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.mutants import MUTANTS, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mistake_can_be_planted(mutant: Mutant) -> None:
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1 and mutant.new != mutant.old
+    files = [word for word in mutant.tests.split(" ") if word.startswith("tests/")]
+    assert files and all((ROOT / file.split("::")[0]).exists() for file in files)
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 40

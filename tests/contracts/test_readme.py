@@ -1,0 +1,112 @@
+"""What the documents tell a reader to type: every command parses, every setting exists, every link leads somewhere."""
+
+import re
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import Settings
+from tests.conftest import ROOT
+from tests.support.commands import Wrong, check, commands, module_docs
+
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "sandbox/README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))]
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for room in ("benchmarks", "launch", "tools") for path in (ROOT / room).rglob("*.py"))
+
+
+def text_of(name: str) -> str:
+    """Of a document, of a script's docstring, or of what launch/train.py --help shows above its table."""
+    path = ROOT / name
+    return module_docs(path) if path.suffix == ".py" else path.read_text()
+
+
+PRINTED = [(name, line) for name in [*DOCUMENTS, *SCRIPTS, "configs/train.yaml"] for line in commands(text_of(name))]
+
+
+@pytest.mark.parametrize(("name", "line"), PRINTED, ids=lambda text: " ".join(text.split("#")[0].split()))
+def test_a_command_parses(name: str, line: str, pytestconfig: pytest.Config) -> None:
+    check(line, pytestconfig)
+
+
+def test_commands_are_found() -> None:
+    counts = {name: sum(document == name for document, _ in PRINTED) for name in ("README.md", "sandbox/README.md", "configs/train.yaml")}
+    assert counts["README.md"] >= 15 and counts["sandbox/README.md"] >= 4 and counts["configs/train.yaml"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu algo.lr=1e-3", "Could not override 'algo.lr'"),
+        ("torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu optim.lr=-1", "must not be negative"),
+        ("torchrun --nproc_per_node 2 launch/train.py experiment=no_such_one", "no_such_one"),
+        ("torchrun --nproc_per_knot 2 launch/train.py experiment=numberline_grpo_cpu", "nproc_per_knot|required"),
+        ("python launch/train.py run.dir=there", "model.path="),
+        ("python launch/train.py experiment=numberline_grpo_cpu --cgf job", "cgf"),
+        ("launch/train.py experiment=numberline_grpo_cpu", "launch/train.py: cannot be started as printed"),
+        ("python launch/trian.py experiment=numberline_grpo_cpu", "no such file"),
+        ("python tools/convert/compare.py one_folder", "compare: the following arguments are required"),
+        ("python tools/convert/merge_run.py --run RUN --out merged --layers 3", "--layers"),
+        ("python benchmarks/convert.py --sizes 3B --folder runs/convert --layers two", "--layers"),
+        ("merger --checkpoint RUN/checkpoints/step_00000050", "--out"),
+        ("python -m sandbox serve --prot 8080", "--prot"),
+        ("python -m sandbox surf", "surf"),
+        ("bash launch/quickstart.sh run.sede=1", "run.sede"),
+        ("bash launch/slowstart.sh", "cannot be started"),
+        ("bash launch/install.sh --fast", "takes no arguments"),
+        ("bash tests/run.sh tests/unit -k losses", "tests/unit: no such test"),
+        ("bash tests/run.sh --quck", "--quck"),
+    ],
+)
+def test_a_planted_mistake_is_noticed(line: str, said: str, pytestconfig: pytest.Config) -> None:
+    with pytest.raises(Wrong, match=said):
+        check(line, pytestconfig)
+
+
+def test_a_block_with_a_command_has_nothing_else() -> None:
+    """So that a misspelt program is not taken for prose."""
+    text = "Run:\n\n    pyhton launch/train.py\n    # all\n    bash tests/run.sh\n\nor `bash launch/install.sh`.\n\n    box = pool.open()\n"
+    assert commands(text) == ["pyhton launch/train.py", "bash tests/run.sh", "bash launch/install.sh"]
+    with pytest.raises(Wrong, match="pyhton"):
+        check("pyhton launch/train.py", None)
+
+
+def keys(settings: object, prefix: str = "") -> set[str]:
+    """Dotted names of all settings and of their groups."""
+    found = set()
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        found |= {prefix + field.name} | (keys(value, f"{prefix}{field.name}.") if is_dataclass(value) else set())
+    return found
+
+
+GROUPS = [field.name for field in fields(Settings) if field.name != "stage"]
+NAMED = re.compile(rf"(?<![\w./])((?:{'|'.join(GROUPS)})(?:\.[a-z_0-9]+)+)(?![\w(/])")
+
+
+def is_named_rightly(name: str) -> bool:
+    """A setting, a file of this repository or of a run, or what a module of this name holds."""
+    room, _, inner = name.partition(".")
+    if name in keys(Settings()) or inner in ("py", "md", "yaml", "json", "jsonl", "sh"):
+        return True
+    try:
+        return inner in vars(import_module(f"megatron_rl.{room}"))
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_setting_that_is_named_exists(name: str) -> None:
+    """Wherever a name begins like a group of settings."""
+    assert not [named for named in NAMED.findall(text_of(name)) if not is_named_rightly(named)]
+
+
+def test_a_setting_that_moved_is_noticed() -> None:
+    said = "`optim.part_lr={vision:1e-7}`, `algo.lr`, `batch.pack`, `RUN/run.json`, run.py and task.data.trian=[x]"
+    assert [named for named in NAMED.findall(said) if not is_named_rightly(named)] == ["algo.lr", "task.data.trian"]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_link_leads_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(name))
+    assert not [link for link in links if not link.startswith("http") and not ((ROOT / name).parent / Path(link)).exists()]

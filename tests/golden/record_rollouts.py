@@ -1,0 +1,122 @@
+"""Recorded rollouts for CI, and what they teach: a real engine's episodes with made-up rewards, and every number of training on them.
+
+    python tests/golden/record_rollouts.py play      # vLLM plays: rollouts.jsonl and images/, then `expect` in a process of its own
+    python tests/golden/record_rollouts.py expect    # trains on what is there: expected.json
+
+`expect` alone is for a change that is meant to move numbers; its difference is then part of the change. `play` is for a change of the wire
+format or of the nano model; tokens, and so everything, are new afterwards.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl.config import EngineSettings, ModelSettings, TaskSettings  # noqa: E402 (the script's own tree comes first)
+from megatron_rl.observe.recorder import write  # noqa: E402
+from megatron_rl.rollout.episode import EpisodeSettings  # noqa: E402
+from megatron_rl.rollout.fleet import Fleet, RoundSettings  # noqa: E402
+from megatron_rl.rollout.local import LocalEngine  # noqa: E402
+from megatron_rl.rollout.renderer import Renderer  # noqa: E402
+from megatron_rl.tasks.gym_cards.task import NumberLineTask  # noqa: E402
+from megatron_rl.types import End, Rollout, Status  # noqa: E402
+from megatron_rl.world import connect, place  # noqa: E402
+from tests.support.own_task import TwoLooksTask  # noqa: E402
+from tests.support.recorded import CASES, GOLDEN, PIXELS, taught, world_of_one  # noqa: E402
+from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
+
+HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_tokens_per_turn=16, max_context=512, max_images=4, seed=7)
+STOP = ("s", "y")
+"""Texts that end a turn: an untrained model ends hardly any by itself, and turns of one length would hide what is divided by lengths."""
+EQUAL, FAILED = 1, (2, 2)
+"""The group whose rewards are all equal, and the rollout (group, sample) that failed by our own fault."""
+
+
+def make_model(folder: Path) -> Path:
+    """As the fixture random_model makes it."""
+    make(folder / "random", preset="nano", init="random", seed=1)
+    return folder / "random"
+
+
+class Nobody:
+    """Shares the engine's device with it: no trainer does."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+def play(model: Path) -> None:
+    connect(place(), timeout_s=60)
+    renderer = Renderer(ModelSettings(path=str(model), **PIXELS))
+    engine = LocalEngine(
+        str(model), EngineSettings(kv_cache_mib=16, max_model_len=512), image_token_id=renderer.image_token_id,
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+    )  # fmt: skip
+    line, looks = NumberLineTask(TaskSettings(name="number_line")), TwoLooksTask(TaskSettings(name="two_looks"))
+    line.stop = looks.stop = STOP
+    starts = [line.examples("train")[number] for number in (0, 7, 13)]
+    rounds = RoundSettings(num_prompts=3, group_size=3, max_rounds=1)
+    fleets = [
+        Fleet(task, engine=engine, renderer=renderer, trainer=Nobody(), gather=list, episode=HOW, round_settings=rounds)
+        for task in (line, looks)
+    ]
+    rollouts = fleets[0].play(starts, samples=3, settings=HOW)
+    twice = replace(HOW, max_turns=3)
+    rollouts += fleets[1].play(looks.examples("eval"), samples=3, settings=twice, first_group=len(starts))
+    assert all(rollout.is_scored for rollout in rollouts), [rollout.reason for rollout in rollouts]
+    draw = random.Random(0)
+    for rollout in rollouts:
+        reward(rollout, draw)
+    shutil.rmtree(GOLDEN / "images", ignore_errors=True)
+    write(GOLDEN / "rollouts.jsonl", {"kept": rollouts}, step=0, among=rollouts)
+    engine.close()
+
+
+def reward(rollout: Rollout, draw: random.Random) -> None:
+    """An untrained model earns the same everywhere: rewards, scores and gains are made up, and add up."""
+    rollout.wall_s = rollout.environment_s = rollout.scoring_s = 0.0
+    if (rollout.group, rollout.sample) == FAILED:
+        rollout.status, rollout.end, rollout.reason, rollout.reward = Status.FAILED, End.FAULT, "made up: no sandbox answered", None
+        return
+    for number, turn in enumerate(rollout.turns):
+        is_equal = rollout.group == EQUAL
+        turn.gain = 0.0 if is_equal else round(draw.uniform(-1, 1), 3)
+        turn.score = None if is_equal or number == 1 else round(draw.uniform(-1, 1), 3)
+    rollout.outcome = 1.0 if rollout.group == EQUAL else float(draw.randrange(3))
+    rollout.reward = rollout.outcome + sum(turn.gain for turn in rollout.turns)
+    rollout.rewards = {"made up": rollout.reward}
+
+
+def expect(model: Path) -> None:
+    numbers = {}
+    for name, case in CASES.items():
+        with world_of_one():
+            numbers[name] = taught(case.settings(model))
+    (GOLDEN / "expected.json").write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("play", "expect"))
+    verb = parser.parse_args().verb
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder))
+        if verb == "expect":
+            expect(model)
+        else:
+            play(model)
+    if verb == "play":
+        subprocess.run([sys.executable, __file__, "expect"], check=True)  # the engine took the process group with it
+
+
+if __name__ == "__main__":
+    main()

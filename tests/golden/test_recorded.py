@@ -1,0 +1,116 @@
+"""CI trains on recorded rollouts: whatever a step makes of them is what it made when they were recorded, on any machine.
+
+Integers (ids, masks, denominators, what is dropped, how it is packed) are exact; losses, gradients and every metric agree to 1e-5. The
+logprobs were given by a real engine when the rollouts were recorded: that the trainer's agree to 1e-4 is no recording of ours.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl import minibatches
+from megatron_rl.batch import Segment, WeightedContext, read_back
+from megatron_rl.config import BatchSettings, Settings
+from megatron_rl.minibatches import episode_weight, weighted_contexts
+from tests.support.recorded import BOUND, CASES, GOLDEN, build, differences, recorded, taught, world_of_one
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def changed(name: str, settings: Settings) -> tuple[list[str], dict[str, Any]]:
+    """What a step teaches now, and where that differs from what it taught."""
+    found = json.loads(json.dumps(taught(settings)))
+    return differences(json.loads((GOLDEN / "expected.json").read_text())[name], found), found
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_teaches_what_it_taught(name: str, random_model: Path) -> None:
+    """Each update moves the policy on several micro-batches, those after the first from where it was."""
+    told, found = changed(name, CASES[name].settings(random_model))
+    assert told == []
+    assert min(update["grad_norm"] for update in found["updates"]) > 0 and min(map(len, found["minibatches"])) > 1
+    assert len(found["updates"]) == 1 or max(update["policy/clip_high_fraction"] for update in found["updates"]) > 0
+
+
+@pytest.mark.usefixtures("world")
+def test_the_trainer_agrees_with_the_engine_that_sampled(random_model: Path) -> None:
+    """On every sampled token, those of the dropped group and of the failed rollout too; turns of one token and two pictures are there."""
+    rollouts = recorded()
+    renderer, policy = build(CASES["grpo"].settings(random_model))
+    contexts = [each for index, rollout in enumerate(rollouts) for each in weighted_contexts(rollout, BatchSettings(), index=index)]
+    batches = policy.pack(contexts, max_tokens=400, restore=renderer.restore)
+    gaps = []
+    for (rollout, number), column in read_back(rollouts, batches, policy.logprobs(batches)).items():
+        context = rollouts[rollout].contexts[number]
+        sampled = zip(column, context.engine_logprobs, context.loss_mask, strict=True)
+        gaps += [abs(ours - theirs) for ours, theirs, is_sampled in sampled if is_sampled]
+    assert len(gaps) == sum(rollout.num_sampled for rollout in rollouts) > 100 and max(gaps) <= BOUND, max(gaps)
+    lengths = {turn.span[1] - turn.span[0] for rollout in rollouts for turn in rollout.turns}
+    assert min(lengths) == 1 and len(lengths) > 5 and max(len(context.images) for each in rollouts for context in each.contexts) == 2
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A mistake, and in which case and numbers it shows first."""
+
+    case: str
+    owner: object
+    name: str
+    wrong: Callable
+    shows: str
+
+
+def unshifted(cls: type, weighted: WeightedContext, *arguments: object) -> Segment:
+    return replace(whole(weighted, *arguments), advantages=weighted.context.advantages)
+
+
+def one_more(num_sampled: int, settings: BatchSettings) -> tuple[float, int]:
+    weight, denominator = episode_weight(num_sampled, settings)
+    return weight, denominator + 1
+
+
+whole = Segment.whole
+PLANTED = {
+    "advantages of the token before": Planted("return_to_go", Segment, "whole", classmethod(unshifted), "updates[0]/loss"),
+    "a denominator one too large": Planted("gspo", minibatches, "episode_weight", one_more, "minibatches[0][0]/denominator"),
+    "lengths as weights": Planted("gspo", minibatches, "episode_weight", lambda num, _: (1.0, 1), "updates[0]/grad_norm"),
+}
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_noticed(mistake: str, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = PLANTED[mistake]
+    monkeypatch.setattr(planted.owner, planted.name, planted.wrong)
+    told, _ = changed(planted.case, CASES[planted.case].settings(random_model))
+    assert any(line.startswith(planted.shows) for line in told), told
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("case", "setting", "value"), [("grpo", "clip_high", 0.09), ("gspo", "clip_low", 0.09), ("lora", "kl_coef", 0.0501)]
+)
+def test_a_setting_that_slipped_is_noticed(case: str, setting: str, value: float, random_model: Path) -> None:
+    settings = CASES[case].settings(random_model)
+    told, _ = changed(case, replace(settings, algo=replace(settings.algo, **{setting: value})))
+    assert told and all(line.startswith("updates") for line in told), told
+
+
+def test_a_difference_is_told_with_its_place() -> None:
+    expected = {"loss": 1.0, "dropped": ["", "end"], "engine/logprob_gap": 1e-6}
+    assert differences(expected, {"loss": 1.000001, "dropped": ["", "end"], "engine/logprob_gap": 9e-5}) == []
+    assert differences(expected, {"loss": 1.0001, "dropped": ["", ""], "engine/logprob_gap": 2e-4}) == [
+        "dropped[1]: end is now ", "engine/logprob_gap: 0.0002 is above 0.0001", "loss: 1.0 is now 1.0001",
+    ]  # fmt: skip
+    assert differences({"loss": 1.0}, {"loss": float("nan")}), "NaN is never near"
+    assert differences({"loss": 1.0}, {}) == ["loss: 1.0 is now None"] and differences([1], [1, 2]) == [": [1] is now [1, 2]"]
+    assert differences({"sampled": 1}, {"sampled": 1.0}) == ["sampled: 1 is now 1.0"]

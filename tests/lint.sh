@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Style, in seconds: ruff's checks and format, shellcheck. Expects launch/install.sh to have run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export PATH="$PWD/.venv/bin:$PATH"
+ruff check --quiet .
+ruff format --check --quiet .
+shellcheck launch/*.sh tests/*.sh .ci/run

@@ -1,0 +1,413 @@
+"""Plants mistakes, one at a time, in a copy of the tree, and says which test notices: for reviewers, and for whoever changes a test.
+
+    python tests/mutants.py                 # every row of the table, minutes
+    python tests/mutants.py clip schedule   # rows whose name holds one of these words
+    python tests/mutants.py --list
+
+Exit code 1: a mistake that no test noticed. tests/contracts/test_mutants.py keeps the table true to the code.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    """Text that stands once in the file."""
+    new: str
+    tests: str
+    """What pytest is given: files of seconds, with -k where one test is meant."""
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "turn baselines over all groups",
+        "megatron_rl/algo/credit.py",
+        "        groups[rollout.group].append(rollout)",
+        "        groups[0].append(rollout)",
+        "tests/algo/test_credit.py tests/algo/test_credit_turns.py",
+    ),
+    Mutant(
+        "a full bucket is thrown away",
+        "megatron_rl/weights/stream.py",
+        "            buckets.append(bucket)\n",
+        "            pass\n",
+        "tests/weights/test_stream.py",
+    ),
+    Mutant(
+        "every schedule is constant",
+        "megatron_rl/policy/optimizer.py",
+        "lr_decay_style=settings.schedule",
+        'lr_decay_style="constant"',
+        "tests/policy/test_optimizer.py",
+    ),
+    Mutant(
+        "every epoch in the same order",
+        "megatron_rl/rollout/fleet.py",
+        "seed_of(seed, epoch, 1)",
+        "seed_of(seed, 0, 1)",
+        "tests/rollout/test_fleet.py",
+    ),
+    Mutant(
+        "members of a group meet different worlds",
+        "megatron_rl/rollout/episode.py",
+        "env.reset(seed_of(settings.seed, group))",
+        "env.reset(seed_of(settings.seed, group, sample))",
+        "tests/rollout/test_fleet.py tests/rollout/test_episode.py",
+    ),
+    Mutant(
+        "no clamp at the context's end",
+        "megatron_rl/rollout/conversation.py",
+        "max_tokens=min(sampling.max_tokens, room)",
+        "max_tokens=sampling.max_tokens",
+        "tests/rollout/test_conversation.py tests/rollout/test_fleet.py",
+    ),
+    Mutant(
+        "tool errors count runs",
+        "megatron_rl/run.py",
+        "sum(bool(call.error) for call in calls)",
+        "sum(call.ran for call in calls)",
+        "tests/test_run.py",
+    ),
+    Mutant(
+        "another lora.alpha is accepted",
+        "megatron_rl/run_states.py",
+        '"lora.rank", "lora.alpha", ',
+        '"lora.rank", ',
+        "tests/test_run_states.py",
+    ),
+    Mutant(
+        "one copy of the reference is forgotten",
+        "megatron_rl/plan/memory.py",
+        "references = 2 if",
+        "references = 1 if",
+        "tests/plan/test_memory.py",
+    ),
+    Mutant(
+        "AdamW's passing copy is forgotten",
+        "megatron_rl/plan/memory.py",
+        "max(passing.total, step)",
+        "passing.total",
+        "tests/plan/test_memory.py",
+    ),
+    Mutant(
+        "a shared prompt is counted again",
+        "megatron_rl/minibatches.py",
+        "shared = weighted.prompt_length if share_prompts and index else 0",
+        "shared = 0",
+        "tests/test_batch.py",
+    ),
+    Mutant(
+        "clips swapped",
+        "megatron_rl/algo/surrogates.py",
+        "    bounded_R = ratio_R.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high)\n    loss_R",
+        "    bounded_R = ratio_R.clamp(1.0 - algo.clip_high, 1.0 + algo.clip_low)\n    loss_R",
+        "tests/algo/test_surrogates.py tests/algo/test_objective.py",
+    ),
+    Mutant(
+        "the estimator is ignored",
+        "megatron_rl/algo/objective.py",
+        "estimate = ESTIMATORS[algo.kl_estimator]",
+        "estimate = k3",
+        "tests/algo/test_objective.py",
+    ),
+    Mutant(
+        "the policy is always at temperature 1",
+        "megatron_rl/start.py",
+        "temperature=settings.algo.temperature if is_rl else 1.0",
+        "temperature=1.0",
+        "tests/test_start.py",
+    ),
+    Mutant(
+        "episodes are always at temperature 1",
+        "megatron_rl/start.py",
+        "temperature=settings.algo.temperature, seed=settings.run.seed",
+        "temperature=1.0, seed=settings.run.seed",
+        "tests/test_start.py",
+    ),
+    Mutant(
+        "the schedule spans one step",
+        "megatron_rl/start.py",
+        "optim=settings.optim, num_steps=num_steps",
+        "optim=settings.optim, num_steps=1",
+        "tests/test_start.py",
+    ),
+    Mutant(
+        "a failed episode is not tried again",
+        "megatron_rl/rollout/fleet.py",
+        "_TRIES = 3",
+        "_TRIES = 1",
+        "tests/rollout/test_fleet.py",
+    ),
+    Mutant(
+        "maxima of updates are averaged",
+        "megatron_rl/run.py",
+        '_largest(each) if name.endswith("_max") else sum(each) / len(each)',
+        "sum(each) / len(each)",
+        "tests/test_run.py",
+    ),
+    Mutant(
+        "a maximum drops NaN",
+        "megatron_rl/policy/network.py",
+        "maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)",
+        "maxima[name] = max(known, value)",
+        "tests/policy/test_not_finite.py",
+    ),
+    Mutant(
+        "NaN in a micro-batch is trained on",
+        "megatron_rl/policy/network.py",
+        "        if theirs:\n            raise NotFinite",
+        "        if False:\n            raise NotFinite",
+        "tests/policy/test_not_finite.py",
+    ),
+    Mutant(
+        "broken weights are served",
+        "megatron_rl/policy/network.py",
+        "        if is_bad:\n",
+        "        if False:\n",
+        "tests/policy/test_not_finite.py",
+    ),
+    Mutant(
+        "the rate ignores the step",
+        "megatron_rl/policy/network.py",
+        "self.schedule.num_steps = step + 1",
+        "self.schedule.num_steps = 1",
+        "tests/policy/test_optimizer.py",
+    ),
+    Mutant(
+        "own rates decay norms",
+        "megatron_rl/policy/optimizer.py",
+        "overrides = get_standard_config_overrides(config) | {",
+        "overrides = {",
+        "tests/policy/test_optimizer.py",
+    ),
+    Mutant(
+        "the sum's deviation of the group",
+        "megatron_rl/algo/credit.py",
+        'deviation(credits) if algo.turns != "broadcast" else',
+        '1.0 if algo.turns != "broadcast" else',
+        "tests/algo/test_credit_turns.py tests/algo/test_credit.py",
+    ),
+    Mutant(
+        "a mean's share by count",
+        "megatron_rl/rewards/rubric.py",
+        "values.append(total / max(count, 1) if mean else total)",
+        "values.append(total / len(steps) if mean else total)",
+        "tests/rewards/test_rubric.py",
+    ),
+    Mutant(
+        "None is a step worth 0",
+        "megatron_rl/algo/credit.py",
+        "            if turn.score is not None:\n                steps[number].append((index, turn.score))",
+        "            steps[number].append((index, turn.score or 0.0))",
+        "tests/algo/test_credit_turns.py tests/algo/test_credit_gradients.py",
+    ),
+    Mutant(
+        "the last turns of the longest learn nothing",
+        "megatron_rl/algo/credit.py",
+        "        if len(reached) == 1:\n            continue\n",
+        "",
+        "tests/algo/test_credit_turns.py",
+    ),
+    Mutant(
+        "selection looks at rewards alone",
+        "megatron_rl/algo/credit.py",
+        '        if algo.turns == "broadcast":\n            values',
+        "        if True:\n            values",
+        "tests/algo/test_select.py tests/algo/test_credit_turns.py",
+    ),
+    Mutant(
+        "k3 has no bound",
+        "megatron_rl/algo/kl.py",
+        "return (difference_R.expm1() - difference_R).clamp(max=MAX_K3)",
+        "return difference_R.expm1() - difference_R",
+        "tests/algo/test_kl.py",
+    ),
+    Mutant(
+        "the correction touches the KL",
+        "megatron_rl/algo/objective.py",
+        "loss_R = loss_R + algo.kl_coef * estimate(",
+        "loss_R = loss_R + correction_R * algo.kl_coef * estimate(",
+        "tests/algo/test_objective.py tests/algo/test_corrections.py",
+    ),
+    Mutant(
+        "the correction has no cap",
+        "megatron_rl/algo/corrections.py",
+        ".exp().clamp(max=algo.correction_cap)",
+        ".exp()",
+        "tests/algo/test_corrections.py",
+    ),
+    Mutant(
+        "a sequence is a token",
+        "megatron_rl/algo/surrogates.py",
+        "(mean_R + rows.logprob_R - rows.logprob_R.detach())",
+        "(log_ratio(rows).detach() + rows.logprob_R - rows.logprob_R.detach())",
+        "tests/algo/test_surrogates.py",
+    ),
+    Mutant(
+        "CISPO's clipped tokens lose their gradient",
+        "megatron_rl/algo/surrogates.py",
+        "1.0 + algo.clip_high).detach()\n    return -weight_R * rows.advantage_R * rows.logprob_R",
+        "1.0 + algo.clip_high)\n    return -weight_R * rows.advantage_R",
+        "tests/algo/test_surrogates.py",
+    ),
+    Mutant(
+        "whitening over dropped rollouts too",
+        "megatron_rl/algo/credit.py",
+        "trained = [rollout for rollout in scored if rollout.is_trained_on]",
+        "trained = scored",
+        "tests/algo/test_credit.py",
+    ),
+    Mutant(
+        "OPO without lengths",
+        "megatron_rl/algo/credit.py",
+        "[rollout.num_sampled for rollout in members]",
+        "[1 for rollout in members]",
+        "tests/algo/test_credit.py",
+    ),
+    Mutant(
+        "RLOO is GRPO",
+        "megatron_rl/algo/credit.py",
+        "value * len(members) / max(len(members) - 1, 1)",
+        "value",
+        "tests/algo/test_credit.py",
+    ),
+    Mutant(
+        "what is read back is a token late",
+        "megatron_rl/batch.py",
+        "enumerate(values[first : last - 1], origin.start + 1)",
+        "enumerate(values[first : last - 1], origin.start)",
+        "tests/test_batch.py",
+    ),
+    Mutant(
+        "advantages taken from the context's start",
+        "megatron_rl/batch.py",
+        "context.advantages[origin.start + 1 : origin.start + last - first]",
+        "context.advantages[1 : last - first]",
+        "tests/test_batch.py",
+    ),
+    Mutant(
+        "rows of the segment before",
+        "megatron_rl/batch.py",
+        "rows_R.int(), right=True)",
+        "rows_R.int())",
+        "tests/algo/test_objective.py tests/test_batch.py",
+    ),
+    Mutant(
+        "dropped rollouts are packed",
+        "megatron_rl/minibatches.py",
+        "if rollout.is_trained_on and rollout.num_sampled",
+        "if rollout.is_scored and rollout.num_sampled",
+        "tests/test_batch.py",
+    ),
+    Mutant(
+        "idle contexts take their share along",
+        "megatron_rl/minibatches.py",
+        "denominator=moving[0].denominator + spare",
+        "denominator=moving[0].denominator",
+        "tests/test_batch.py",
+    ),
+    Mutant(
+        "the KL penalty is added",
+        "megatron_rl/algo/credit.py",
+        "return rollout.reward - penalty(rollout, algo)",
+        "return rollout.reward + penalty(rollout, algo)",
+        "tests/algo/test_credit.py tests/test_train.py",
+    ),
+    Mutant(
+        "the reference is of the current weights",
+        "megatron_rl/train.py",
+        'said(policy, minibatches, weights="reference")',
+        'said(policy, minibatches, weights="current")',
+        "tests/test_train.py tests/golden/test_recorded.py",
+    ),
+    Mutant(
+        "versions are lost",
+        "megatron_rl/rollout/conversation.py",
+        ", versions=versions)",
+        ")",
+        "tests/rollout/test_conversation.py tests/rollout/test_fleet.py tests/rollout/test_episode.py",
+    ),
+    Mutant(
+        "groups of rounds share numbers",
+        "megatron_rl/rollout/fleet.py",
+        "first_group=size * number",
+        "first_group=0",
+        "tests/rollout/test_fleet.py",
+    ),
+    Mutant(
+        "the sampler does not move on",
+        "megatron_rl/rollout/fleet.py",
+        "            self.rounds += 1\n",
+        "",
+        "tests/rollout/test_fleet.py",
+    ),
+    Mutant(
+        "a busy server is asked",
+        "megatron_rl/servers.py",
+        "min(rested",
+        "max(rested",
+        "tests/test_servers.py",
+    ),
+)
+
+
+def planted(mutant: Mutant, tree: Path) -> str:
+    """The first test that fails with the mistake in place, or '' where none does."""
+    path = tree / mutant.file
+    sound = path.read_text()
+    path.write_text(sound.replace(mutant.old, mutant.new))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", *mutant.tests.split(" ")]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    path.write_text(sound)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, flags=re.MULTILINE)
+    assert found or result.returncode == 0, f"{mutant.name}: pytest ended with {result.returncode}\n{result.stdout[-2000:]}"
+    return found[1] if found else ""
+
+
+def copied(to: Path) -> None:
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in files.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="plant the rows whose name holds one of these; all without any")
+    parser.add_argument("--list", action="store_true", help="print the table and plant nothing")
+    asked = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if not asked.words or any(word in mutant.name for word in asked.words)]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        if not asked.list:
+            copied(Path(folder))
+        for number, mutant in enumerate(chosen, 1):
+            print(f"[{number}/{len(chosen)}] {mutant.name} ({mutant.file})", end="" if not asked.list else "\n", flush=True)
+            if asked.list:
+                continue
+            began = time.monotonic()
+            noticed = planted(mutant, Path(folder))
+            survivors += not noticed
+            print(f": {noticed or 'SURVIVED ' + mutant.tests} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{len(chosen)} mistakes, {survivors} unnoticed" if not asked.list else f"{len(chosen)} mistakes")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
