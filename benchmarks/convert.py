@@ -1,11 +1,13 @@
 """What converting costs: peak memory and wall time of both directions, beside a copy of the same bytes to the same disk.
 
     .venv/bin/python benchmarks/convert.py --sizes 3B 7B --folder runs/convert
+    .venv/bin/python benchmarks/convert.py --models runs/quickstart/nano --folder runs/convert      # what is there; tries the script
 
-Random weights of the released shapes are written first (tools/data/make_shapes.py). For each direction, in turns: `cp --reflink=never` of
-the source and `sync` of the copy; the command line tool, which flushes its result to disk itself; the copy again. The source is made cold
-before each (posix_fadvise), results are deleted after each. Peak memory is ru_maxrss of the tool as the kernel hands it to its parent
-(wait4); the tools start no processes. The aims: at most the largest tensor x 3 + 1.5 GiB, and 1.5 times the copy.
+Random weights of the released shapes are written first (tools/data/make_shapes.py), unless there are --models. For each direction, in
+turns: `cp --reflink=never` of the source and `sync` of the copy; the command line tool, which flushes its result to disk itself; the copy
+again. The source is made cold before each (posix_fadvise), results are deleted after each. Peak memory is ru_maxrss of the tool as the
+kernel hands it to its parent (wait4); the tools start no processes. The aims: at most the largest tensor x 3 + 1.5 GiB, and 1.5 times the
+copy.
 """
 
 import argparse
@@ -79,6 +81,11 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def needed_gb(models: list[Path] | None) -> float:
+    """Room for a copy, the result, and a copy of that; a 7B's with its source where nothing is given."""
+    return NEEDED_GB if models is None else 3 * max(map(size_of, models)) / 1e9
+
+
 def report(direction: str, num_bytes: int, largest: int, copies: list[float], tool: Cost) -> None:
     copy = sum(copies) / len(copies)
     bound = 3 * largest + 1.5 * GIB
@@ -89,18 +96,19 @@ def report(direction: str, num_bytes: int, largest: int, copies: list[float], to
     )
 
 
-def measure(size: str, folder: Path, layers: list[str]) -> None:
-    hf, mcore, merged, copy = (folder / name for name in ("hf", "mcore", "merged", "copy"))
-    cost(sys.executable, str(ROOT / "tools/data/make_shapes.py"), "--size", size, "--out", str(hf), *layers)
+def measure(name: str, hf: Path, folder: Path) -> None:
+    """Both directions of the Hugging Face folder `hf`, in `folder`; it goes when it is no longer needed, if it is in there."""
+    mcore, merged, copy = (folder / name for name in ("mcore", "merged", "copy"))
     largest = largest_tensor(hf)
     before = copied(hf, copy)
     tool = converted(hf, str(ROOT / "tools/convert/converter_hf_to_mcore.py"), "--hf", str(hf), "--out", str(mcore))
-    report(f"{size} to Megatron", size_of(hf), largest, [before, copied(hf, copy)], tool)
-    shutil.rmtree(hf)
+    report(f"{name} to Megatron", size_of(hf), largest, [before, copied(hf, copy)], tool)
+    if hf.parent == folder:
+        shutil.rmtree(hf)
     before = copied(mcore, copy)
     tool = converted(mcore, str(ROOT / "tools/convert/merger.py"), "--checkpoint", str(mcore), "--out", str(merged))
     shutil.rmtree(merged)
-    report(f"{size} to Hugging Face", size_of(mcore), largest, [before, copied(mcore, copy)], tool)
+    report(f"{name} to Hugging Face", size_of(mcore), largest, [before, copied(mcore, copy)], tool)
     shutil.rmtree(mcore)
 
 
@@ -108,17 +116,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["3B", "7B"])
     parser.add_argument("--layers", type=int, help="decoder layers instead of the size's own, for a quick look")
+    parser.add_argument("--models", type=Path, nargs="+", metavar="DIR", help="Hugging Face folders to convert instead")
     parser.add_argument("--folder", type=Path, required=True, help="a new folder on the disk that is measured; removed afterwards")
     given = parser.parse_args()
     given.folder.mkdir(parents=True)
-    free = shutil.disk_usage(given.folder).free / 1e9
-    if free < NEEDED_GB:
+    free, needed = shutil.disk_usage(given.folder).free / 1e9, needed_gb(given.models)
+    if free < needed:
         given.folder.rmdir()
-        sys.exit(f"SKIPPED: {free:.0f} GB are free on the disk of {given.folder}, {NEEDED_GB} are needed; nothing was measured")
+        sys.exit(f"SKIPPED: {free:.0f} GB are free on the disk of {given.folder}, {needed:.0f} are needed; nothing was measured")
     try:
         print(f"{'':24s} {'GB':>6} {'largest':>8} {'peak GiB':>8} {'bound':>6} {'cp s':>7} {'cp s':>7} {'tool s':>7} {'ratio':>6}   load")
-        for size in given.sizes:
-            measure(size, given.folder, [] if given.layers is None else ["--layers", str(given.layers)])
+        for model in given.models or []:
+            measure(model.name, model, given.folder)
+        for size in [] if given.models else given.sizes:
+            layers = [] if given.layers is None else ["--layers", str(given.layers)]
+            hf = given.folder / "hf"
+            cost(sys.executable, str(ROOT / "tools/data/make_shapes.py"), "--size", size, "--out", str(hf), *layers)
+            measure(size, hf, given.folder)
     finally:
         shutil.rmtree(given.folder)
 

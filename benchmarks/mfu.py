@@ -5,7 +5,8 @@
     .venv/bin/python benchmarks/mfu.py --model runs/quickstart/nano --sequences 8 --text 100 --image 140     # tries the script itself
 
 Every sequence has one picture of its own and random text, half of it sampled. FLOPs: 6 for each parameter and token (the tower's patches
-and the language model's tokens apart), attention's 12 * layers * hidden * length^2 / 2 for the language model, nothing for recomputation.
+and the language model's tokens apart), attention's 12 * layers * heads * head_dim * length^2 / 2 for the language model, nothing for
+recomputation.
 """
 
 import argparse
@@ -16,14 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from PIL import Image as Pillow
-from transformers import Qwen2_5_VLConfig
 
-from megatron_rl.batch import Piece
-from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, ParallelSettings
-from megatron_rl.models.hf_config import read_config
+from megatron_rl.algo.objective import objective
+from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.minibatches import WeightedContext
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.train import objective
 from megatron_rl.types import Context, Image
 from megatron_rl.world import connect, place
 
@@ -31,31 +32,31 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "L40S": 362e12, "A100": 312e12}
 """Dense bfloat16, from NVIDIA's data sheets."""
 
 
-def pieces(model: Qwen2_5_VLConfig, *, contexts: int, text: int, side: int) -> list[Piece]:
+def pieces(model: ModelSpec, *, contexts: int, text: int, side: int) -> list[WeightedContext]:
     """Random patches and token ids: no tokenizer and no processor is needed."""
-    vision, made = model.vision_config, []
-    special = (model.image_token_id, model.video_token_id, model.vision_start_token_id, model.vision_end_token_id)
-    plain = [token for token in range(min(model.text_config.vocab_size, 1000)) if token not in special]
-    cells, numbers = side // vision.patch_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    vision, made = model.vision, []
+    special = (model.image_token_id, model.video_token_id, model.vision_start_id, model.vision_end_id)
+    plain = [token for token in range(min(model.vocab_size, 1000)) if token not in special]
+    cells = side // vision.patch
     for index in range(contexts):
         generator = torch.Generator().manual_seed(index)
         words = [plain[choice] for choice in torch.randint(len(plain), (text,), generator=generator).tolist()]
-        patch_PC = torch.randn(cells * cells, numbers, generator=generator)
-        image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index))
-        prompt = [model.vision_start_token_id, *[model.image_token_id] * image.num_tokens, model.vision_end_token_id, *words[: text // 2]]
+        patch_PC = torch.randn(cells * cells, vision.patch_numbers, generator=generator)
+        image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index), merge=vision.merge)
+        prompt = [model.vision_start_id, *[model.image_token_id] * image.num_tokens, model.vision_end_id, *words[: text // 2]]
         context = Context()
         context.extend(prompt, images=(image,))
         context.extend(words[text // 2 :], logprobs=[-1.0] * (text - text // 2))
-        made.append(Piece.uniform(context, advantage=(-1.0) ** index, denominator=text - text // 2))
+        context.attach("advantages", [(-1.0) ** index] * len(context.token_ids))
+        made.append(WeightedContext(context, denominator=text - text // 2))
     return made
 
 
-def flops(policy_parameters: dict[str, int], work: list[Piece], model: Qwen2_5_VLConfig) -> float:
+def flops(policy_parameters: dict[str, int], work: list[WeightedContext], model: ModelSpec) -> float:
     """Of one update over all pieces, forward and backward."""
-    text = model.text_config
     lengths = [piece.num_tokens for piece in work]
     patches = sum(image.patch_PC.shape[0] for piece in work for image in piece.context.images)
-    attention = sum(12 * text.num_hidden_layers * text.hidden_size * length**2 / 2 for length in lengths)
+    attention = sum(12 * model.num_layers * model.num_heads * model.head_dim * length**2 / 2 for length in lengths)
     return 6 * policy_parameters["language"] * sum(lengths) + 6 * policy_parameters["vision"] * patches + attention
 
 
@@ -75,25 +76,25 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5, help="timed ones, after one that is not")
     given = parser.parse_args()
 
-    world, model = place(), read_config(given.model, key="--model")
+    world, model = place(), read_spec(given.model, key="--model")
     parallel = ParallelSettings(tp=given.tp, pp=given.pp, sequence_parallel=given.sequence_parallel, recompute=given.recompute)
     check_layout(parallel, model, world.size)
     connect(world, timeout_s=1800)
     settings = ModelSettings(path=str(given.model), dtype=given.dtype)
     policy = Policy(
-        settings, build_layout(parallel, seed=0), parallel=parallel, optimizer=AlgoSettings(lr=1e-6), num_updates=given.updates + 1,
+        settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(lr=1e-6), num_steps=given.updates + 1,
         lora=LoraSettings(rank=given.lora_rank), image_token_id=model.image_token_id,
         banned_ids=[model.image_token_id, model.video_token_id],
     )  # fmt: skip
     sizes = {"language": 0, "vision": 0}
     for name, tensor in policy.hf_weights():
-        if name != "model.embed_tokens.weight" or model.text_config.tie_word_embeddings:  # looked up, not multiplied
+        if name != "model.embed_tokens.weight" or model.tied:  # looked up, not multiplied
             sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
-    work = pieces(model, contexts=given.contexts, text=given.text, side=given.image)
+    work = pieces(model, contexts=given.sequences, text=given.text, side=given.image)
     seconds = []
     for _ in range(given.updates + 1):
         start = time.perf_counter()
-        policy.update(policy.pack(work, max_tokens=given.micro_batch_tokens), objective(AlgoSettings()))
+        policy.update(policy.pack(work, max_tokens=given.micro_batch_tokens), objective(AlgoSettings()), step=0)
         seconds.append(time.perf_counter() - start)
     if world.is_main:
         report(min(seconds[1:]), sum(piece.num_tokens for piece in work), flops(sizes, work, model), world.size)

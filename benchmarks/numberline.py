@@ -1,6 +1,7 @@
 """The quickstart's recipe on several seeds: tiny checkpoint, warm start, GRPO, each from the seed; prints one table and draws one picture.
 
     .venv/bin/python benchmarks/numberline.py --seeds 0 1 2 --out runs/seeds
+    .venv/bin/python benchmarks/numberline.py --seeds 0 --out runs/tiny --tiny      # two steps a stage: tries the script, says nothing
 
 A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Success is an episode with return above 0, over
 all 30 starts weighted as dealt: greedy exactly, at temperature 1 by 8 episodes a start.
@@ -19,6 +20,12 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.plot import reward_curves
 
 ROOT = Path(__file__).resolve().parents[1]
+IMPROVES = ["run.require_improvement=true"]
+"""Of the GRPO stage, unless it is tiny."""
+TINY = {
+    "sft": ["sft.steps=[1,1]", "sft.num_demonstrations=8", "sft.batch_size=4", "task.eval_samples=1"],
+    "grpo": ["run.steps=2", "batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=1", "task.max_turns=1"],
+}
 
 
 def train(*overrides: str) -> float:
@@ -29,7 +36,7 @@ def train(*overrides: str) -> float:
     return time.perf_counter() - started
 
 
-def run_seed(seed: int, out: Path) -> dict[str, float]:
+def run_seed(seed: int, out: Path, *, tiny: bool) -> dict[str, float]:
     """One seed from nothing; what exists is used again."""
     folder = out / f"seed{seed}"
     if not (folder / "nano").exists():
@@ -40,7 +47,7 @@ def run_seed(seed: int, out: Path) -> dict[str, float]:
     for stage in ("sft", "grpo"):
         run = folder / stage
         if not (run / "eval.json").exists():
-            overrides = ["run.require_improvement=true"] if stage == "grpo" else []
+            overrides = TINY[stage] if tiny else IMPROVES if stage == "grpo" else []
             seconds = train(f"experiment=numberline_{stage}_cpu", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}", *overrides)
             (run / "seconds").write_text(f"{seconds:.1f}\n")
         result = json.loads((run / "eval.json").read_text())
@@ -59,10 +66,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--tiny", action="store_true", help="a step or two a stage")
     arguments = parser.parse_args()
     rows = []
     for seed in arguments.seeds:
-        rows.append(run_seed(seed, arguments.out))
+        rows.append(run_seed(seed, arguments.out, tiny=arguments.tiny))
         print(json.dumps(rows[-1]), flush=True)
     stages = "after SFT greedy | temperature 1 | after GRPO greedy | temperature 1"
     print(f"| seed | {stages} | SFT s | GRPO s | s a step | sync ms | gap max | outside spans |")

@@ -1,7 +1,8 @@
 """What a call in the sandbox costs, how many a second there are, and what ten thousand leave behind; prints Markdown.
 
-    .venv/bin/python benchmarks/sandbox_calls.py                all of it, about four minutes on two cores
+    .venv/bin/python benchmarks/sandbox_calls.py                # all of it, about four minutes on two cores
     .venv/bin/python benchmarks/sandbox_calls.py --parts warm throughput
+    .venv/bin/python benchmarks/sandbox_calls.py --repeats 3 --clients 2 --seconds 0.1 --calls 200      # tries the script
 
 A warm call is `box.run` on a box that is open. Every client of the throughput has a box of its own. Beside each figure with all layers of
 this host stands the same without isolation, in the same run.
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -31,12 +33,21 @@ CODES = {
     "Pillow crop, returned as PNG": "image_0.crop((40, 40, 340, 240)).show()",
     "matplotlib figure": "import matplotlib.pyplot as plt\nplt.figure()\nplt.plot([1, 3, 2])\nplt.show()",
 }
-REPEATS = 300
 PNG = encode(Image.effect_noise((640, 480), 40).convert("RGB"))
 LIMITS = Limits(images_total=1_000_000)
-CLIENTS, SECONDS = 32, 4.0
-CALLS, CALLS_PER_BOX, TIMEOUT_EVERY = 10_000, 100, 20
-PORT = 18080
+CALLS_PER_BOX, TIMEOUT_EVERY = 100, 20
+
+
+@dataclass(slots=True, frozen=True)
+class Sizes:
+    repeats: int
+    """Calls that a median is of."""
+    clients: int
+    seconds: float
+    """Of each figure of the throughput."""
+    calls: int
+    """Of the search for leaks."""
+    port: int
 
 
 def checked(result: Result, *, code: str) -> None:
@@ -59,7 +70,7 @@ def row(name: str, *columns: list[float]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-async def warm() -> None:
+async def warm(sizes: Sizes) -> None:
     columns: dict[str, list[list[float]]] = {}
     for isolation in ("auto", "none"):
         started = time.perf_counter()
@@ -67,19 +78,19 @@ async def warm() -> None:
             print(f"Pool started in {time.perf_counter() - started:.2f} s, layers: {', '.join(pool.layers.names()) or 'none'}.\n")
             async with await pool.open(images={"image_0": PNG}) as box:
                 for name, code in CODES.items():
-                    spent = await timed(lambda code=code, box=box: _run(box, code), repeats=REPEATS)
+                    spent = await timed(lambda code=code, box=box: _run(box, code), repeats=sizes.repeats)
                     columns.setdefault(f"warm call: {name}", []).append(spent)
 
             async def cycle(pool: Sandbox = pool) -> None:
                 async with await pool.open() as box:
                     checked(await box.run(CODES["print"]), code=CODES["print"])
 
-            columns.setdefault("open, print, close", []).append(await timed(cycle, repeats=100))
+            columns.setdefault("open, print, close", []).append(await timed(cycle, repeats=min(100, sizes.repeats)))
     print("| ms | median | 95% | no isolation: median | 95% |\n|---|---|---|---|---|")
     for name, pair in columns.items():
         print(row(name, *pair))
     plain = []
-    for _ in range(5):
+    for _ in range(min(5, sizes.repeats)):
         started = time.perf_counter()
         subprocess.run(
             [sys.executable, "-c", "import numpy, PIL.Image, matplotlib.pyplot; print(1 + 1)"], check=True, stdout=subprocess.DEVNULL
@@ -92,17 +103,17 @@ async def _run(box: Box, code: str) -> None:
     checked(await box.run(code), code=code)
 
 
-async def per_second(pool: Sandbox | SandboxClient, *, reopen: bool) -> dict[str, float]:
-    """Calls a second by code, of 32 clients side by side; their boxes are open when the clock starts; `reopen`: each call has its own."""
+async def per_second(pool: Sandbox | SandboxClient, sizes: Sizes, *, reopen: bool) -> dict[str, float]:
+    """Calls a second by code, of clients side by side; their boxes are open when the clock starts; `reopen`: each call has its own."""
     rates = {}
     for name, code in CODES.items():
-        boxes = await asyncio.gather(*[pool.open(images={"image_0": PNG}) for _ in range(CLIENTS)])
+        boxes = await asyncio.gather(*[pool.open(images={"image_0": PNG}) for _ in range(sizes.clients)])
         done = 0
         started = time.perf_counter()
 
         async def client(box: Box | RemoteBox, code: str = code, started: float = started) -> None:
             nonlocal done
-            while time.perf_counter() < started + SECONDS:
+            while time.perf_counter() < started + sizes.seconds:
                 checked(await box.run(code), code=code)
                 done += 1
                 if reopen:
@@ -116,11 +127,12 @@ async def per_second(pool: Sandbox | SandboxClient, *, reopen: bool) -> dict[str
 
 
 @contextmanager
-def server() -> Iterator[str]:
-    command = [sys.executable, "-m", "sandbox", "serve", "--port", str(PORT), "--size", str(CLIENTS), "--limit", "images_total=1000000"]
+def server(sizes: Sizes) -> Iterator[str]:
+    command = [sys.executable, "-m", "sandbox", "serve", "--port", str(sizes.port), "--size", str(sizes.clients)]
+    command += ["--limit", "images_total=1000000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield f"http://127.0.0.1:{PORT}"
+        yield f"http://127.0.0.1:{sizes.port}"
     finally:
         process.terminate()
         process.wait(30)
@@ -138,17 +150,17 @@ async def _until_up(url: str) -> SandboxClient:
     raise TimeoutError("the server did not come up")
 
 
-async def throughput() -> None:
+async def throughput(sizes: Sizes) -> None:
     tables = {}
-    async with Sandbox(size=CLIENTS, limits=LIMITS) as pool:
-        tables["in process, an open box each"] = await per_second(pool, reopen=False)
-        tables["in process, a new box every call"] = await per_second(pool, reopen=True)
-    with server() as url:
+    async with Sandbox(size=sizes.clients, limits=LIMITS) as pool:
+        tables["in process, an open box each"] = await per_second(pool, sizes, reopen=False)
+        tables["in process, a new box every call"] = await per_second(pool, sizes, reopen=True)
+    with server(sizes) as url:
         async with await _until_up(url) as client:
-            tables["over HTTP, an open box each"] = await per_second(client, reopen=False)
-    async with Sandbox(size=CLIENTS, limits=LIMITS, isolation="none") as pool:
-        tables["no isolation, in process, an open box each"] = await per_second(pool, reopen=False)
-    print(f"Calls a second, {CLIENTS} clients, {os.cpu_count()} cores:\n\n| | {' | '.join(CODES)} |\n|---|{'---|' * len(CODES)}")
+            tables["over HTTP, an open box each"] = await per_second(client, sizes, reopen=False)
+    async with Sandbox(size=sizes.clients, limits=LIMITS, isolation="none") as pool:
+        tables["no isolation, in process, an open box each"] = await per_second(pool, sizes, reopen=False)
+    print(f"Calls a second, {sizes.clients} clients, {os.cpu_count()} cores:\n\n| | {' | '.join(CODES)} |\n|---|{'---|' * len(CODES)}")
     for name, rates in tables.items():
         print(f"| {name} | {' | '.join(f'{rate:.0f}' for rate in rates.values())} |")
     print()
@@ -170,8 +182,8 @@ def standing() -> dict[str, int]:
     }
 
 
-async def leaks() -> None:
-    """Ten thousand calls, a new box every hundred, and in every twentieth box a call that forks and runs into its time-out."""
+async def leaks(sizes: Sizes) -> None:
+    """Thousands of calls, a new box every hundred, and in every twentieth box a call that forks and runs into its time-out."""
     mixed = [*CODES.values(), 'open("kept.bin", "wb").write(bytes(100000))', "1 / 0"]
     before = standing()
     started = time.perf_counter()
@@ -183,7 +195,7 @@ async def leaks() -> None:
 
         async def client(number: int) -> int:
             lost = 0
-            for turn in range(CALLS // CALLS_PER_BOX // 8 + (number < CALLS // CALLS_PER_BOX % 8)):
+            for turn in range(sizes.calls // CALLS_PER_BOX // 8 + (number < sizes.calls // CALLS_PER_BOX % 8)):
                 async with await pool.open(images={"image_0": PNG}) as box:
                     for call in range(CALLS_PER_BOX):
                         if call == 50 and (8 * turn + number) % TIMEOUT_EVERY == 0:
@@ -199,7 +211,7 @@ async def leaks() -> None:
         at_end = standing()
         grown = (psutil.Process().memory_info().rss - memory) / 2**20
     after = standing()
-    print(f"{CALLS} calls in {time.perf_counter() - started:.0f} s, {lost} of them told that the state before was lost:\n")
+    print(f"{sizes.calls} calls in {time.perf_counter() - started:.0f} s, {lost} of them told that the state before was lost:\n")
     print("| | before the pool | pool with no box open | the same after the calls | pool closed |\n|---|---|---|---|---|")
     for name in before:
         print(f"| {name} | {before[name]} | {warm_up[name]} | {at_end[name]} | {after[name]} |")
@@ -214,9 +226,15 @@ PARTS = {"warm": warm, "throughput": throughput, "leaks": leaks}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=300, help="calls that a median is of")
+    parser.add_argument("--clients", type=int, default=32, help="of the throughput, side by side")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each figure of the throughput")
+    parser.add_argument("--calls", type=int, default=10_000, help=f"of the search for leaks, a multiple of {CALLS_PER_BOX}")
+    parser.add_argument("--port", type=int, default=18080, help="that the server of the throughput takes")
+    given = parser.parse_args()
     print(f"Load average at the start: {', '.join(f'{load:.1f}' for load in os.getloadavg())}.\n")
-    for part in parser.parse_args().parts:
-        asyncio.run(PARTS[part]())
+    for part in given.parts:
+        asyncio.run(PARTS[part](Sizes(given.repeats, given.clients, given.seconds, given.calls, given.port)))
 
 
 if __name__ == "__main__":

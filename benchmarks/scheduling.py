@@ -18,8 +18,9 @@ import numpy as np
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Step
 from megatron_rl.types import Example, Message, Rollout
@@ -63,7 +64,7 @@ class WaitsTask:
 
 
 def play(
-    engine: Engine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool
+    engine: LocalEngine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool
 ) -> tuple[float, list[Rollout]]:
     """Seconds that the episodes with these latencies take together, and the episodes."""
     turns = len(latencies_ET[0])
@@ -74,7 +75,9 @@ def play(
         examples = [Example(str(number), {"latencies": latencies}) for number, latencies in enumerate(latencies_ET)]
         return await asyncio.gather(
             *(
-                run_episode(task, example, engine=engine, renderer=renderer, settings=settings, group=number, sample=0)
+                run_episode(
+                    task, example, conversation=TokenConversation(engine, renderer, settings), settings=settings, group=number, sample=0
+                )
                 for number, example in enumerate(examples)
             )
         )
@@ -99,7 +102,7 @@ def main() -> None:
         model = Path(folder) / "nano"
         make(model, preset="nano", seed=0)
         renderer = Renderer(ModelSettings(path=str(model)))
-        engine = Engine(
+        engine = LocalEngine(
             str(model), EngineSettings(kv_cache_mib=128, max_num_seqs=chosen.episodes),
             image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
         )  # fmt: skip

@@ -5,6 +5,7 @@ replies judged by the same environment. Before training, TRL's prompt ids and pi
 """
 
 import argparse
+import asyncio
 import json
 import os
 import time
@@ -18,7 +19,7 @@ from transformers import AutoProcessor, PrinterCallback, TrainerCallback, Traine
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_rl.config import ModelSettings, TaskSettings
-from megatron_rl.rollout.collect import deal
+from megatron_rl.rollout.fleet import choose_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.gym_cards.number_line import State, picture
 from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTask, observation
@@ -55,20 +56,27 @@ class StepLog(TrainerCallback):
         self._mark = now
 
 
-def rewards(prompts: list, completions: list, current: list[int], target: list[int], log_metric: object, **_: object) -> list[float]:
-    """The environment's reward of one move: 1 at the goal, 0 closer, -1 wrong or invalid. Solved is at least 0."""
+async def judged(replies: list[str], states: list[State]) -> list[float]:
+    """The environment's reward of one move from each state: 1 at the goal, 0 closer, -1 wrong or invalid."""
     values = []
-    for completion, start in zip(completions, zip(current, target, strict=True), strict=True):
-        env = NumberLineEnv(start, max_turns=1)
-        env.reset(0)
-        values.append(env.step(completion[0]["content"]).reward)
+    for reply, state in zip(replies, states, strict=True):
+        env = NumberLineEnv(state)
+        await env.reset(0)
+        values.append((await env.step(reply)).reward)
+    return values
+
+
+def rewards(prompts: list, completions: list, current: list[int], target: list[int], log_metric: object, **_: object) -> list[float]:
+    """As TRL asks for them. Solved is at least 0."""
+    replies = [completion[0]["content"] for completion in completions]
+    values = asyncio.run(judged(replies, list(zip(current, target, strict=True))))
     log_metric("solved", sum(value >= 0 for value in values) / len(values))
     return values
 
 
 def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int, prompts: int, seed: int) -> Dataset:
     """Every prompt of the run in the order in which the other side deals them. Pictures are shared, not decoded from a file each time."""
-    dealt = [example for step in range(steps) for example in deal(examples, prompts, seed=seed, step=step)]
+    dealt = [example for step in range(steps) for example in choose_prompts(examples, prompts, seed=seed, round_number=step)]
 
     @cache
     def resized(state: State) -> Picture:

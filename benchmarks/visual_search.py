@@ -1,6 +1,7 @@
 """Visual search on several seeds: tiny checkpoint, warm start, GRPO with the real sandbox, each from the seed; prints one table.
 
     .venv/bin/python benchmarks/visual_search.py --seeds 0 1 2 --out runs/visual_search_seeds
+    .venv/bin/python benchmarks/visual_search.py --seeds 0 --out runs/tiny --tiny       # a step or two a stage: tries the script
 
 A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Accuracy and tool use are over the held-out
 canvases: greedy, and at temperature 1. Processor seconds are those of all processes of a stage, the sandbox's included: half of them is
@@ -23,6 +24,11 @@ from megatron_rl.observe.plot import reward_curves
 from megatron_rl.tasks.visual_search.task import NUM_EVAL
 
 STAGES = {"sft": "visual_search_sft_cpu", "grpo": "visual_search_python_cpu"}
+FEW = ["task.data.max_eval=4", "task.eval_samples=1", "task.sandbox.size=2"]
+TINY = {
+    "sft": ["sft.splits=[correct]", "sft.steps=[1]", "sft.num_demonstrations=4", "sft.batch_size=4", *FEW],
+    "grpo": ["run.steps=2", "batch.prompts_per_step=2", "batch.group_size=2", *FEW],
+}
 
 
 def interval(share: float, num: int) -> tuple[float, float]:
@@ -38,7 +44,7 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run_seed(seed: int, out: Path) -> dict[str, float]:
+def run_seed(seed: int, out: Path, *, tiny: bool) -> dict[str, float]:
     """One seed from nothing; what exists is used again."""
     folder = out / f"seed{seed}"
     start = folder / "nano"
@@ -50,7 +56,8 @@ def run_seed(seed: int, out: Path) -> dict[str, float]:
         run = folder / stage
         if not (run / "eval.json").exists():
             before = processor_s()
-            seconds = train(f"experiment={experiment}", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}")
+            own = (f"model.path={start}", f"run.dir={run}", f"run.seed={seed}")
+            seconds = train(f"experiment={experiment}", *own, *(TINY[stage] if tiny else []))
             took = {"wall": seconds, "processor": processor_s() - before, "load": os.getloadavg()[0]}
             (run / "took.json").write_text(json.dumps(took) + "\n")
         result = json.loads((run / "eval.json").read_text())
@@ -81,13 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/visual_search_seeds"))
+    parser.add_argument("--tiny", action="store_true", help="a step or two a stage")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     rows = []
     for seed in arguments.seeds:
-        rows.append(run_seed(seed, out))
+        rows.append(run_seed(seed, out, tiny=arguments.tiny))
         print(json.dumps(rows[-1]), flush=True)
-    print(table(rows, num_eval=NUM_EVAL))
+    print(table(rows, num_eval=4 if arguments.tiny else NUM_EVAL))
     reward_curves({f"seed {seed}": out / f"seed{seed}" / "grpo" / "metrics.jsonl" for seed in arguments.seeds}, out / "reward_curve.png")
     print(f"reward curves: {out / 'reward_curve.png'}")
 

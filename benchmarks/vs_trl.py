@@ -1,7 +1,7 @@
 """This trainer beside TRL's GRPOTrainer on single-turn NumberLine: the same checkpoint, prompts, settings and cores, run in turns.
 
     .venv/bin/python benchmarks/vs_trl.py --rounds 2 --steps 30
-    .venv/bin/python benchmarks/vs_trl.py --sweep            TRL's own switches, a few steps each: which of them is its best
+    .venv/bin/python benchmarks/vs_trl.py --sweep            # TRL's own switches, a few steps each: which of them is its best
 
 Every run is a process tree of its own; TRL, ours, TRL, ours. TRL lives in .venv-trl (benchmarks/requirements-trl.txt says how to make it).
 One move is judged: 1 at the goal, 0 for a step closer, -1 for a wrong or invalid one; a sample is solved when its reward is at least 0.
@@ -87,10 +87,10 @@ def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side
         "model.path": given.model, "model.min_pixels": PIXELS[0], "model.max_pixels": PIXELS[1],
         "run.dir": folder, "run.steps": given.steps, "run.seed": given.seed, "run.require_improvement": "false",
         "task.max_turns": 1, "task.max_tokens_per_turn": MAX_TOKENS, "task.eval_samples": 1,
-        "algo.prompts_per_step": PROMPTS, "algo.group_size": GROUP_SIZE, "algo.minibatches": 1, "algo.epochs": 1,
-        "algo.lr": LEARNING_RATE, "algo.schedule": "constant", "algo.warmup_steps": 0, "algo.weight_decay": 0.0, "algo.clip_grad": 1.0,
-        "algo.beta1": 0.9, "algo.beta2": 0.999, "algo.eps": 1e-8, "algo.std_eps": TRL_STD_EPS, "algo.normalize_std": "true",
-        "algo.aggregation": "token_mean", "algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.kl_coef": 0.0, "algo.entropy_coef": 0.0,
+        "batch.prompts_per_step": PROMPTS, "batch.group_size": GROUP_SIZE, "batch.minibatches": 1, "batch.epochs": 1,
+        "optim.lr": LEARNING_RATE, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.weight_decay": 0.0, "optim.clip_grad": 1.0,
+        "optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-8, "algo.std_eps": TRL_STD_EPS, "algo.normalize_std": "true",
+        "batch.aggregation": "token_mean", "algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.kl_coef": 0.0, "algo.entropy_coef": 0.0,
         "algo.temperature": 1.0,
     }  # fmt: skip
     assignments = [f"{key}={value}" for key, value in settings.items()]

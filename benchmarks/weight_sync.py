@@ -1,4 +1,4 @@
-"""What one weight sync costs: Policy.hf_weights() into Engine.load_weights with its proof, beside a plain copy of the same bytes.
+"""What one weight sync costs: Policy.hf_weights() into LocalEngine.load_weights with its proof, beside a plain copy of the same bytes.
 
     .venv/bin/python benchmarks/weight_sync.py --model runs/quickstart/nano
 
@@ -44,7 +44,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
     connect(world, timeout_s=settings.parallel.timeout_s)
     renderer = Renderer(settings.model)
     policy = Policy(
-        settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optimizer=settings.algo, num_updates=1,
+        settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optim=settings.optim, num_steps=1,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
     )  # fmt: skip
     engine = build_crew(settings, renderer, world).engine

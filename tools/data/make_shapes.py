@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import require
-from megatron_rl.models.hf_config import hf_shapes, read_config
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import SIZES, released_config
-from megatron_rl.weights.formats.write_hf import write_hf_folder
+from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from tools.commands import in_words
 
 BLOCK = 1 << 25
@@ -41,7 +41,7 @@ def make(out: Path, size: str, *, layers: int | None = None) -> None:
         config["num_hidden_layers"] = layers
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
-        write_hf_folder(out, random_tensors(hf_shapes(read_config(folder))), like=Path(folder))
+        write_hf_folder(out, random_tensors(read_spec(folder).shapes()), like=Path(folder))
 
 
 def main(arguments: list[str] | None = None) -> int:
