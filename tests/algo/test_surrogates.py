@@ -146,6 +146,14 @@ def test_dual_clip_zero_is_off() -> None:
     assert losses_and_gradient(surrogates.sequence_clipped, rows, off) == (near(10.0), near(10.0))
 
 
+@pytest.mark.parametrize("surrogate", [surrogates.clipped, surrogates.sequence_clipped])
+def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: surrogates.Surrogate) -> None:
+    """A dual clip of 1.1, below 1 + clip_high: at r = 1.25 it holds for A = -2 (1.1 * 2), and not for A = 2 (1.25 * 2)."""
+    algo = AlgoSettings(clip_low=0.2, clip_high=0.3, dual_clip=1.1)
+    rows = make_rows([math.log(1.25)] * 2, [2.0, -2.0], segments=[0, 1])
+    assert losses_and_gradient(surrogate, rows, algo) == (near(-2.5, 2.2), near(-2.5, 0.0))
+
+
 # What holds for all -----------------------------------------------------------------------------------------------------------------------
 
 
