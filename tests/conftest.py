@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tools.convert import converter_hf_to_mcore
 from tools.data.make_tiny_qwen2_5_vl import make
 
@@ -42,10 +43,10 @@ def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """torchrun(num_processes, script, *arguments): real processes; fails with their output unless all exit 0."""
+    """torchrun(num_processes, script, *arguments): what torchrun would start; fails with their output unless all exit 0."""
 
     def run(num_processes: int, script: str | Path, *arguments: object, timeout_s: float = 240) -> str:
-        result = start(num_processes, script, *arguments, timeout_s=timeout_s)
+        result = forked.world(num_processes, script, *arguments, timeout_s=timeout_s)
         assert result.returncode == 0, f"{script} {arguments} exited {result.returncode}:\n{result.stdout[-6000:]}"
         return result.stdout
 
@@ -53,7 +54,7 @@ def torchrun():
 
 
 def start(num_processes: int, script: str | Path, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a script in a world of its own; standard error joins standard output. Raises TimeoutExpired with nobody left behind."""
+    """Run a script by torchrun itself; standard error joins standard output. Raises TimeoutExpired with nobody left behind."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes), str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     world = subprocess.Popen(

@@ -9,7 +9,9 @@ from megatron_rl.config import Settings
 from megatron_rl.models.released import known_spec
 from megatron_rl.plan.memory import GPUS, plan
 from megatron_rl.start import check_sizes
-from tests.contracts.test_configs import EXPERIMENTS, settings_of, train
+from tests.conftest import ROOT
+from tests.contracts.test_configs import EXPERIMENTS, settings_of
+from tests.support import forked
 
 RECIPES = [name for name in EXPERIMENTS if not name.endswith("_cpu")]
 WHOLE = ("layernorm.weight", "model.norm.weight")
@@ -83,6 +85,8 @@ def test_every_share_of_other_layouts(tp: int, pp: int, vpp: int) -> None:
 
 
 def test_a_dry_run_as_a_user_calls_it() -> None:
-    text = train("experiment=pyvision_image_7b_h200x8", "run.dry=true")
+    ended = forked.run(ROOT / "launch" / "train.py", "experiment=pyvision_image_7b_h200x8", "run.dry=true", timeout_s=120)
+    assert ended.returncode == 0
+    text = ended.stdout
     assert "4,484,460,544" in text
     assert re.search(r"fits: [\d.]+ GB of the 126.9 GB that are 90% of a h200; 8 GPUs", text)

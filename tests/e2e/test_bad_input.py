@@ -5,8 +5,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, SUPPORT, start
+from tests.support import forked
 
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
@@ -25,17 +24,13 @@ SAID = re.compile(r"^error: (\S+?)=(\S+): (.+)$", re.MULTILINE)
 
 def alone(*overrides: str, within_s: float) -> str:
     """launch/train.py as one process, which must fail within that time without a traceback. Returns all it said."""
-    command = [sys.executable, str(TRAIN), *overrides]
-    result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=within_s, check=False,
-    )  # fmt: skip
+    result = forked.run(TRAIN, *overrides, timeout_s=within_s)
     assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
     return result.stdout
 
 
 def together(*overrides: str, within_s: float, script: Path = TRAIN) -> str:
-    """The same as two processes of torchrun, whose own report has a traceback of its own, but none through our files."""
+    """The same as two processes of torchrun itself, whose own report has a traceback of its own, but none through our files."""
     result = start(2, script, *overrides, timeout_s=within_s)
     assert result.returncode == 1 and not re.search(r'File "[^"]*(megatron_rl|launch/train)', result.stdout), result.stdout
     assert not processes_with(*overrides), "torchrun has ended, its workers have not"
@@ -131,28 +126,21 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(random_model: Path, tmp_pa
 
 
 @pytest.fixture
-def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[forked.Process]]:
     """Two ranks on two machines, as it were: no torchrun of this machine ends one because the other died."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     overrides = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "run.steps=500", "parallel.tp=2", *TINY)
-    place = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(TRAIN), *overrides], cwd=ROOT, env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [forked.Process(TRAIN, *overrides, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     yield ranks
     for rank in ranks:
         rank.kill()
-        rank.communicate()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_takes_the_others_with_it(victim: int, two_ranks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_rank_that_dies_takes_the_others_with_it(victim: int, two_ranks: list[forked.Process], tmp_path: Path) -> None:
     """Killed between any two collectives, in the middle of training: the other one notices in seconds, not after parallel.timeout_s."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 150

@@ -1,8 +1,5 @@
 """An outage at the very end costs the evaluation, and nothing that was trained."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -10,16 +7,12 @@ from safetensors.torch import load_file
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run_states import published, recall
-from tests.conftest import ROOT, SUPPORT
+from tests.conftest import SUPPORT
+from tests.support import forked
 
 
 def test_what_was_trained_is_saved(random_model: Path, tmp_path: Path) -> None:
-    script = SUPPORT / "failed_evaluation.py"
-    result = subprocess.run(
-        [sys.executable, str(script), str(random_model), str(tmp_path / "run")], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    result = forked.run(SUPPORT / "failed_evaluation.py", random_model, tmp_path / "run", timeout_s=240)
     told = "evaluation: 1 of 1 episodes failed, run.max_failed=0.1; first reason: the world is down"
     assert result.returncode != 0 and told in result.stdout, result.stdout
     run = tmp_path / "run"

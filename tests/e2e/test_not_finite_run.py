@@ -1,15 +1,13 @@
 """A run whose numbers overflow ends with one line and exit code 1; what it trained on is kept, and so is every checkpoint before."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from megatron_rl.run_states import published, recall
 from tests.conftest import ROOT
+from tests.support import forked
 
 SMALL = (
     "task=number_line", "model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1",
@@ -20,11 +18,7 @@ SMALL = (
 def test_a_learning_rate_of_a_million(random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     own = (f"model.path={random_model}", f"run.dir={folder}", "optim.lr=1e6", "run.steps=6", "checkpoint.every=1", "checkpoint.keep_last=1")
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "train.py"), *SMALL, *own], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    result = forked.run(ROOT / "launch" / "train.py", *SMALL, *own, timeout_s=240)
     assert result.returncode == 1, result.stdout
     (line,) = re.findall(r"^error: (.*)$", result.stdout, flags=re.MULTILINE)
     step = int(re.match(r"step (\d+), ", line)[1])

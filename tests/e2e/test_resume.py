@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from megatron_rl.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run_states import recall
 from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
 from tools.data.make_tiny_qwen2_5_vl import make
 
 TRAIN = ROOT / "launch" / "train.py"
@@ -35,15 +34,12 @@ SFT = (
 )  # fmt: skip
 
 
-def begin(*overrides: str, script: Path = TRAIN) -> subprocess.Popen[str]:
+def begin(*overrides: str, script: Path = TRAIN) -> forked.Process:
     """A run as one process in a group of its own: whatever it starts can be killed with it."""
-    return subprocess.Popen(
-        [sys.executable, str(script), *SIZES, *overrides], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+    return forked.Process(script, *SIZES, *overrides)
 
 
-def end(run: subprocess.Popen[str], *, code: int = 0) -> str:
+def end(run: forked.Process, *, code: int = 0) -> str:
     """What it said, having ended with that code."""
     try:
         output, _ = run.communicate(timeout=280)
@@ -53,7 +49,7 @@ def end(run: subprocess.Popen[str], *, code: int = 0) -> str:
     return output
 
 
-def kill_when_there_is(path: Path, run: subprocess.Popen[str]) -> None:
+def kill_when_there_is(path: Path, run: forked.Process) -> None:
     deadline = time.monotonic() + 200
     while not path.exists():
         assert time.monotonic() < deadline and run.poll() is None, end(run)
@@ -160,10 +156,9 @@ def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> Non
 def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) -> None:
     """Megatron's logits from the training state are those of Hugging Face from the merged folder."""
     checkpoint = warm / "checkpoints" / "step_00000036"
-    command = [sys.executable, str(ROOT / "tools" / "convert" / "merger.py"), "--checkpoint", str(checkpoint)]
-    merged = subprocess.run([*command, "--out", str(tmp_path / "merged"), "--verify"], capture_output=True, text=True, check=False)
-    assert merged.returncode == 0, merged.stderr
-    assert "logits" in merged.stdout + merged.stderr
+    command = (ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", tmp_path / "merged", "--verify")
+    merged = forked.run(*command, timeout_s=120)
+    assert merged.returncode == 0 and "logits" in merged.stdout, merged.stdout
 
 
 def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.weights.formats.peft import WEIGHTS
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from tests.conftest import ROOT
+from tests.conftest import ROOT, start
 from tools.convert.merger import Merge, merge
 from tools.data.make_tiny_qwen2_5_vl import make
 
@@ -31,10 +31,12 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(nano: Path, torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ANN001
+def folder(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By torchrun itself, from the first import to the last line."""
     out = tmp_path_factory.mktemp("run") / "run"
     own = (f"model.path={nano}", f"run.dir={out}", "task.eval_samples=1")
-    torchrun(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *STEPS, *LORA)
+    ended = start(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *STEPS, *LORA, timeout_s=240)
+    assert ended.returncode == 0, ended.stdout[-6000:]
     return out
 
 

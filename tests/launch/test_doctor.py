@@ -21,6 +21,7 @@ from megatron_rl.data.questions import questions
 from megatron_rl.rollout.renderer import Renderer
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
+from tests.support import forked
 from tests.support.tables import png, write
 
 
@@ -186,11 +187,13 @@ def test_what_is_shown() -> None:
 
 
 def test_the_exit_code(sound: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "launch" / "doctor.py"), *sound]
-    run = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False}
-    well = subprocess.run(command, **run)
-    assert (well.returncode, well.stderr) == (0, "") and well.stdout.endswith("\na run can start\n")
-    ill = subprocess.run([*command, "task.data.train=[]"], **run)
+    """In an interpreter of its own nothing but the report is said."""
+    command = (ROOT / "launch" / "doctor.py", *sound)
+    well = forked.run(*command, cwd=tmp_path, timeout_s=120)
+    assert well.returncode == 0 and well.stdout.endswith("\na run can start\n")
+    ill = subprocess.run(
+        [sys.executable, *map(str, command), "task.data.train=[]"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (ill.returncode, ill.stderr) == (1, "")
     error = "error: task.data.train=[]: give the files, JSON lists, JSON lines or Parquet"
     assert ill.stdout.splitlines()[-2:] == [error, "a run cannot start"]

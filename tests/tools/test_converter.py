@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.models import mapping
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
-from tests.conftest import ROOT
+from tests.support import forked
 from tools.convert.converter_hf_to_mcore import main
 from tools.data.make_tiny_qwen2_5_vl import make
 
@@ -276,7 +274,6 @@ def test_a_result_that_is_not_the_plan(fault: str, models: dict[str, Path], tmp_
 DIES = """
 import os, signal, sys
 from megatron_rl.weights.formats.torch_dist import TorchDistWriter
-from tests.conftest import ROOT
 from tools.convert.converter_hf_to_mcore import main
 add = TorchDistWriter.add
 def die_at_the_norm(self, name, *arguments, **options):
@@ -288,10 +285,14 @@ main(sys.argv[1:])
 """
 
 
-def test_a_killed_conversion_leaves_no_checkpoint_and_can_be_run_again(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_no_checkpoint_and_can_be_run_again(
+    models: dict[str, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     arguments = ["--hf", str(models["untied"]), "--out", str(tmp_path / "out")]
-    killed = subprocess.run([sys.executable, "-c", DIES, *arguments], cwd=ROOT, capture_output=True, timeout=200, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    script = tmp_path_factory.mktemp("script") / "dies.py"
+    script.write_text(DIES)
+    killed = forked.run(script, *arguments, timeout_s=200)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout
     (left,) = tmp_path.iterdir()
     assert left.name == ".out.partial" and list(left.glob("*.distcp")) and not (left / ".metadata").exists()
     assert main(arguments) == 0

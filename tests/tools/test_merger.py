@@ -16,6 +16,7 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.conftest import ROOT
+from tests.support import forked
 from tests.support.foreign import State, tensors_of
 from tests.support.merging import assert_refused, assert_same, merge
 
@@ -66,15 +67,15 @@ def test_verify_runs_both_models(checkpoints: dict[str, tuple[Path, Path]], tmp_
     command = [sys.executable, str(ROOT / "tools" / "convert" / "merger.py"), *arguments]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0 and result.stderr.startswith("verified: ") and result.stderr.count("\n") == 1, result.stderr
-    code = """
+    swapped = tmp_path / "swapped.py"
+    swapped.write_text("""
 import sys
 from megatron_rl.models import mapping
 mapping.split_halves = lambda fused: fused.chunk(2, 0)[::-1]
 from tools.convert.merger import main
-sys.exit(main(sys.argv[1:]))"""
-    arguments = ["--checkpoint", str(checkpoint), "--out", str(tmp_path / "swapped"), "--verify"]
-    result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 1 and "error: --verify=" in result.stderr, result.stderr
+sys.exit(main(sys.argv[1:]))""")
+    result = forked.run(swapped, "--checkpoint", checkpoint, "--out", tmp_path / "swapped", "--verify", timeout_s=120)
+    assert result.returncode == 1 and "error: --verify=" in result.stdout, result.stdout
     assert not (tmp_path / "swapped").exists() and not (tmp_path / ".swapped.partial").exists()
     assert_refused(checkpoint, tmp_path / "cast", capsys, "--verify", options=("--verify", "--dtype", "bf16"))
 
@@ -257,7 +258,8 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(
 def test_a_killed_merge_leaves_no_folder_and_can_be_run_again(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     model, checkpoint = checkpoints["untied"]
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    code = """
+    killed = tmp_path / "killed.py"
+    killed.write_text("""
 import os, signal, sys
 from megatron_rl.weights.formats.source import MegatronSource
 from tools.convert.merger import main
@@ -267,9 +269,8 @@ def killed(self, name):
         os.kill(os.getpid(), signal.SIGKILL)
     return read(self, name)
 MegatronSource.read = killed
-main(sys.argv[1:])"""
-    arguments = ["--checkpoint", str(checkpoint), "--out", str(out)]
-    result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, timeout=120, check=False)
+main(sys.argv[1:])""")
+    result = forked.run(killed, "--checkpoint", checkpoint, "--out", out, timeout_s=120)
     assert result.returncode == -signal.SIGKILL and not out.exists() and any(partial.iterdir())
     assert merge(checkpoint, out) == 0
     assert_same(tensors_of(out), tensors_of(model))

@@ -171,7 +171,13 @@ def make(out: Path, *, level: str, things: str, source: Path | None, num_train: 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""examples:
+  %(prog)s --out data/visual_search
+  %(prog)s --out data/visual_search_small --num-train 20 --num-eval 5 --parquet""",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--level", default="medium", help=f"one of {', '.join(LEVELS)}")
     parser.add_argument("--things", default="shapes", help="shapes (drawn), fluent (npm) or noto (a font)")

@@ -1,0 +1,25 @@
+"""What tests/support/forked.py imports before it forks: packages that a run loads, in the environment that the engine makes for itself.
+
+This project's own modules are forgotten again: every process loads them itself, and a test may change one before another imports it.
+"""
+
+import importlib
+import os
+import sys
+import warnings
+
+os.environ["OMP_NUM_THREADS"] = "1"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron_rl.rollout.vllm.core import _prepare_environment
+
+    _prepare_environment(cuda=False)
+    for name in (
+        "gymnasium", "hydra", "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt", "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "torch.utils.tensorboard", "torchvision.transforms.v2",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+        "vllm.entrypoints.llm", "vllm.model_executor.models.qwen2_5_vl", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
+    ):  # fmt: skip
+        importlib.import_module(name)
+for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_rl"]:
+    del sys.modules[name]
