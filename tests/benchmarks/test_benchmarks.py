@@ -1,0 +1,160 @@
+"""Every benchmark runs: at its smallest sizes, which measure nothing, each through the program that a person starts."""
+
+import json
+import re
+import socket
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_rl.config import TaskSettings
+from megatron_rl.rollout.fleet import choose_prompts
+from megatron_rl.tasks.gym_cards.task import NumberLineTask
+from tests.conftest import ROOT, SUPPORT
+from tests.contracts.test_configs import settings_of
+from tests.support import forked
+
+FOLDER = ROOT / "benchmarks"
+TRL = ROOT / ".venv-trl"
+
+
+def said_by(name: str, *arguments: object, timeout_s: float = 120) -> str:
+    """What benchmarks/NAME.py says, having ended well."""
+    ended = forked.run(FOLDER / f"{name}.py", *arguments, timeout_s=timeout_s)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return ended.stdout
+
+
+def rows(said: str) -> list[list[str]]:
+    """Cells of the lines of a Markdown table, without its head."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line.startswith("|")]
+    return [line for line in lines[2:] if not set("".join(line)) <= set("-")]
+
+
+def test_none_is_left_out() -> None:
+    tested = Path(__file__).read_text()
+    assert not [path.stem for path in FOLDER.glob("*.py") if not re.search(rf"\b{path.stem}\b", tested)]
+
+
+def test_convert(random_model: Path, tmp_path: Path) -> None:
+    said = said_by("convert", "--models", random_model, "--folder", tmp_path / "new")
+    there, back = [line.split() for line in said.splitlines()[1:]]
+    assert there[:3] == ["random", "to", "Megatron"] and back[:4] == ["random", "to", "Hugging", "Face"]
+    assert 0 < float(there[5]) < 4 and not (tmp_path / "new").exists()
+    assert (random_model / "config.json").exists(), "what is not its own stays"
+
+
+def test_logprob_memory() -> None:
+    """The sums do not depend on the block."""
+    one, other = rows(said_by("logprob_memory", "--rows", 8, "--hidden", 16, "--blocks", 8, 3))
+    assert (one[0], other[0]) == ("8", "3")
+    assert [float(cell) for cell in one[3:]] == pytest.approx([float(cell) for cell in other[3:]], rel=1e-4)
+
+
+def test_mfu(random_model: Path) -> None:
+    (row,) = rows(said_by("mfu", "--model", random_model, "--sequences", 2, "--text", 16, "--image", 56, "--updates", 1))
+    assert row[0] == "CPU" and float(row[2]) > 0 and float(row[4]) > 0
+
+
+def test_scheduling() -> None:
+    (row,) = rows(said_by("scheduling", "--seeds", 0, "--episodes", 2, "--turns", 1, "--tokens", 3))
+    locked, free, alone = map(float, row[1:4])
+    assert locked > 0 and free > 0 and alone > 0
+
+
+def test_weight_sync(torchrun, random_model: Path) -> None:  # noqa: ANN001
+    """As one of its layouts is started."""
+    said = torchrun(1, FOLDER / "weight_sync.py", "--layout", "1 process", "--repeats", 1, "--model", random_model)
+    assert re.search(r"^1 process +\d+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+", said, re.MULTILINE), said
+
+
+def test_sandbox_calls() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    parts = ("--parts", "warm", "throughput")
+    said = said_by("sandbox_calls", *parts, "--repeats", 2, "--clients", 2, "--seconds", 0.1, "--port", port)
+    assert "| warm call: print |" in said and len(re.findall(r"^\| .*, an open box each \| \d+ \| \d+ \| \d+ \|$", said, re.MULTILINE)) == 3
+
+
+@pytest.mark.long
+def test_sandbox_calls_leave_nothing() -> None:
+    """Alone on the machine: what others leave in the temporary folder would count."""
+    assert "| processes | 0 |" in said_by("sandbox_calls", "--parts", "leaks", "--calls", 200)
+
+
+def benchmark(name: str) -> ModuleType:
+    """A benchmark as a module; it is not run."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def test_the_tiny_runs_compose() -> None:
+    """Of the two that take minutes."""
+    numberline, search = benchmark("numberline"), benchmark("visual_search")
+    for stage in ("sft", "grpo"):
+        assert settings_of(f"experiment=numberline_{stage}_cpu", *numberline.TINY[stage]).stage == ("sft" if stage == "sft" else "rl")
+        assert settings_of(f"experiment={search.STAGES[stage]}", *search.TINY[stage]).task.data.max_eval == 4
+    assert settings_of("experiment=numberline_grpo_cpu", *numberline.IMPROVES).run.require_improvement
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["numberline", "visual_search"])
+def test_a_recipe_over_seeds(name: str, tmp_path: Path) -> None:
+    said = said_by(name, "--seeds", 0, "--out", tmp_path / "out", "--tiny", timeout_s=800)
+    assert all(row[0] == "0" for row in rows(said)) and rows(said)
+    assert (tmp_path / "out" / "reward_curve.png").exists()
+
+
+@pytest.fixture
+def given(random_model: Path, tmp_path: Path) -> Namespace:
+    return Namespace(model=str(random_model), steps=2, warmup=1, seed=0, out=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def vs_trl() -> ModuleType:
+    return benchmark("vs_trl")
+
+
+def test_our_side_of_the_comparison(given: Namespace, vs_trl: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """One process, launched, watched and read as in a comparison."""
+    ours = vs_trl.measure(vs_trl.our_side(given, given.out / "ours", processes=1), given)
+    assert ours.step_s > 0 and ours.first_step_s > ours.step_s and len(ours.solved) == 2 and ours.peak_rss_gb > 0.1
+    theirs = replace(ours, side="TRL 2x1", step_s=2 * ours.step_s)
+    vs_trl.report([theirs, ours], given)
+    vs_trl.compare([theirs, ours], ours=ours.side, theirs=theirs.side)
+    said = capsys.readouterr().out
+    assert "seconds a step: TRL 2x1 / ours 1x1 = 2.00" in said and "the same policy" in said
+
+
+def test_trls_side_without_trl(given: Namespace, vs_trl: ModuleType) -> None:
+    """All but TRL itself, which is not installed here: ids and pixels, the order of the prompts, the reward, the log."""
+    side = vs_trl.trl_side(given, given.out / "TRL", switches=vs_trl.TRL_BEST)
+    side.log.parent.mkdir()
+    assert side.command[-2:] == ["--micro-batch", "64"]
+    start = next(index for index, word in enumerate(side.command) if word == "benchmarks/trl_side.py")
+    ended = forked.run(SUPPORT / "trl_stand_in.py", *side.command[start + 1 :], timeout_s=120)
+    assert ended.returncode == 0, ended.stdout
+    lines = [json.loads(line) for line in side.log.read_text().splitlines()]
+    assert [vs_trl.solved_fraction(line) for line in lines] == [0.5, 0.5], "right steps and no JSON"
+    assert all(vs_trl.step_seconds(line) > 0 and -0.5 <= line["reward/mean"] <= 0 for line in lines)
+    examples = NumberLineTask(TaskSettings(name="number_line")).examples("train")
+    dealt = [example for step in range(2) for example in choose_prompts(examples, vs_trl.PROMPTS, seed=0, round_number=step)]
+    assert json.loads(Path(f"{side.log}.rows").read_text())["current"] == [example.payload["current"] for example in dealt]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not TRL.exists(), reason="needs .venv-trl, as benchmarks/requirements-trl.txt says; TRL itself was not run")
+def test_the_whole_comparison(random_model: Path, tmp_path: Path) -> None:
+    sizes = ("--rounds", 1, "--steps", 2, "--warmup", 1)
+    said = said_by("vs_trl", "--model", random_model, *sizes, "--out", tmp_path / "out", timeout_s=800)
+    assert re.search(r"^seconds a step: TRL 2x1 / ours 2x1 = [\d.]+", said, re.MULTILINE) and "prompt ids and pixels: equal" in said
