@@ -6,8 +6,9 @@ setup(
     description="Reinforcement learning of Qwen2.5-VL: Megatron-Core policy, vLLM rollouts, no Ray",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["megatron_rl*", "sandbox*", "tools*", "launch*"]),
+    packages=find_packages(include=["megatron_rl*", "sandbox*", "tools*"]),
     package_data={
+        "megatron_rl.configs": ["**/*.yaml"],
         "megatron_rl.rewards": ["prompts/*.yaml"],
         "megatron_rl.tasks": ["**/*.ttf", "**/*.txt"],
         "tools.data": ["*.txt", "*.jinja"],

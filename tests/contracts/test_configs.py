@@ -11,8 +11,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from launch.train import resolve
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
+from megatron_rl.cli.door import resolve
 from megatron_rl.config import Settings
 from tests.conftest import ROOT
 

@@ -15,8 +15,8 @@ from PIL import Image
 from rich.console import Console
 
 import sandbox.doctor
-from launch import doctor
-from launch.doctor import Report, examine, look_at_judges, look_at_sandbox, show
+from megatron_rl.cli import doctor
+from megatron_rl.cli.doctor import Report, examine, look_at_judges, look_at_sandbox, show
 from megatron_rl.data.questions import questions
 from megatron_rl.rollout.renderer import Renderer
 from tests.conftest import ROOT

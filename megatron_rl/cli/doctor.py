@@ -1,0 +1,246 @@
+"""What a run needs, looked at before it is started, on the machine where it will run (launch/doctor.py)."""
+
+import asyncio
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import sandbox
+import sandbox.doctor
+from megatron_rl.config import Settings
+from megatron_rl.data.questions import open_questions
+from megatron_rl.data.records import PLACE
+from megatron_rl.data.survey import Size, Survey, survey
+from megatron_rl.data.transcripts import transcripts
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.rewards.accuracy import family
+from megatron_rl.rewards.answer import NUMERIC_SOURCES
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Example
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from sandbox.client import SandboxClient
+
+USES_SANDBOX = ("visual_python", "visual_search")
+"""Tasks (task.name) whose episodes may run code."""
+USES_DATA = ("visual_python", "vqa")
+"""Tasks of the user's data, and what of it each stage reads."""
+READS = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
+TIMEOUT_S = 5.0
+GIB = 1 << 30
+
+
+@dataclass(slots=True)
+class Report:
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    """What was looked at, and what was found."""
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def say(self, what: str, found: str) -> None:
+        self.rows.append((what, found))
+
+    def fail(self, what: str, problem: str) -> None:
+        self.say(what, "not usable")
+        self.errors.append(problem)
+
+
+def look_at_machine(settings: Settings, report: Report) -> None:
+    """Processors, memory, disk, GPUs."""
+    memory, folder = psutil.virtual_memory(), Path(settings.run.dir).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    report.say("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    report.say("GPUs", ", ".join(f"{device.name} {device.total_memory / GIB:.0f} GiB" for device in devices) or "none")
+    if settings.engine.device == "cuda" and not devices:
+        report.errors.append("engine.device=cuda: this machine has no usable GPU; use engine.device=auto")
+    free = shutil.disk_usage(there).free
+    report.say("run.dir", f"{folder}, {free / GIB:.1f} GiB free")
+    needed = sum(path.stat().st_size for path in Path(settings.model.path).glob("*.safetensors"))
+    if not os.access(there, os.W_OK):
+        report.errors.append(f"run.dir={settings.run.dir}: {there} cannot be written; choose another folder")
+    if free < needed:
+        report.errors.append(f"run.dir={settings.run.dir}: the final weights take {needed / GIB:.1f} GiB; choose another disk")
+    if memory.available < needed:
+        report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
+
+
+def look_at_model(settings: Settings, report: Report) -> Renderer | None:
+    """Config, headers of all tensors, tokenizer and processor. Without them prompts cannot be measured."""
+    path = settings.model.path
+    try:
+        spec = read_spec(path)
+        stored = HfTensors(path, key="model.path").specs
+        absent = sorted(spec.shapes().keys() - stored.keys())
+        renderer = Renderer(settings.model)
+    except (ValueError, OSError) as error:
+        report.fail("model.path", str(error) if str(error).startswith("model.path") else f"model.path={path}: {one_line(error)}")
+        return None
+    if absent:
+        report.fail("model.path", f"model.path={path}: has no {absent[0]} and {len(absent) - 1} more tensors; download it again")
+        return None
+    report.say("model.path", f"{path}: {spec.num_layers} layers of {spec.hidden_size}, {len(stored)} tensors")
+    return renderer
+
+
+def look_at_task(settings: Settings, report: Report) -> None:
+    """Whether the task takes its settings."""
+    from megatron_rl.start import TASKS, build_task  # brings Megatron, with warnings that main() silences
+
+    try:
+        build_task(settings.task, TASKS)
+    except ValueError as error:
+        report.fail("task", str(error))
+    else:
+        report.say("task", settings.task.name)
+
+
+def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | None) -> None:
+    """Every row of every file that the run names."""
+    data = settings.task.data
+    given = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
+    lacking = [split for split in READS[settings.stage] if settings.task.name in USES_DATA and not given[split]]
+    for split in lacking:
+        if not any(line.startswith(f"task.data.{split}=") for line in report.errors):  # the task may have said so
+            report.fail(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
+    for split, paths in given.items():
+        if split == "demonstrations" or not paths:
+            continue
+        prompts = Prompts(settings, renderer) if renderer else None
+        try:
+            found = survey(open_questions(paths, images_root=data.images, name=split), look=prompts.look if prompts else None)
+        except ValueError as error:
+            report.fail(f"data.{split}", str(error))
+            continue
+        tell_questions(found, report, split=split, longest=prompts.longest if prompts else None)
+    if data.demonstrations:
+        try:
+            report.say("data.demonstrations", f"{len(transcripts(data.demonstrations, images_root=data.images))} conversations")
+        except ValueError as error:
+            report.fail("data.demonstrations", str(error))
+
+
+def tell_questions(found: Survey, report: Report, *, split: str, longest: int | None) -> None:
+    sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in found.sources.most_common())
+    length = "" if longest is None else f", longest question {longest} tokens"
+    report.say(f"data.{split}", f"{found.num_rows} rows, {found.num_images} images{length}; {sources}")
+    for kept, count, all_told in ((report.errors, found.num_errors, found.errors), (report.warnings, found.num_warnings, found.warnings)):
+        kept += [f"task.data.{split}: {line}" for line in all_told]
+        kept += [f"task.data.{split}: and {count - len(all_told)} more rows"] if count > len(all_told) else []
+    unknown = [source for source in found.sources if source and not is_known(source)]
+    if unknown:
+        told = "no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge"
+        report.warnings.append(f"task.data.{split}: data_source {', '.join(unknown)}: {told}")
+
+
+def is_known(source: str) -> bool:
+    return family(source.casefold()) != "general" or source.casefold().endswith(NUMERIC_SOURCES)
+
+
+class Prompts:
+    """Measures prompts: tokens of the question and of its pictures, without what the task's protocol says around them."""
+
+    def __init__(self, settings: Settings, renderer: Renderer) -> None:
+        self.longest = 0
+        self.max_images = settings.engine.max_images
+        self.room = settings.engine.max_model_len - settings.task.max_tokens_per_turn
+        self._renderer = renderer
+
+    def look(self, example: Example, sizes: list[Size]) -> list[str]:
+        text = example.payload["question"].replace(PLACE, "<|vision_start|><|vision_end|>")
+        length = len(self._renderer.tokenizer(text)["input_ids"]) + sum(map(self._vision_tokens, sizes))
+        self.longest = max(self.longest, length)
+        wrong = []
+        if length > self.room:
+            wrong.append(f"{length} tokens leave no room for a reply; raise engine.max_model_len or lower model.max_pixels")
+        if len(sizes) > self.max_images:
+            wrong.append(f"{len(sizes)} pictures; raise engine.max_images={self.max_images}")
+        return wrong
+
+    def _vision_tokens(self, size: Size) -> int:
+        width, height = self._renderer.final_size(*size)
+        return width * height // self._renderer.vision_pixels**2
+
+
+def look_at_judges(settings: Settings, report: Report) -> None:
+    """Every server answers, and serves the model that is asked for."""
+    judge, key = settings.task.judge, os.environ.get("OPENAI_API_KEY", "none")
+    for url in judge.urls:
+        try:
+            answer = httpx.get(f"{url.rstrip('/')}/models", timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {key}"})
+            served = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            report.fail(f"judge {url}", f"task.judge.urls={url}: does not list its models ({one_line(error)}); start it or correct it")
+            continue
+        report.say(f"judge {url}", f"serves {', '.join(served) or 'nothing'}")
+        if not served or (judge.model and judge.model not in served):
+            report.errors.append(f"task.judge.model={judge.model}: {url} serves {', '.join(served) or 'nothing'}; choose one of these")
+
+
+def look_at_sandbox(settings: Settings, report: Report) -> None:
+    """The server answers, or this machine can wall code in."""
+    chosen = settings.task.sandbox
+    if settings.task.name not in USES_SANDBOX:
+        return
+    if chosen.url:
+        try:
+            asyncio.run(_greet(chosen.url))
+        except (sandbox.SandboxFault, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
+            report.fail("sandbox", f"task.sandbox.url={chosen.url}: {one_line(fault)}; start it: python -m sandbox serve")
+        else:
+            report.say("sandbox", chosen.url)
+        return
+    layers, walled = sandbox.doctor.report()
+    if chosen.isolation == "none":
+        report.warnings.append("task.sandbox.isolation=none: the policy's code runs without any wall; use auto")
+    elif not walled:
+        report.fail("sandbox", f"task.sandbox.isolation={chosen.isolation}: {layers.splitlines()[-1]}; python -m sandbox doctor shows all")
+        return
+    report.say("sandbox", f"{layers.count(' in use ')} layers in use")
+
+
+async def _greet(url: str) -> None:
+    client = SandboxClient(url)
+    try:
+        await client.start()
+    finally:
+        await client.close()
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def examine(settings: Settings) -> Report:
+    report = Report()
+    look_at_machine(settings, report)
+    renderer = look_at_model(settings, report)
+    look_at_task(settings, report)
+    look_at_data(settings, report, renderer=renderer)
+    look_at_judges(settings, report)
+    look_at_sandbox(settings, report)
+    return report
+
+
+def show(report: Report, console: Console) -> None:
+    table = Table(show_header=False)
+    for row in report.rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
+    for kind, lines in (("warning", report.warnings), ("error", report.errors)):
+        for line in lines:
+            console.print(f"{kind}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def examine_and_show(settings: Settings) -> int:
+    """Print a table, and a line for each problem: `error: key=value: remedy`. 0: a run can start; 1: it cannot."""
+    report = examine(settings)
+    show(report, Console())
+    print("a run cannot start" if report.errors else "a run can start")
+    return 1 if report.errors else 0
