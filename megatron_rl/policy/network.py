@@ -55,6 +55,11 @@ class Network:
         self.num_updates = 0
         self._offload = Offload(self.model) if parallel.offload_parameters else None
 
+    def close(self) -> None:
+        """Let go of the model. Megatron 0.16.1's hooks on gradients hold it for ever, and with it every process group and its thread."""
+        for wrapped in self.model:
+            vars(wrapped).clear()
+
     @on_cpu_too
     @torch.no_grad()
     def read(self, batches: list[Batch], on_hidden: Read) -> list[torch.Tensor]:

@@ -142,6 +142,10 @@ class Policy:
         """Logprob and entropy of each row."""
         return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
 
+    def close(self) -> None:
+        """The last thing that is done with it; the process groups can then end."""
+        self.network.close()
+
     def sleep(self) -> None:
         """Leave the device to the engine; see Network.sleep."""
         self.network.sleep()

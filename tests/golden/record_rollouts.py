@@ -29,8 +29,9 @@ from megatron_rl.rollout.renderer import Renderer  # noqa: E402
 from megatron_rl.tasks.gym_cards.task import NumberLineTask  # noqa: E402
 from megatron_rl.types import End, Rollout, Status  # noqa: E402
 from megatron_rl.world import connect, place  # noqa: E402
+from tests.support.one_process import world_of_one  # noqa: E402
 from tests.support.own_task import TwoLooksTask  # noqa: E402
-from tests.support.recorded import CASES, GOLDEN, PIXELS, taught, world_of_one  # noqa: E402
+from tests.support.recorded import CASES, GOLDEN, PIXELS, taught  # noqa: E402
 from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
 
 HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_tokens_per_turn=16, max_context=512, max_images=4, seed=7)

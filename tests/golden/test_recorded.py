@@ -16,7 +16,8 @@ from megatron_rl import minibatches
 from megatron_rl.batch import Segment, WeightedContext, read_back
 from megatron_rl.config import BatchSettings, Settings
 from megatron_rl.minibatches import episode_weight, weighted_contexts
-from tests.support.recorded import BOUND, CASES, GOLDEN, build, differences, recorded, taught, world_of_one
+from tests.support.one_process import world_of_one
+from tests.support.recorded import BOUND, CASES, GOLDEN, build, differences, recorded, taught
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_rl import config
 from megatron_rl.config import EngineSettings, LoraSettings, ModelSettings, ParallelSettings, RunSettings, Settings
@@ -20,7 +18,7 @@ from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.start import run
 from megatron_rl.types import Context, LossMetrics
-from megatron_rl.world import connect, place
+from tests.support.one_process import opened, world_of_one
 
 KINDS = {
     "float32": {},
@@ -39,18 +37,16 @@ def settings_for(folder: Path, *, lora: LoraSettings | None = None, **model: obj
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    connect(place(), timeout_s=30)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with world_of_one():
+        yield
 
 
 def measured(settings: Settings) -> Footprint:
     """Build the policy, train it for one step, and add up the distinct storages of each kind."""
-    policy = Policy(
+    policy = opened(Policy(
         settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optim=settings.optim, num_steps=1,
         lora=settings.lora, banned_ids=[], image_token_id=7,
-    )  # fmt: skip
+    ))  # fmt: skip
     context = Context()
     context.extend([11, 12])
     context.extend([13, 14], logprobs=[0.0, 0.0])

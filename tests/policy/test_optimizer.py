@@ -1,5 +1,7 @@
 """The learning rate of every step by hand; which parameters weight decay takes, and how much of them."""
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +81,17 @@ def test_the_step_decides_the_rate_however_many_updates_it_makes(world: None, ra
     batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
     assert [policy.update(batches, nothing, step=step)["lr"] for step in (0, 0, 2, 3)] == pytest.approx([0.1, 0.1, 0.05, 0.025])
     assert policy.network.num_updates == 4
+
+
+def test_a_closed_policy_leaves_no_thread_behind(random_model: Path) -> None:
+    """Every process group has a thread that wakes a hundred times a second; 1,400 of them once slowed all tests threefold."""
+
+    def num_threads() -> int:
+        with world_of_one():
+            policy_of(random_model, OptimSettings())
+            in_use = len(os.listdir("/proc/self/task"))
+        gc.collect()
+        assert in_use > len(os.listdir("/proc/self/task")) + 20, "the check has lost its object"
+        return len(os.listdir("/proc/self/task"))
+
+    assert num_threads() == num_threads()

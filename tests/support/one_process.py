@@ -13,13 +13,23 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.world import connect, place
 
+_opened: list[Policy] = []
+
+
+def opened(policy: Policy) -> Policy:
+    """It is closed with the world: its groups, each with a thread that wakes a hundred times a second, would else stay."""
+    _opened.append(policy)
+    return policy
+
 
 @contextmanager
 def world_of_one() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(place(), timeout_s=60)
     try:
         yield
     finally:
+        while _opened:
+            _opened.pop().close()
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -35,4 +45,4 @@ def policy_of(
         chosen, build_layout(parallel, seed=0), parallel=parallel, optim=optim, num_steps=num_steps, lora=lora,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, **settings,
     )  # fmt: skip
-    return policy, renderer
+    return opened(policy), renderer

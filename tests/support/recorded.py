@@ -5,16 +5,14 @@ tests/golden/record_rollouts.py writes these numbers down, tests/golden/test_rec
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
+from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.select import kept_groups
 from megatron_rl.config import (
@@ -35,7 +33,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.start import build_policy
 from megatron_rl.train import credited, is_enough
 from megatron_rl.types import Batch, Rollout
-from megatron_rl.world import connect, place
+from tests.support.one_process import opened
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 PIXELS = {"min_pixels": 12000, "max_pixels": 14200}
@@ -86,14 +84,6 @@ CASES = {
 }  # fmt: skip
 
 
-@contextmanager
-def world_of_one() -> Iterator[None]:
-    connect(place(), timeout_s=60)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 def recorded() -> list[Rollout]:
     """Anew for each use: credit is written into them."""
     return [entry.rollout for entry in read(GOLDEN / "rollouts.jsonl")]
@@ -101,15 +91,15 @@ def recorded() -> list[Rollout]:
 
 def build(settings: Settings) -> tuple[Renderer, Policy]:
     renderer = Renderer(settings.model)
-    return renderer, build_policy(settings, build_layout(settings.parallel, seed=0), renderer, num_steps=1, is_rl=True)
+    return renderer, opened(build_policy(settings, build_layout(settings.parallel, seed=0), renderer, num_steps=1, is_rl=True))
 
 
 def taught(settings: Settings) -> dict[str, Any]:
     """A step of train.py on the recorded rollouts, in a world of one: what was dropped, packed and measured, as JSON values."""
-    rollouts = recorded()
+    rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
     renderer, policy = build(settings)
-    is_enough(rollouts, settings)
-    minibatches = credited(rollouts, settings, policy, restore=renderer.restore)
+    is_enough(rollouts, settings, algorithm)
+    minibatches = credited(rollouts, settings, policy, algorithm=algorithm, restore=renderer.restore)
     updates = [policy.update(batches, objective(settings.algo), step=0) for batches in minibatches * settings.batch.epochs]
     return {
         "dropped": [rollout.dropped for rollout in rollouts],
