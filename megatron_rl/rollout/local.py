@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import pickle
 import time
+import uuid
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -27,6 +28,14 @@ from megatron_rl.types import HostFault, Image
 T = TypeVar("T")
 HEARTBEAT_S = 20.0
 """Followers hear from an idle leader this often, well within any collective's time limit."""
+
+
+def _common_name(group: dist.ProcessGroup | None) -> str:
+    """A name that no other engine has, the same on all ranks of this one."""
+    names = [uuid.uuid4().hex]
+    if group is not None:
+        dist.broadcast_object_list(names, group_src=0, group=group)
+    return names[0]
 
 
 @dataclass(slots=True)
@@ -64,7 +73,7 @@ class LocalEngine:
         self._settings = settings
         self._image_token_id = image_token_id
         self._group = group
-        self._core = VllmCore(model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids)
+        self._core = VllmCore(model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group))
         self.weight_version = weight_version
         self.busy_s = 0.0
         """Seconds spent preparing requests and inside vLLM's step, since construction."""

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.inputs import EngineInput
     from vllm.multimodal.inputs import MultiModalKwargsItem
 
+SHARED_MEMORY = Path("/dev/shm")
 CACHED_PATCHES = 1 << 20
 """Of images kept between requests: 4.7 GB, in part shared with the Image they came from."""
 
@@ -47,7 +49,7 @@ def _prepare_environment(*, cuda: bool) -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[int]) -> "LLM":
+def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[int], name: str) -> "LLM":
     """Build vLLM's engine, leaving torch's number of threads to the caller (vLLM 0.32.0 v1/worker/cpu_worker.py takes it away)."""
     cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     require(not cuda or torch.cuda.is_available(), "engine.device", "cuda", "this machine has no CUDA device; use auto or cpu")
@@ -63,6 +65,7 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
         require(built_for_cpu != cuda, "engine.device", "cuda" if cuda else "cpu", f"engine.device=cpu {remedy}")
         if not cuda:
             keep_weights_plain()
+            name_shared_memory(name)
         place = (
             {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": True}
             if cuda
@@ -92,14 +95,31 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
             require(not too_small, f"engine.{key}", value, f"too small for engine.max_model_len={settings.max_model_len}; raise it")
             raise
     torch.set_num_threads = set_num_threads
+    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open now: nothing of it outlives them, however they end
+        segment.unlink(missing_ok=True)
     return llm
+
+
+def name_shared_memory(name: str) -> None:
+    """Let the ranks of this engine meet in shared memory of their own.
+
+    vLLM 0.32.0 names it by the port of its init method, of which env:// has none: engines of several ranks on one machine would all meet
+    in the same, and none would start beside another or after one that was killed (distributed/device_communicators/cpu_communicator.py).
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+
+    def group_name(communicator: CpuCommunicator) -> str:
+        return f"{name}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(group_name)
 
 
 class VllmCore:
     """vLLM's engine with this project's requests and weights. Every rank of an engine makes the same calls in the same order."""
 
-    def __init__(self, model_path: str, settings: EngineSettings, *, banned_ids: list[int], stop_ids: list[int]) -> None:
-        self._llm = _start_vllm(model_path, settings, banned_ids=banned_ids)
+    def __init__(self, model_path: str, settings: EngineSettings, *, banned_ids: list[int], stop_ids: list[int], name: str) -> None:
+        """`name` is this engine's alone, the same on all its ranks."""
+        self._llm = _start_vllm(model_path, settings, banned_ids=banned_ids, name=name)
         self._engine = self._llm.llm_engine
         self._stop_ids = stop_ids
         self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()
