@@ -35,7 +35,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
     from megatron_rl.policy.parallel import build_layout
     from megatron_rl.policy.policy import Policy
     from megatron_rl.rollout.renderer import Renderer
-    from megatron_rl.start import build_crew
+    from megatron_rl.start import build_engine
     from megatron_rl.world import connect, place
 
     tp, pp, engine_tp = LAYOUTS[name]
@@ -47,7 +47,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
         settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optim=settings.optim, num_steps=1,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
     )  # fmt: skip
-    engine = build_crew(settings, renderer, world).engine
+    engine = build_engine(settings, renderer, world)
     tensors = [tensor.clone() for _, tensor in policy.hf_weights()]
     room = [torch.empty_like(tensor) for tensor in tensors]
 

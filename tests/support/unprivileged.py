@@ -24,8 +24,8 @@ def main() -> None:
     for closed in {closed_above(path) for path in needed} - {None}:
         inside = {path: os.open(path, os.O_PATH) for path in needed if path.is_relative_to(closed)}
         kernel.mount("tmpfs", str(closed), kind="tmpfs", data="mode=755")
-        for path, descriptor in inside.items():
-            path.mkdir(parents=True)
+        for path, descriptor in sorted(inside.items()):  # a folder before what lies in it
+            path.mkdir(parents=True, exist_ok=True)
             kernel.mount(f"/proc/self/fd/{descriptor}", str(path), flags=kernel.MS_BIND | kernel.MS_REC)
             os.close(descriptor)
     os.chdir(ROOT)
