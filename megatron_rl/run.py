@@ -167,8 +167,8 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
     metrics["time/episode_max"] = max(rollout.wall_s for rollout in scored)
     metrics["time/episode_environment"] = statistics.fmean(rollout.environment_s for rollout in scored)
     metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
-    for name in scored[0].rewards:
-        metrics[f"reward/{name}"] = statistics.fmean(rollout.rewards[name] for rollout in scored)
+    for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
+        metrics[f"reward/{name}"] = statistics.fmean(rollout.rewards[name] for rollout in scored if name in rollout.rewards)
     for status in Status:
         metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
     for end in End:

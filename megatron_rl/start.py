@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algo.algorithms import check_algorithm, needs_reference
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, check_algorithm, needs_reference
 from megatron_rl.config import EngineSettings, Settings, TaskSettings, require, require_choice
 from megatron_rl.evaluate import evaluate
 from megatron_rl.models.hf_config import read_spec
@@ -16,6 +16,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.dry import dry_run
 from megatron_rl.policy.parallel import Layout, build_layout, check_layout
 from megatron_rl.policy.policy import Policy
+from megatron_rl.rewards.functions import rewarded_by
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import Fleet, RoundSettings
 from megatron_rl.rollout.local import LocalEngine
@@ -32,7 +33,7 @@ from megatron_rl.train import train
 from megatron_rl.types import Rollout, RunFailed
 from megatron_rl.world import World, connect, disconnect, place
 
-TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {
+TASKS: Mapping[str, type[Task]] = {
     "number_line": NumberLineTask,
     "visual_python": VisualPythonTask,
     "visual_search": VisualSearchTask,
@@ -46,6 +47,7 @@ class Parts:
 
     world: World
     task: Task
+    algorithms: Mapping[str, Algorithm]
     renderer: Renderer
     policy: Policy
     run: Run
@@ -80,7 +82,7 @@ class Stage:
 def reinforce(settings: Settings, parts: Parts) -> Fleet:
     fleet = parts.open_fleet(settings)
     with parts.checkpoints.settled_on_failure():
-        train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints)
+        train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints, algorithms=parts.algorithms)
     return fleet
 
 
@@ -99,24 +101,36 @@ STAGES: Mapping[str, Stage] = {
 }
 
 
-def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task]] | None = None) -> None:
-    """Build the parts on every rank and run the stage. `tasks` adds a user's own to those that ship: {"mine": MyTask}."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Own:
+    """What a user's own file adds to what ships, by the names that settings choose them by."""
+
+    tasks: Mapping[str, type[Task]] = field(default_factory=dict)
+    """By task.name."""
+    rewards: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    """By task.reward: plain functions (rewards/functions.py)."""
+    algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
+    """By algo.name."""
+
+
+def run(settings: Settings, own: Own = Own()) -> None:
+    """Build the parts on every rank and run the stage."""
     world = place()
     if settings.run.dry:
-        print_plan(settings, world)
+        print_plan(settings, world, own)
         return
-    task = build_task(settings.task, {**TASKS, **(tasks or {})})
-    check(settings, world.size)
+    task = build_task(settings.task, own)
+    check(settings, world.size, own)
     stage = STAGES[settings.stage]
     check_examples(task, stage.splits)
     with ExitStack() as closing:
         connect(world, timeout_s=settings.parallel.timeout_s)
         closing.callback(disconnect)
-        parts = build(settings, stage, task=task, world=world, closing=closing)
+        parts = build(settings, stage, task=task, algorithms={**ALGORITHMS, **own.algorithms}, world=world, closing=closing)
         finish(settings, parts, stage.play(settings, parts))
 
 
-def build(settings: Settings, stage: Stage, *, task: Task, world: World, closing: ExitStack) -> Parts:
+def build(settings: Settings, stage: Stage, *, task: Task, algorithms: Mapping[str, Algorithm], world: World, closing: ExitStack) -> Parts:
     """All but the engines, on every rank; where the run goes on, it is found here."""
     checkpoint, state = find(settings)
     num_steps, remedy = stage.num_steps(settings), "ask for as many, or choose another run.dir"
@@ -124,10 +138,14 @@ def build(settings: Settings, stage: Stage, *, task: Task, world: World, closing
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     renderer = Renderer(settings.model)
     policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl)
+    closing.callback(policy.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
-    return Parts(world=world, task=task, renderer=renderer, policy=policy, run=record, checkpoints=checkpoints, closing=closing)
+    return Parts(
+        world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, run=record, checkpoints=checkpoints,
+        closing=closing,
+    )  # fmt: skip
 
 
 def finish(settings: Settings, parts: Parts, fleet: Fleet) -> None:
@@ -157,17 +175,17 @@ def evaluated(settings: Settings, fleet: Fleet) -> tuple[dict[str, float], RunFa
         return {}, failure
 
 
-def print_plan(settings: Settings, world: World) -> None:
+def print_plan(settings: Settings, world: World, own: Own) -> None:
     """Print the plan of memory on the main rank; a released model's name on the hub is enough of a model.path."""
     model, size = known_spec(settings.model.path), settings.run.world or world.size
-    check_sizes(settings, model, size)
+    check_sizes(settings, model, size, own)
     if world.is_main:
         dry_run(model, settings, world_size=size)
 
 
-def check(settings: Settings, world_size: int) -> None:
+def check(settings: Settings, world_size: int, own: Own = Own()) -> None:
     """What can be known before any process talks to another; every rank raises the same ValueError."""
-    check_sizes(settings, read_spec(settings.model.path), world_size)
+    check_sizes(settings, read_spec(settings.model.path), world_size, own)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
 
@@ -178,10 +196,10 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
 
 
-def check_sizes(settings: Settings, model: ModelSpec, world_size: int) -> None:
+def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own) -> None:
     """The names in tables; the layout, the frozen parts and the engine against the model and the number of processes."""
     require_choice("stage", settings.stage, tuple(STAGES))
-    check_algorithm(settings.algo)
+    check_algorithm(settings.algo, {**ALGORITHMS, **own.algorithms})
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
@@ -191,9 +209,21 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int) -> None:
     require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
 
 
-def build_task(settings: TaskSettings, tasks: Mapping[str, Callable[[TaskSettings], Task]]) -> Task:
+def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
+    """The task with the reward that is chosen, which may be a function of the user's, alone or beside one that ships."""
+    tasks = {**TASKS, **own.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
-    return tasks[settings.name](settings)
+    task_type = tasks[settings.name]
+    names = settings.reward.split("+") if settings.reward else []
+    shipped = [name for name in names if name not in own.rewards]
+    choices = [*task_type.rewards, *own.rewards]
+    remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}; at most one that ships, with your own joined by +"
+    require({*shipped} <= {*task_type.rewards} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
+    remedy = f"task {settings.name} has no options of its own"
+    require(settings.options is None or task_type.Options is not None, "task.options", settings.options, remedy)
+    task = task_type(replace(settings, reward="".join(shipped)))
+    task.rubric = rewarded_by(settings.reward, task.rubric, own.rewards)
+    return task
 
 
 def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int, is_rl: bool) -> Policy:
@@ -209,22 +239,27 @@ def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_
 
 
 def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World) -> Fleet:
-    """This process's engine, one alone or one that spans engine.tp neighboring ranks, and its place in the fleet. All ranks together."""
-    group, size = None, settings.engine.tp
-    if size > 1:
-        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
-        group = groups[world.rank // size]
-    engine = LocalEngine(
-        settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
-    )  # fmt: skip
-    batch = settings.batch
+    """This process's engine and its place in the fleet. All ranks together."""
+    batch, size = settings.batch, settings.engine.tp
     return Fleet(
-        task, engine=engine, renderer=renderer, trainer=policy, gather=gather_rollouts, episode=episode_settings(settings),
+        task, engine=build_engine(settings, renderer, world), renderer=renderer, trainer=policy, gather=gather_rollouts,
+        episode=episode_settings(settings),
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
         ),
         index=world.rank // size, num_engines=world.size // size,
+    )  # fmt: skip
+
+
+def build_engine(settings: Settings, renderer: Renderer, world: World) -> LocalEngine:
+    """This process's engine: one alone, or a part of one that spans engine.tp neighboring ranks. All ranks together."""
+    group, size = None, settings.engine.tp
+    if size > 1:
+        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
+        group = groups[world.rank // size]
+    return LocalEngine(
+        settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
     )  # fmt: skip
 
 

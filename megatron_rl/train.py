@@ -4,12 +4,12 @@ Synchronous and on-policy at the start of each step: the engine serves exactly t
 apart is in algo/. Every rank runs this function; rollouts and their credit are the same everywhere, the work is then dealt to ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from megatron_rl.algo.algorithms import ALGORITHMS, needs_old, needs_reference
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_old, needs_reference
 from megatron_rl.algo.credit import spreads
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.select import kept_groups, select
@@ -25,9 +25,12 @@ from megatron_rl.types import Batch, Context, Rollout
 from megatron_rl.world import gather
 
 
-def train(settings: Settings, *, policy: Policy, fleet: Fleet, run: Run, checkpoints: Checkpoints) -> None:
+def train(
+    settings: Settings, *,
+    policy: Policy, fleet: Fleet, run: Run, checkpoints: Checkpoints, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+) -> None:  # fmt: skip
     """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights."""
-    spans, loss = run.spans, objective(settings.algo)
+    spans, algorithm, loss = run.spans, algorithms[settings.algo.name], objective(settings.algo, algorithms)
     with spans("sync"):
         with fleet.away():
             checkpoints.restore()
@@ -36,13 +39,13 @@ def train(settings: Settings, *, policy: Policy, fleet: Fleet, run: Run, checkpo
 
     for step in range(run.first_step, settings.run.steps):
         with run.rolling_out(fleet.busy_s):
-            rollouts = fleet.take(step, enough=partial(played_enough, settings=settings, run=run, step=step))
+            rollouts = fleet.take(step, enough=partial(played_enough, settings=settings, algorithm=algorithm, run=run, step=step))
         rounds = fleet.rounds - run.history.rounds
         run.history.add(step, rollouts, rounds=rounds)
 
         with spans("update"), fleet.away():
             with run.keeping_rollouts(rollouts, step=step):
-                minibatches = credited(rollouts, settings, policy, restore=fleet.renderer.restore)
+                minibatches = credited(rollouts, settings, policy, algorithm=algorithm, restore=fleet.renderer.restore)
             updates = []
             for batches in minibatches * settings.batch.epochs:
                 with run.keeping(batches, step=step):
@@ -65,28 +68,30 @@ def train(settings: Settings, *, policy: Policy, fleet: Fleet, run: Run, checkpo
                 checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
 
 
-def played_enough(rollouts: list[Rollout], *, settings: Settings, run: Run, step: int) -> bool:
+def played_enough(rollouts: list[Rollout], *, settings: Settings, algorithm: Algorithm, run: Run, step: int) -> bool:
     """Whether a step needs no further round. RunFailed: too many rollouts failed, or one has a number that is not finite."""
     check_failures(rollouts, limit=settings.run.max_failed)
     with run.keeping_rollouts(rollouts, step=step):
         require_finite(rollouts)
-        return is_enough(rollouts, settings)
+        return is_enough(rollouts, settings, algorithm)
 
 
-def is_enough(rollouts: list[Rollout], settings: Settings) -> bool:
+def is_enough(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm) -> bool:
     """Drop what is not trained on, and say whether as many groups are left as a step wants."""
     spread = spreads(rollouts, settings.algo)
-    needs_peers, num_groups = ALGORITHMS[settings.algo.name].needs_peers, settings.batch.prompts_per_step
-    select(rollouts, settings.select, num_groups=num_groups, spread=spread, needs_peers=needs_peers)
+    num_groups = settings.batch.prompts_per_step
+    select(rollouts, settings.select, num_groups=num_groups, spread=spread, needs_peers=algorithm.needs_peers)
     return len(kept_groups(rollouts)) >= num_groups
 
 
-def credited(rollouts: list[Rollout], settings: Settings, policy: Policy, *, restore: Callable[[Context], None]) -> list[list[Batch]]:
+def credited(
+    rollouts: list[Rollout], settings: Settings, policy: Policy, *, algorithm: Algorithm, restore: Callable[[Context], None]
+) -> list[list[Batch]]:
     """Credit the rollouts and pack what is trained on: the micro-batches of each update, with what the loss reads of networks.
 
     Where credit itself reads what networks say of the tokens, they are packed and read first, and their advantages follow them.
     """
-    algorithm, algo, batch = ALGORITHMS[settings.algo.name], settings.algo, settings.batch
+    algo, batch = settings.algo, settings.batch
     reads = algorithm.reads(algo)
     if not reads:
         algorithm.credit(rollouts, algo)

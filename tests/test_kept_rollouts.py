@@ -9,6 +9,7 @@ import torch.distributed as dist
 from PIL import Image as pil
 
 from megatron_rl import train
+from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, SelectSettings, Settings
 from megatron_rl.observe.recorder import read
 from megatron_rl.run import Run, require_finite
@@ -53,9 +54,9 @@ def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) ->
     rounds = [[rollout(0), rollout(1), rollout(2, reward=None)], [rollout(0, reward=0.0), bad, rollout(2)]]
     given = [each for played in rounds for each in played]
     run = Run(settings, place(), num_steps=9)
-    assert not train.played_enough(rounds[0], settings=settings, run=run, step=5)
+    assert not train.played_enough(rounds[0], settings=settings, algorithm=ALGORITHMS["grpo"], run=run, step=5)
     with pytest.raises(NotFinite) as stopped:
-        train.played_enough(given, settings=settings, run=run, step=5)
+        train.played_enough(given, settings=settings, algorithm=ALGORITHMS["grpo"], run=run, step=5)
     path = tmp_path / "run" / "not_finite" / "step_000005.jsonl"
     assert str(stopped.value) == f"step 5, {said}; the step's rollouts are kept in {path}, checkpoints before it stay"
     entries = read(path)
@@ -78,7 +79,7 @@ def test_a_number_that_credit_meets_is_kept_too(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "not_finite").exists()
     bad, said = [rollout(0, reward=math.nan)], r"^step 4, task=mine: e#0 was rewarded nan; .* kept in .*not_finite/step_000004.jsonl"
     with pytest.raises(NotFinite, match=said), run.keeping_rollouts(bad, step=4):
-        train.credited(bad, settings, None, restore=None)
+        train.credited(bad, settings, None, algorithm=ALGORITHMS["grpo"], restore=None)
     (entry,) = read(tmp_path / "run" / "not_finite" / "step_000004.jsonl")
     assert math.isnan(entry.rollout.reward)
     run.log.close()

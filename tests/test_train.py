@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rl import train
+from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batch import pack
 from megatron_rl.config import AlgoSettings, BatchSettings, SelectSettings, Settings
 from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
@@ -135,7 +136,11 @@ def credited_on(ranks: int, settings: Settings, monkeypatch: pytest.MonkeyPatch,
     def one(rank: int) -> tuple[list[Rollout], Scripted, list[list[Batch]]]:
         peers.mine.rank = rank
         rollouts, policy = step(), Scripted(rank=rank, ranks=ranks, share=share)
-        return rollouts, policy, train.credited(rollouts, settings, policy, restore=policy.restored.append)
+        return (
+            rollouts,
+            policy,
+            train.credited(rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], restore=policy.restored.append),
+        )
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))
@@ -174,7 +179,9 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "gather", lambda _: pytest.fail("ranks talked"))
     rollouts, policy = step(), Scripted()
     rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
-    ((*batches,),) = train.credited(rollouts, settings_of(AlgoSettings(name="rloo")), policy, restore=policy.restored.append)
+    ((*batches,),) = train.credited(
+        rollouts, settings_of(AlgoSettings(name="rloo")), policy, algorithm=ALGORITHMS["rloo"], restore=policy.restored.append
+    )
     assert policy.asked == []
     assert {(batch.old_logprob_T, batch.reference_logprob_T) for batch in batches} == {(None, None)}
     left = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # 1 against 3; 1.5 against 2 and the dropped -1, 2 against 1.5 and -1
@@ -214,7 +221,7 @@ def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, 
     for rollout in rollouts:
         rollout.dropped = "end" if rollout.is_scored else ""
     settings = settings_of(AlgoSettings(kl_coef=0.1, kl_in_reward=in_reward))
-    assert train.credited(rollouts, settings, policy, restore=policy.restored.append) == []
+    assert train.credited(rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], restore=policy.restored.append) == []
     assert (policy.asked, policy.restored) == ([], [])
     assert all(any(context.advantages) for context in rollouts[0].contexts), "the recorder shows what it would have been credited with"
 
@@ -231,5 +238,5 @@ def test_enough_is_as_many_groups_as_a_step_wants_by_the_credit_it_uses() -> Non
             batch = BatchSettings(prompts_per_step=wanted)
             settings = Settings(algo=AlgoSettings(turns=turns), select=SelectSettings(drop=drop), batch=batch)
             rollouts = made()
-            assert train.is_enough(rollouts, settings) == (kept >= wanted)
+            assert train.is_enough(rollouts, settings, ALGORITHMS[settings.algo.name]) == (kept >= wanted)
             assert rollouts[6].dropped == "alone"

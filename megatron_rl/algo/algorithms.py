@@ -47,13 +47,13 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 """DAPO and Dr. GRPO are grpo with other settings (configs/algo)."""
 
 
-def check_algorithm(algo: AlgoSettings) -> None:
+def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> None:
     """ValueError: a name that is in no table, or settings that do not go together."""
-    require_choice("algo.name", algo.name, tuple(ALGORITHMS))
+    require_choice("algo.name", algo.name, tuple(algorithms))
     require_choice("algo.turns", algo.turns, tuple(TURN_SCHEMES))
     require_choice("algo.kl_estimator", algo.kl_estimator, tuple(ESTIMATORS))
     require_choice("algo.correction", algo.correction, tuple(CORRECTIONS))
-    by_turn = [name for name, row in ALGORITHMS.items() if row.by_turn]
+    by_turn = [name for name, row in algorithms.items() if row.by_turn]
     remedy = f"algo.name={algo.name} credits whole episodes; use broadcast, or one of {', '.join(by_turn)}"
     require(algo.turns == "broadcast" or algo.name in by_turn, "algo.turns", algo.turns, remedy)
 

@@ -3,33 +3,35 @@
 Sums only: the trainer divides once, by one global integer, so that a gradient does not depend on how a batch was cut.
 """
 
+from collections.abc import Mapping
+
 import torch
 
-from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.algo.corrections import CORRECTIONS
 from megatron_rl.algo.kl import ESTIMATORS, k3
-from megatron_rl.algo.surrogates import log_ratio
+from megatron_rl.algo.surrogates import Bounds, log_ratio
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Loss, LossMetrics, Rows
 
 
-def objective(algo: AlgoSettings) -> Loss:
+def objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> Loss:
     """Sum over sampled tokens of weight * (correction * surrogate + kl_coef * KL - entropy_coef * entropy); GRPO, arXiv 2402.03300, eq. 3.
 
     A KL term that is taken off the reward (algo.kl_in_reward) is only measured here.
     """
-    surrogate, correct = ALGORITHMS[algo.name].surrogate, CORRECTIONS[algo.correction]
+    algorithm, correct = algorithms[algo.name], CORRECTIONS[algo.correction]
     estimate = ESTIMATORS[algo.kl_estimator]
     has_kl_term = algo.kl_coef > 0 and not algo.kl_in_reward
 
     def loss(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
         correction_R = correct(rows, algo)
-        loss_R = correction_R * surrogate(rows, algo)
+        loss_R = correction_R * algorithm.surrogate(rows, algo)
         if has_kl_term:
             loss_R = loss_R + algo.kl_coef * estimate(rows.logprob_R, rows.reference_R)
         if algo.entropy_coef > 0:
             loss_R = loss_R - algo.entropy_coef * rows.entropy_R
-        return (rows.weight_R * loss_R).sum(), measure(rows, correction_R, algo)
+        return (rows.weight_R * loss_R).sum(), measure(rows, correction_R, algo, bounds=algorithm.bounds(rows, algo))
 
     return loss
 
@@ -41,14 +43,14 @@ def likelihood(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
 
 
 @torch.no_grad()
-def measure(rows: Rows, correction_R: torch.Tensor, algo: AlgoSettings) -> LossMetrics:
+def measure(rows: Rows, correction_R: torch.Tensor, algo: AlgoSettings, *, bounds: Bounds) -> LossMetrics:
     """How far the policy went from the one that sampled, and engine from trainer.
 
     clip_low and clip_high fractions count the tokens past the algorithm's bound on the side that their advantage pushes to; kl_old
     estimates KL(old || pi) by k3, since the tokens are the old policy's.
     """
     ratio_R, advantage_R = log_ratio(rows).exp(), rows.advantage_R
-    below_R, above_R = ALGORITHMS[algo.name].bounds(rows, algo)
+    below_R, above_R = bounds
     gap_R = (rows.old_R - rows.engine_R).abs()
     counts = {
         "policy/clip_low_fraction": (advantage_R < 0) & below_R,

@@ -23,6 +23,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.start import Own, build_task
 from megatron_rl.types import Example
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from sandbox.client import SandboxClient
@@ -89,12 +90,10 @@ def look_at_model(settings: Settings, report: Report) -> Renderer | None:
     return renderer
 
 
-def look_at_task(settings: Settings, report: Report) -> None:
+def look_at_task(settings: Settings, report: Report, own: Own) -> None:
     """Whether the task takes its settings."""
-    from megatron_rl.start import TASKS, build_task  # brings Megatron, with warnings that main() silences
-
     try:
-        build_task(settings.task, TASKS)
+        build_task(settings.task, own)
     except ValueError as error:
         report.fail("task", str(error))
     else:
@@ -217,11 +216,11 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def examine(settings: Settings) -> Report:
+def examine(settings: Settings, own: Own = Own()) -> Report:
     report = Report()
     look_at_machine(settings, report)
     renderer = look_at_model(settings, report)
-    look_at_task(settings, report)
+    look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer)
     look_at_judges(settings, report)
     look_at_sandbox(settings, report)
@@ -238,9 +237,9 @@ def show(report: Report, console: Console) -> None:
             console.print(f"{kind}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def examine_and_show(settings: Settings) -> int:
+def examine_and_show(settings: Settings, own: Own) -> int:
     """Print a table, and a line for each problem: `error: key=value: remedy`. 0: a run can start; 1: it cannot."""
-    report = examine(settings)
+    report = examine(settings, own)
     show(report, Console())
     print("a run cannot start" if report.errors else "a run can start")
     return 1 if report.errors else 0

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -38,28 +39,36 @@ class BesideTheFile(SearchPathPlugin):
 Plugins.instance().register(BesideTheFile)
 
 
-def cli(*, tasks: Mapping[str, type] | None = None) -> None:
-    """Do what the command line says. `tasks` adds a user's own to those that ship: {"mine": MyTask}, chosen by task.name=mine.
+def cli(
+    *, tasks: Mapping[str, type] | None = None, rewards: Mapping[str, Callable[..., object]] | None = None,
+    algorithms: Mapping[str, object] | None = None,
+) -> None:  # fmt: skip
+    """Do what the command line says; the first word may be `doctor`, which looks at what the run needs and does not start it.
 
-    The first word may be `doctor`, which looks at what the run needs and does not start it.
+    A user's own tasks, rewards and algorithms are chosen by their names here, as those that ship are: {"mine": MyTask} by task=mine,
+    {"short": short} by task.reward=short, {"mine": Algorithm(...)} by algo.name=mine (docs/extend.md).
     """
     examines = sys.argv[1:2] == ["doctor"]
     if examines:
         del sys.argv[1]
+    for name, task in (tasks or {}).items():
+        node = {"name": name} if task.Options is None else {"name": name, "options": task.Options}
+        ConfigStore.instance().store(group="task", name=name, node=node)
 
     def act(settings: Settings) -> None:
+        from megatron_rl.start import Own, run  # brings Megatron
+
+        own = Own(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
         if examines:
-            from megatron_rl.cli.doctor import examine_and_show  # brings torch and transformers
+            from megatron_rl.cli.doctor import examine_and_show
 
-            sys.exit(examine_and_show(settings))
-        from megatron_rl.start import run  # brings Megatron
+            sys.exit(examine_and_show(settings, own))
+        run(settings, own)
 
-        run(settings, tasks=tasks)
-
-    read_and(act)
+    read_and(act, tasks or {})
 
 
-def read_and(act: Callable[[Settings], None]) -> None:
+def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type]) -> None:
     """Let hydra read the command line, and act on the settings; a user's mistake ends as one line, never as a traceback."""
     world = place()
 
@@ -69,7 +78,7 @@ def read_and(act: Callable[[Settings], None]) -> None:
         warnings.filterwarnings("ignore", module="megatron")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # megatron-core 0.16.1 calls collectives by older names
         try:
-            act(resolve(chosen))
+            act(resolve(chosen, tasks))
         except (ValueError, OSError, RunFailed, HostFault, OmegaConfBaseException) as error:
             if not world.is_main:
                 time.sleep(QUIET_S)
@@ -88,9 +97,16 @@ def read_and(act: Callable[[Settings], None]) -> None:
         raise
 
 
-def resolve(chosen: DictConfig) -> Settings:
-    """The plain dataclasses, checked. ValueError: a value is wrong or lacking, or a key was added (+key=value) that no dataclass has."""
+def resolve(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})) -> Settings:
+    """The plain dataclasses, checked. ValueError: a value is wrong or lacking, or a key was added (+key=value) that no dataclass has.
+
+    What a yaml says of task.options is held to the dataclass that the user's own task has for it.
+    """
+    own = tasks.get(OmegaConf.select(chosen, "task.name", default=""))
     try:
+        if own is not None and own.Options is not None:
+            given = OmegaConf.select(chosen, "task.options")
+            OmegaConf.update(chosen, "task.options", OmegaConf.merge(OmegaConf.structured(own.Options), given or {}), merge=False)
         return OmegaConf.to_object(chosen)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: has no default; give it on the command line") from error

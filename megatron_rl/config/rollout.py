@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -118,8 +119,11 @@ class TaskSettings:
     """Which task is played: number_line, visual_python, visual_search, vqa, or one of your own."""
     protocol: str = "pyvision"
     """How a task with tools is spoken: pyvision, codev, deepeyes or functions."""
-    reward: str = "accuracy"
-    """The rubric of a task with questions: accuracy, pyvision, deepeyes, codev or tapo."""
+    reward: str = ""
+    """What is rewarded: of a task with questions accuracy, pyvision, deepeyes, codev or tapo; a function of your own; or one and the other,
+    as accuracy+mine. Empty is the task's own way, with questions accuracy."""
+    options: Any = None
+    """Settings that a task of your own has beside these, as its dataclass says (docs/extend.md)."""
     max_turns: int = 10
     """Replies of the policy in one episode at most."""
     eval_max_turns: int = 0
@@ -140,7 +144,6 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         require_choice("task.protocol", self.protocol, ("pyvision", "codev", "deepeyes", "functions"))
-        require_choice("task.reward", self.reward, ("accuracy", "pyvision", "deepeyes", "codev", "tapo"))
         for key in ("max_turns", "max_tokens_per_turn", "eval_samples"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
         for key in ("eval_max_turns", "max_pixels", "max_seconds"):

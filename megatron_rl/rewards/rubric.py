@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.types import End, Image, Turn
+from megatron_rl.types import End, HostFault, Image, Rollout, Turn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -19,17 +19,26 @@ class Outcome:
     """What is scored: the example's payload, the policy's turns with what came of them, and how the episode ended."""
 
     payload: Mapping[str, object]
-    turns: list[Turn]
-    end: End
+    rollout: Rollout
+    """The episode, which has no reward yet."""
     images: list[Image] = field(default_factory=list)
     """Those of the first prompt."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self.rollout.turns
+
+    @property
+    def end(self) -> End:
+        return self.rollout.end
 
     @property
     def replies(self) -> list[str]:
         return [turn.text for turn in self.turns]
 
 
-Reward = Callable[[Outcome], Awaitable[float]]
+Reward = Callable[[Outcome], Awaitable[float | None]]
+"""None where it has no opinion: the part then counts nothing, and is not among the rewards."""
 TurnReward = Callable[[Outcome], Awaitable[list[float | None]]]
 """One value a turn; None for a turn that is no step in the sense of this reward."""
 Veto = Callable[[Outcome], bool]
@@ -60,7 +69,7 @@ class Score:
     outcome: float
     """The same without the turn parts."""
     rewards: dict[str, float]
-    """By part, unweighted; a veto that holds is there with 1."""
+    """By part that had an opinion, unweighted; a veto that holds is there with 1."""
     turns: list[float | None]
     """What each turn is worth as a step of the turn parts, weighted; None where it is no step of any."""
     gains: list[float]
@@ -74,6 +83,8 @@ class Rubric:
     parts: Mapping[str, Part] = field(default_factory=dict)
     turn_parts: Mapping[str, TurnPart] = field(default_factory=dict)
     vetoes: Mapping[str, Veto] = field(default_factory=dict)
+    solved_by: str = ""
+    """The part that says whether an episode is solved: at least CORRECT. Empty: every reward above 0 does."""
 
     def __post_init__(self) -> None:
         names = [*self.parts, *self.turn_parts, *(f"veto {name}" for name in self.vetoes)]
@@ -84,16 +95,19 @@ class Rubric:
                 raise ValueError(f"rubric: {name} needs {part.needs!r}, which is no part, or itself needs one")
 
     async def score(self, outcome: Outcome) -> Score:
-        """An exception of a part is the caller's: it fails the rollout, it is never a 0."""
+        """An exception of a part is the caller's: it fails the rollout, it is never a 0. HostFault: no part has an opinion."""
         free = [name for name, part in self.parts.items() if not part.needs]
         values, turn_values = await asyncio.gather(
             asyncio.gather(*(self.parts[name].reward(outcome) for name in free)),
             asyncio.gather(*(part.reward(outcome) for part in self.turn_parts.values())),
         )
-        rewards = dict(zip(free, values, strict=True))
-        earned = [name for name, part in self.parts.items() if part.needs and rewards[part.needs] >= CORRECT]
+        rewards = {name: value for name, value in zip(free, values, strict=True) if value is not None}
+        earned = [name for name, part in self.parts.items() if part.needs and rewards.get(part.needs, 0.0) >= CORRECT]
         rewards |= dict.fromkeys((name for name, part in self.parts.items() if part.needs), 0.0)
-        rewards |= dict(zip(earned, await asyncio.gather(*(self.parts[name].reward(outcome) for name in earned)), strict=True))
+        bonuses = await asyncio.gather(*(self.parts[name].reward(outcome) for name in earned))
+        rewards |= {name: value for name, value in zip(earned, bonuses, strict=True) if value is not None}
+        if self.parts and not self.turn_parts and not rewards:
+            raise HostFault(f"rewards {', '.join(self.parts)}: none has an opinion on {outcome.rollout.example_id}; one must give a number")
         held = [name for name, veto in self.vetoes.items() if veto(outcome)]
         if held:
             rewards = {name: min(value, 0.0) for name, value in rewards.items()}
@@ -109,10 +123,14 @@ class Rubric:
                 gains[number] += part.weight * (so_far[number] - (so_far[number - 1] if number else 0.0))
                 if step is not None:
                     turns[number] = (turns[number] or 0.0) + part.weight * step
-        total = sum(part.weight * rewards[name] for name, part in self.parts.items())
+        total = sum(part.weight * rewards[name] for name, part in self.parts.items() if name in rewards)
         earned_by_turns = sum(part.weight * rewards[name] for name, part in self.turn_parts.items())
         rewards |= {f"veto {name}": float(name in held) for name in self.vetoes}
         return Score(reward=total + earned_by_turns, outcome=total, rewards=rewards, turns=turns, gains=gains)
+
+    def solves(self, rollout: Rollout) -> bool:
+        """Whether a rollout that it scored is solved."""
+        return rollout.rewards.get(self.solved_by, 0.0) >= CORRECT if self.solved_by else rollout.reward > 0
 
 
 def running(steps: Sequence[float | None], *, mean: bool) -> list[float]:

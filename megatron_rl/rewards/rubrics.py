@@ -32,9 +32,12 @@ RESPONSE_LENGTH = 6000
 NUM_PROCESS_IMAGES = 3
 
 
+REWARDS = ("accuracy", "pyvision", "deepeyes", "codev", "tapo")
+
+
 def build(reward: str, *, judge: Judge | None, protocol: str) -> Rubric:
     """`protocol` tells how answers are written: PyVision's are boxed. Raises ValueError where a reward needs a judge and there is none."""
-    require_choice("task.reward", reward, ("accuracy", "pyvision", "deepeyes", "codev", "tapo"))
+    require_choice("task.reward", reward, REWARDS)
     needs = f"task.reward={reward} is given by a judge; name the servers of one (or recorded verdicts, task.judge.cache)"
     require(judge is not None or reward not in ("codev", "tapo"), "task.judge.urls", [], needs)
     read = strict_boxed if protocol == "pyvision" else tagged
@@ -49,7 +52,7 @@ def build(reward: str, *, judge: Judge | None, protocol: str) -> Rubric:
         parts |= {"format": Part(codev_format, weight=0.3), "process": Part(Process(judge), weight=0.5)}
     elif judge is not None and reward == "tapo":
         turn_parts = {"evidence": TurnPart(Evidence(judge), weight=0.5)}
-    return Rubric(parts=parts, turn_parts=turn_parts, vetoes=vetoes(read))
+    return Rubric(parts=parts, turn_parts=turn_parts, vetoes=vetoes(read), solved_by="accuracy")
 
 
 def deepeyes_parts(accuracy: Reward) -> dict[str, Part]:

@@ -55,7 +55,7 @@ async def run_episode(
         rollout.end = await _play(rollout, env, conversation, settings=settings, stop=tuple(task.stop))
         rollout.status = Status.COMPLETED if rollout.end in (End.DONE, End.TOOL_ERROR) else Status.TRUNCATED
         ended = time.monotonic()
-        score = await task.rubric.score(Outcome(payload=example.payload, turns=rollout.turns, end=rollout.end, images=shown))
+        score = await task.rubric.score(Outcome(payload=example.payload, rollout=rollout, images=shown))
         rollout.scoring_s = time.monotonic() - ended
         rollout.reward, rollout.outcome, rollout.rewards = score.reward, score.outcome, score.rewards
         for turn, worth, gain in zip(rollout.turns, score.turns, score.gains, strict=True):

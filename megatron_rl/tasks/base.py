@@ -1,10 +1,15 @@
-"""What a task is to the rest of the program: examples, single-use environments that speak messages, and a rubric."""
+"""What a task is to the rest of the program: examples, single-use environments that speak messages, and a rubric.
 
+A task of your own is a subclass that has `examples` and `env`; all else has defaults (docs/extend.md).
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
-from megatron_rl.rewards.rubric import Rubric
+from megatron_rl.config import TaskSettings
+from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 
@@ -24,42 +29,55 @@ class Step:
     """The messages are a whole new prompt (the state is in them) instead of a continuation of the last one."""
 
 
-class Env(Protocol):
+class Env(ABC):
     """Single use: made for one example, run for one episode, closed however that ends. Raises HostFault for trouble that is ours."""
 
+    @abstractmethod
     async def reset(self, seed: int) -> list[Message]: ...
 
+    @abstractmethod
     async def step(self, text: str) -> Step: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Give back what the episode took."""
+        return
 
 
-class Task(Protocol):
+class Task(ABC):
     """A family of examples with their environment and score."""
 
-    name: str
-    rubric: Rubric
-    stop: Sequence[str]
+    Options: ClassVar[type | None] = None
+    """A dataclass of settings that this task alone has; settings.options is one of it."""
+    rewards: ClassVar[Sequence[str]] = ()
+    """Names that task.reward may have besides those of a user's own functions. Empty: the task is scored in one way only."""
+    rubric: Rubric = Rubric(turn_parts={"return": TurnPart(environment_rewards, mean=False)})
+    """The undiscounted sum of what the environment gives, where a task does not say otherwise."""
+    stop: Sequence[str] = ()
     """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""
+
+    def __init__(self, settings: TaskSettings) -> None:
+        self.settings, self.name = settings, settings.name
 
     async def start(self) -> None:
         """Take what episodes share (sandbox, judge), in the event loop that runs them. Called once, on the leader of each engine."""
-        ...
+        return
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Give it back."""
+        return
 
-    def examples(self, split: str) -> Sequence[Example]: ...
+    @abstractmethod
+    def examples(self, split: str) -> Sequence[Example]:
+        """Those of split train or eval."""
 
-    def env(self, example: Example) -> Env: ...
+    @abstractmethod
+    def env(self, example: Example) -> Env:
+        """A new environment for one episode."""
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Each is asked for when it is trained on, and may be made only then."""
-        ...
-
-    def gold(self, example: Example) -> list[str]:
-        """Replies that earn full marks on this example, turn by turn."""
-        ...
+        raise ValueError(f"task.name={self.name}: has no demonstrations for a warm start; give it some, or use stage=rl")
 
     def success(self, rollout: Rollout) -> bool:
         """Whether a scored episode counts as solved in evaluations."""
-        ...
+        return self.rubric.solves(rollout)

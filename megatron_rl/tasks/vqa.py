@@ -12,15 +12,14 @@ from megatron_rl.data.questions import split_of
 from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
-from megatron_rl.rewards.rubric import CORRECT
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step, Task
 from megatron_rl.tasks.visual_python.messages import place, say
-from megatron_rl.types import Demonstration, Example, Message, Rollout
+from megatron_rl.types import Demonstration, Example, Message
 
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
 
 
-class VqaEnv:
+class VqaEnv(Env):
     def __init__(self, example: Example) -> None:
         self.example = example
 
@@ -32,17 +31,14 @@ class VqaEnv:
     async def step(self, text: str) -> Step:
         return Step(messages=[], reward=0.0, done=True, reason="answer")
 
-    async def close(self) -> None:
-        pass
 
+class VqaTask(Task):
+    rewards = ("accuracy",)
+    stop = ("</answer>",)
 
-class VqaTask:
     def __init__(self, settings: TaskSettings) -> None:
-        require(settings.reward == "accuracy", "task.reward", settings.reward, "counts tools, and task vqa has none; use accuracy")
+        super().__init__(settings)
         require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "give the files of questions that are held out")
-        self.name = "vqa"
-        self.stop = ("</answer>",)
-        self.data = settings.data
         self.judge = judge_of(settings.judge)
         self.rubric = rubrics.build("accuracy", judge=self.judge, protocol="")
         self._splits: dict[str, Sequence[Example]] = {}
@@ -58,17 +54,15 @@ class VqaTask:
     def examples(self, split: str) -> Sequence[Example]:
         """Every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
-            self._splits[split] = split_of(self.data, split)
+            self._splits[split] = split_of(self.settings.data, split)
         return self._splits[split]
 
     def env(self, example: Example) -> VqaEnv:
         return VqaEnv(example)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
-        return demonstrations_of(self.data, split, num=num, seed=seed)
+        return demonstrations_of(self.settings.data, split, num=num, seed=seed)
 
     def gold(self, example: Example) -> list[str]:
+        """Replies that earn full marks."""
         return [f"<answer>{example.payload['answer']}</answer>"]
-
-    def success(self, rollout: Rollout) -> bool:
-        return rollout.rewards["accuracy"] >= CORRECT

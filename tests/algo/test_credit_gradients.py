@@ -17,8 +17,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.credit import TURN_SCHEMES
 from megatron_rl.config import AlgoSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
-from megatron_rl.types import End
-from tests.support.episodes import episode, turn_credits
+from tests.support.episodes import episode, outcome_of, turn_credits
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def by_rubric(*steps: float | None, right: bool) -> dict[str, float | list]:
         return list(steps)
 
     rubric = Rubric(parts={"accuracy": Part(accuracy)}, turn_parts={"evidence": TurnPart(evidence, weight=0.5)})
-    score = asyncio.run(rubric.score(Outcome(payload={}, turns=episode(0, 0.0, gains=[0.0] * len(steps)).turns, end=End.DONE)))
+    score = asyncio.run(rubric.score(outcome_of(*episode(0, 0.0, gains=[0.0] * len(steps)).turns)))
     assert score.reward == right + 0.5, "the reward must not depend on the choice"
     return {"outcome": score.outcome, "scores": score.turns, "gains": score.gains}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.start import TASKS, build_task, check
+from megatron_rl.start import build_task, check
 from tests.contracts.test_configs import settings_of
 
 MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key/value heads, 4 layers
@@ -51,4 +51,4 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 
 def test_a_task_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match=r"^task.name=chess: no such task; choose one of .*number_line"):
-        build_task(settings_of("model.path=here", "run.dir=there", "task.name=chess").task, TASKS)
+        build_task(settings_of("model.path=here", "run.dir=there", "task.name=chess").task)

@@ -21,10 +21,10 @@ from PIL import Image
 from megatron_rl.config import JudgeSettings
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rewards.rubrics import build
-from megatron_rl.types import End, HostFault, ToolCall, Turn
+from megatron_rl.types import HostFault, ToolCall, Turn
 from megatron_rl.types import Image as Shown
+from tests.support.episodes import outcome_of
 
 pytestmark = pytest.mark.timeout(600)
 _XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
@@ -95,7 +95,7 @@ def test_a_rubric_is_scored_by_it(url: str) -> None:
     zoom = ToolCall(tool="zoom", source=json.dumps({"bbox_2d": [0, 0, 40, 40]}))
     turns = [Turn(0, (0, 1), "zoom", call=zoom, images=[crop]), Turn(0, (2, 3), "<answer>red</answer>")]
     payload = {"question": "What color?", "answer": "red", "data_source": "vstar"}
-    outcome = Outcome(payload=payload, turns=turns, end=End.DONE, images=[crop])
+    outcome = outcome_of(*turns, payload=payload, images=[crop])
 
     async def score(model: str) -> float:
         judge = Judge(JudgeSettings(urls=[url], model=model, max_tokens=64, timeout_s=120, tries=2))

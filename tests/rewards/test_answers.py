@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from megatron_rl.rewards import answer as answers
 from megatron_rl.rewards.answer import choice, decide, number, relative_accuracy, same_text, strict_boxed, tagged, unboxed, vetoes
 from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.types import End, Turn
+from megatron_rl.types import Turn
+from tests.support.episodes import outcome_of
 
 
 def said(*replies: str) -> Outcome:
-    return Outcome(payload={}, turns=[Turn(context=0, span=(0, 1), text=reply) for reply in replies], end=End.DONE)
+    return outcome_of(*(Turn(context=0, span=(0, 1), text=reply) for reply in replies))
 
 
 @pytest.mark.parametrize(

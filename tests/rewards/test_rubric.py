@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards.rubric import CORRECT, Outcome, Part, Reward, Rubric, TurnPart, environment_rewards, running
-from megatron_rl.types import End, HostFault, Turn
+from megatron_rl.types import HostFault, Turn
+from tests.support.episodes import outcome_of
 
 
 def outcome(*rewards: float) -> Outcome:
     turns = [Turn(context=0, span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
-    return Outcome(payload={}, turns=turns, end=End.DONE)
+    return outcome_of(*turns)
 
 
 def gives(value: float) -> Reward:

@@ -16,6 +16,7 @@ from megatron_rl.rewards.rubrics import build
 from megatron_rl.rewards.tool_use import codev_format, deepeyes_format, executed_code, red_lines
 from megatron_rl.rewards.verdicts import Verdicts
 from megatron_rl.types import End, HostFault, Image, ToolCall, Turn
+from tests.support.episodes import outcome_of
 
 BOXED = "<answer>\n\\boxed{%s}\n</answer>"
 
@@ -34,7 +35,7 @@ def python(source: str = "crop()", *, error: str = "", ran: bool = True) -> Tool
 
 def played(*turns: Turn, truth: str = "red", source: str = "vstar", end: End = End.DONE) -> Outcome:
     payload = {"question": "What color is the cup?", "answer": truth, "data_source": source}
-    return Outcome(payload=payload, turns=list(turns), end=end, images=[shown("white")])
+    return outcome_of(*turns, payload=payload, end=end, images=[shown("white")])
 
 
 class Scripted(Judge):

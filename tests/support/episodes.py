@@ -1,9 +1,10 @@
 """Episodes for the tests of credit and selection: real contexts, tokens without meaning, scores handed in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings
+from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.types import Context, End, Image, Rollout, Status, Turn
 
 PICTURE = Image(None, None, (1, 2, 2), "a", merge=2)
@@ -42,6 +43,12 @@ def episode(
         made.turns.append(Turn(context=place, span=(start, start + length), text=f"turn {number}", score=score, gain=gain))
         context.extend([3])
     return made
+
+
+def outcome_of(*turns: Turn, payload: Mapping[str, object] | None = None, end: End = End.DONE, images: Sequence[Image] = ()) -> Outcome:
+    """What a rubric sees of an episode of these turns."""
+    rollout = Rollout(task="t", example_id="e0", group=0, sample=0, turns=list(turns), end=end)
+    return Outcome(payload=payload or {}, rollout=rollout, images=list(images))
 
 
 def penalize(rollout: Rollout, *per_token: float) -> Rollout:

@@ -15,7 +15,7 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
-from megatron_rl.start import run
+from megatron_rl.start import Own, run
 from megatron_rl.types import Example, HostFault, Message
 from tests.support.own_task import TwoLooks, TwoLooksTask
 
@@ -43,4 +43,4 @@ if __name__ == "__main__":
         run=RunSettings(dir=sys.argv[2], steps=2),
         checkpoint=CheckpointSettings(every=2),
     )
-    run(settings, tasks={"mine": DownAtTheEnd})
+    run(settings, Own(tasks={"mine": DownAtTheEnd}))

@@ -8,7 +8,7 @@ import sys
 
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric
-from megatron_rl.start import run
+from megatron_rl.start import Own, run
 from megatron_rl.types import RunFailed
 from tests.support.own_task import TwoLooksTask
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
         run=RunSettings(dir=sys.argv[2], steps=9),
     )
     try:
-        run(settings, tasks={"mine": Broken})
+        run(settings, Own(tasks={"mine": Broken}))
     except RunFailed as failed:
         print(f"said: {failed}", flush=True)
         sys.exit(1)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
-from megatron_rl.start import run
+from megatron_rl.start import Own, run
 from megatron_rl.tasks.base import Step
 from megatron_rl.types import Demonstration, Example, Message, Rollout
 
@@ -90,4 +90,4 @@ if __name__ == "__main__":
         task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
         run=RunSettings(dir=sys.argv[2], steps=4, record_best=12),
     )
-    run(settings, tasks={"mine": TwoLooksTask})
+    run(settings, Own(tasks={"mine": TwoLooksTask}))

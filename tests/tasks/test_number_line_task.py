@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import TaskSettings
-from megatron_rl.rewards.rubric import Outcome, Score
+from megatron_rl.rewards.rubric import Score
 from megatron_rl.tasks.base import Step, Task
 from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, picture, policy_success
 from megatron_rl.tasks.gym_cards.task import PROMPT, Invalid, NumberLineTask, parse_reply, write_reply
-from megatron_rl.types import End, Message, Rollout, Turn
+from megatron_rl.types import Message, Rollout, Turn
+from tests.support.episodes import outcome_of
 
 TASK: Task = NumberLineTask(TaskSettings(name="number_line"))
 UP = '{"action": "+"}'
@@ -72,7 +73,7 @@ def play(task: Task, start: int, replies: list[str]) -> list[Step]:
 
 def scored(payload: dict, replies: list[str], steps: list[Step]) -> Score:
     turns = [Turn(context=0, span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
-    return asyncio.run(TASK.rubric.score(Outcome(payload=payload, turns=turns, end=End.DONE)))
+    return asyncio.run(TASK.rubric.score(outcome_of(*turns, payload=payload)))
 
 
 def rollout(reward: float) -> Rollout:

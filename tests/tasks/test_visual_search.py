@@ -13,11 +13,11 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings
 from megatron_rl.data.questions import questions
-from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.tasks.visual_python.protocol import Answer, Code
 from megatron_rl.tasks.visual_search.drawing import LABELS, LEVELS, SHAPES, Box, Scene, scene, shapes
 from megatron_rl.tasks.visual_search.task import DISCS, GUESSES, LEVEL, NUM_EVAL, Canvas, VisualSearchTask, look, middle
 from megatron_rl.types import End, ToolCall, Turn
+from tests.support.episodes import outcome_of
 from tools.data.make_visual_search import make, split_sprites
 
 SPRITES = shapes(SHAPES)
@@ -114,12 +114,12 @@ def test_gold_earns_full_marks_and_a_guess_none() -> None:
             assert made.protocol.read(answer) == Answer(str(example.payload["answer"]))
             ran = Turn(context=0, span=(0, 1), text=code, call=ToolCall(tool="python", source=code, ran=True))
             told = Turn(context=0, span=(1, 2), text=answer)
-            gold = asyncio.run(made.rubric.score(Outcome(payload=example.payload, turns=[ran, told], end=End.DONE)))
+            gold = asyncio.run(made.rubric.score(outcome_of(ran, told, payload=example.payload)))
             assert gold.reward == pytest.approx(full)
             wrong = made.protocol.write_answer(str(9 - int(str(example.payload["answer"]))))
             guess = Turn(context=0, span=(0, 1), text=wrong)
             for turns, end in (([guess], End.DONE), ([ran, guess], End.DONE), ([ran], End.MAX_TURNS), ([ran, ran], End.MAX_TURNS)):
-                score = asyncio.run(made.rubric.score(Outcome(payload=example.payload, turns=turns, end=end)))
+                score = asyncio.run(made.rubric.score(outcome_of(*turns, payload=example.payload, end=end)))
                 assert score.reward == 0.0
 
 

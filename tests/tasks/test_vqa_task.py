@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, TaskSettings
-from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.tasks.vqa import ANSWER, VqaTask
-from megatron_rl.types import End, HostFault, Rollout, Turn
+from megatron_rl.types import HostFault, Rollout, Turn
+from tests.support.episodes import outcome_of
 from tests.support.tables import png, write
 
 
@@ -34,7 +34,7 @@ def task_of(tmp_path: Path, **data: object) -> VqaTask:
 
 
 def score(task: VqaTask, example: object, reply: str) -> float:
-    outcome = Outcome(payload=example.payload, turns=[Turn(context=0, span=(0, 1), text=reply)], end=End.DONE)
+    outcome = outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=example.payload)
     return asyncio.run(task.rubric.score(outcome)).reward
 
 
@@ -95,16 +95,9 @@ def test_demonstrations_are_dealt_in_rounds(tmp_path: Path) -> None:
     assert sorted(twelve[:5]) == sorted(twelve[5:10]) == list("01234") and len(set(twelve[10:])) == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, r"^task.data.eval=\[\]: give the files"),
-        ({"reward": "deepeyes"}, "^task.reward=deepeyes: counts tools"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        VqaTask(TaskSettings(name="vqa", **settings))
+def test_without_files_to_evaluate_on_it_does_not_start() -> None:
+    with pytest.raises(ValueError, match=r"^task.data.eval=\[\]: give the files"):
+        VqaTask(TaskSettings(name="vqa"))
 
 
 def test_demonstrations_need_files_and_have_one_split(tmp_path: Path) -> None:

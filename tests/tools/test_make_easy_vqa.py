@@ -11,9 +11,9 @@ import pytest
 
 from megatron_rl.config import DataSettings, TaskSettings
 from megatron_rl.data.questions import questions
-from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.tasks.vqa import VqaTask
-from megatron_rl.types import End, Turn
+from megatron_rl.types import Turn
+from tests.support.episodes import outcome_of
 from tools.data import make_easy_vqa as tool
 from tools.data.make_easy_vqa import main, rows_of
 
@@ -86,7 +86,7 @@ def test_gold_answers_earn_full_marks(built: Path) -> None:
 
     async def scores() -> list[float]:
         return [
-            (await task.rubric.score(Outcome(payload=example.payload, turns=[Turn(0, (0, 1), *task.gold(example))], end=End.DONE))).reward
+            (await task.rubric.score(outcome_of(Turn(0, (0, 1), *task.gold(example)), payload=example.payload))).reward
             for example in task.examples("eval")
         ]
 

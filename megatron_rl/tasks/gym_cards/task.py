@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from megatron_rl.config import TaskSettings, require, require_choice
-from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step, Task
 from megatron_rl.tasks.gym_cards.number_line import (
     ACTIONS,
     MAX_STEPS,
@@ -27,7 +26,7 @@ from megatron_rl.tasks.gym_cards.number_line import (
     right_action,
     start_probabilities,
 )
-from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
+from megatron_rl.types import Demonstration, Example, Message, ToolCall
 
 PROMPT = (
     'NumberLine: move the current number to the target. "-" subtracts one, "+" adds one. '
@@ -112,7 +111,7 @@ def state_of(payload: Mapping[str, object]) -> State:
     return current, target
 
 
-class NumberLineEnv:
+class NumberLineEnv(Env):
     """One episode of the gymnasium environment, in messages. A reply that is no action is a call that went wrong."""
 
     def __init__(self, start: State) -> None:
@@ -135,28 +134,17 @@ class NumberLineEnv:
             return Step(messages=[], reward=float(reward), done=True, reason="goal", call=call)
         return Step(messages=self._observe(), reward=float(reward), done=False, call=call, new_context=True)
 
-    async def close(self) -> None:
-        """Nothing to give back."""
-
     def _observe(self) -> list[Message]:
         assert self.game.state is not None
         return [observation(self.game.state)]
 
 
-class NumberLineTask:
+class NumberLineTask(Task):
     """NumberLine for the trainer. An episode succeeds when its return is above 0: at the goal, and no wrong move on the way."""
 
     def __init__(self, settings: TaskSettings) -> None:
         require(settings.max_turns <= MAX_STEPS, "task.max_turns", settings.max_turns, f"NumberLine has {MAX_STEPS} steps, use no more")
-        self.name = "number_line"
-        self.rubric = Rubric(turn_parts={"return": TurnPart(environment_rewards, mean=False)})
-        self.stop = ()
-
-    async def start(self) -> None:
-        """Nothing to take: the game runs in this process."""
-
-    async def close(self) -> None:
-        """Nothing to give back."""
+        super().__init__(settings)
 
     def examples(self, split: str) -> list[Example]:
         """The 30 starts, each with its exact probability. There are no others, so every split is the same: train is test."""
@@ -187,9 +175,7 @@ class NumberLineTask:
         return shown
 
     def gold(self, example: Example) -> list[str]:
+        """Replies that earn full marks, turn by turn."""
         current, target = state_of(example.payload)
         step = 1 if current < target else -1
         return [write_reply((number, target), right_action((number, target))) for number in range(current, target, step)]
-
-    def success(self, rollout: Rollout) -> bool:
-        return rollout.reward > 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from PIL.Image import Image as Picture
 
 import sandbox
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
 from megatron_rl.types import Example, HostFault, Message, ToolCall
@@ -31,7 +31,7 @@ STATE_LOST = "The interpreter was started anew: variables, imports and files of 
 NO_OUTPUT = "The code ran and gave nothing back: print values, or show a picture."
 
 
-class AgentEnv:
+class AgentEnv(Env):
     """Opens its box at the first code. The episode's limits are not its business."""
 
     def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.Sandbox | SandboxClient) -> None:

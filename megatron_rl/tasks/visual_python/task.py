@@ -11,14 +11,14 @@ from megatron_rl.data.questions import split_of
 from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
-from megatron_rl.rewards.rubric import CORRECT
+from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.functions import Functions
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import PyVision
-from megatron_rl.types import Demonstration, Example, HostFault, Rollout
+from megatron_rl.types import Demonstration, Example, HostFault
 from sandbox.client import SandboxClient
 
 INPUT_BYTES = 512 << 20
@@ -52,16 +52,18 @@ PROTOCOLS: Mapping[str, Callable[[Payload], ToolProtocol]] = {
 """task.protocol -> the protocol as an example wants it."""
 
 
-class VisualPythonTask:
+class VisualPythonTask(Task):
     """PyVision-RL, CodeV and DeepEyes are settings of it: task.protocol, task.reward and the data."""
 
+    rewards = rubrics.REWARDS
+
     def __init__(self, settings: TaskSettings) -> None:
-        self.settings = settings
-        self.name = "visual_python"
+        super().__init__(settings)
+        self.reward = settings.reward or "accuracy"
         self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}})
         self.stop = self.protocol.stop
         self.judge = judge_of(settings.judge)
-        self.rubric = rubrics.build(settings.reward, judge=self.judge, protocol=settings.protocol)
+        self.rubric = rubrics.build(self.reward, judge=self.judge, protocol=settings.protocol)
         self._pool = pool_of(settings.sandbox)
         self._splits: dict[str, Sequence[Example]] = {}
 
@@ -89,15 +91,12 @@ class VisualPythonTask:
         return demonstrations_of(self.settings.data, split, num=num, seed=seed)
 
     def gold(self, example: Example) -> list[str]:
-        """The answer; before it, where the reward counts tools and there is a picture, a look at the first one."""
+        """Replies that earn full marks: the answer; before it, where tools are rewarded and there is a picture, a look at the first one."""
         protocol = PROTOCOLS[self.settings.protocol](example.payload)
         images, answer = example.payload["images"], example.payload["answer"]
         assert isinstance(images, tuple) and isinstance(answer, str), f"{example}"
-        look = [look_at_first(protocol, images[0].open())] if images and self.settings.reward != "accuracy" else []
+        look = [look_at_first(protocol, images[0].open())] if images and self.reward != "accuracy" else []
         return [*look, protocol.write_answer(answer)]
-
-    def success(self, rollout: Rollout) -> bool:
-        return rollout.rewards["accuracy"] >= CORRECT
 
 
 def look_at_first(protocol: ToolProtocol, picture: Picture) -> str:

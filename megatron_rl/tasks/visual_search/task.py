@@ -12,13 +12,13 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.rewards import rubrics
-from megatron_rl.rewards.rubric import CORRECT
+from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.messages import say
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.tasks.visual_python.task import pool_of, start_pool
 from megatron_rl.tasks.visual_search.drawing import LABELS, Box, Level, Scene, scene, shapes
-from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
+from megatron_rl.types import Demonstration, Example, Message, ToolCall
 
 DISCS = shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 RULES = "Look, then answer."
@@ -95,15 +95,17 @@ class Transcripts(Sequence[Demonstration]):
         return Demonstration(transcript(self.protocol, canvas, guess=guess))
 
 
-class VisualSearchTask:
+class VisualSearchTask(Task):
     """Solved when the answer is right. An example is a canvas by number; those of "train" and of "eval" have seeds of their own."""
 
+    rewards = ("accuracy", "pyvision", "deepeyes")
+
     def __init__(self, settings: TaskSettings) -> None:
+        super().__init__(settings)
         remedy = "visual_search speaks pyvision; visual_python has the other protocols"
         require(settings.protocol == "pyvision", "task.protocol", settings.protocol, remedy)
-        self.name = "visual_search"
         self.protocol = PyVision(rules=RULES)
-        self.rubric = rubrics.build(settings.reward, judge=None, protocol="pyvision")
+        self.rubric = rubrics.build(settings.reward or "accuracy", judge=None, protocol="pyvision")
         self.stop = self.protocol.stop
         self.num_eval = min(settings.data.max_eval or NUM_EVAL, NUM_EVAL)
         self._pool = pool_of(settings.sandbox)
@@ -137,8 +139,6 @@ class VisualSearchTask:
         return Transcripts(self.protocol, plans)
 
     def gold(self, example: Example) -> list[str]:
+        """Replies that earn full marks, turn by turn."""
         target = Canvas(example.id).scene.target
         return [self.protocol.write_code(look(target.cell)), self.protocol.write_answer(target.label)]
-
-    def success(self, rollout: Rollout) -> bool:
-        return rollout.rewards["accuracy"] >= CORRECT

@@ -1,0 +1,68 @@
+"""A plain function as a reward: sync or async, its arguments picked by name, a number or None returned.
+
+    def short(reply):                        def right(reply, answer):
+        return -len(reply) / 1000                return float(answer in reply)
+
+What goes wrong in it fails the rollout, as any trouble that is not the policy's, and says which function on which example.
+"""
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from numbers import Real
+
+from megatron_rl.config import require
+from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric
+from megatron_rl.types import HostFault
+
+ARGUMENTS: Mapping[str, Callable[[Outcome], object]] = {
+    "question": lambda outcome: outcome.payload["question"],
+    "reply": lambda outcome: outcome.replies[-1],
+    "answer": lambda outcome: outcome.payload["answer"],
+    "turns": lambda outcome: outcome.turns,
+    "rollout": lambda outcome: outcome.rollout,
+    "extra": lambda outcome: outcome.payload["extra"],
+}
+"""What a function may ask for: the example's question, its answer and its other columns, the last reply, types.Turn of every reply, the
+whole types.Rollout."""
+
+
+def rewarded_by(chosen: str, rubric: Rubric, own: Mapping[str, Callable[..., object]]) -> Rubric:
+    """The rubric of task.reward, `chosen`: names joined by +. `rubric` is that of what is not one of the user's `own` functions.
+
+    Functions alone replace it; beside another name they are further parts of it.
+    """
+    names = [name for name in chosen.split("+") if name in own]
+    if not names:
+        return rubric
+    parts = {name: Part(reward_of(name, own[name])) for name in names}
+    if names == chosen.split("+"):
+        return Rubric(parts=parts, solved_by=names[0])
+    return Rubric(parts={**rubric.parts, **parts}, turn_parts=rubric.turn_parts, vetoes=rubric.vetoes, solved_by=rubric.solved_by)
+
+
+def reward_of(name: str, function: Callable[..., object]) -> Reward:
+    """ValueError: it is no function, or asks for what there is not."""
+    require(callable(function), f"rewards[{name!r}]", function, "is no function")
+    asked = [argument for argument in inspect.signature(function).parameters.values() if argument.default is inspect.Parameter.empty]
+    for argument in asked:
+        known = argument.name in ARGUMENTS and argument.kind is not inspect.Parameter.POSITIONAL_ONLY
+        require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"its arguments may be {', '.join(ARGUMENTS)}")
+
+    async def reward(outcome: Outcome) -> float | None:
+        try:
+            value = function(**{argument.name: ARGUMENTS[argument.name](outcome) for argument in asked})
+            if inspect.isawaitable(value):
+                value = await value
+        except HostFault:
+            raise
+        except Exception as error:  # the user's code may raise whatever it likes, and one reply of a thousand does not end a run
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            raise HostFault(f"reward {name} on {outcome.rollout.example_id}: {told}") from error
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+            raise HostFault(f"reward {name} on {outcome.rollout.example_id}: gave {value!r}; a finite number or None is needed")
+        return None if value is None else float(value)
+
+    return reward

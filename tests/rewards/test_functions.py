@@ -1,0 +1,115 @@
+"""Plain functions as rewards: what they are given, what they may return, and whose fault their mistakes are."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from megatron_rl.rewards.functions import reward_of, rewarded_by
+from megatron_rl.rewards.rubric import Outcome, Part, Rubric
+from megatron_rl.types import HostFault, Turn
+from tests.support.episodes import outcome_of
+
+PAYLOAD = {"question": "Which color?", "answer": "red", "extra": {"level": 3}}
+TURNS = [Turn(context=0, span=(0, 1), text="a look"), Turn(context=0, span=(2, 3), text="red")]
+
+
+def scored(function: object, outcome: Outcome | None = None) -> float | None:
+    return asyncio.run(reward_of("mine", function)(outcome or outcome_of(*TURNS, payload=PAYLOAD)))
+
+
+def test_arguments_are_picked_by_name() -> None:
+    seen = {}
+
+    def every(rollout: object, turns: object, extra: object, answer: object, reply: object, question: object):
+        seen.update(rollout=rollout, turns=turns, extra=extra, answer=answer, reply=reply, question=question)
+        return 1
+
+    outcome = outcome_of(*TURNS, payload=PAYLOAD)
+    assert scored(every, outcome) == 1.0
+    assert seen == {"rollout": outcome.rollout, "turns": TURNS, "reply": "red", **PAYLOAD}
+    assert scored(lambda: 0.25) == 0.25
+    assert scored(lambda answer, scale=4: scale * len(answer)) == 12.0, "what has a default is left alone"
+
+
+def test_a_coroutine_is_awaited() -> None:
+    async def slow(reply: str, answer: str):
+        await asyncio.sleep(0)
+        return float(reply == answer)
+
+    assert scored(slow) == 1.0
+
+
+@pytest.mark.parametrize(("given", "value"), [(True, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (None, None)])
+def test_what_counts_as_a_number(given: object, value: float | None) -> None:
+    assert scored(lambda: given) == value
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf, "1", [1.0], 1j])
+def test_what_is_no_number_fails_the_rollout(given: object) -> None:
+    with pytest.raises(HostFault, match=r"^reward mine on e0: gave .* a finite number or None is needed$"):
+        scored(lambda: given)
+
+
+def test_an_exception_names_function_line_and_example() -> None:
+    def broken(answer: str):
+        return {"blue": 1}[answer]
+
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(HostFault, match=rf"^reward mine on e0: KeyError: 'red' \(.*test_functions.py:{line}\)$"):
+        scored(broken)
+    with pytest.raises(HostFault, match=r"^reward mine on e0: KeyError: 'answer'"):
+        scored(broken, outcome_of(*TURNS))
+
+
+def test_our_own_faults_stay_what_they_are() -> None:
+    def asks():
+        raise HostFault("judge: down")
+
+    with pytest.raises(HostFault, match=r"^judge: down$"):
+        scored(asks)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda solution: 0, r"^rewards\['mine'\]=\(solution\): its arguments may be question, reply, answer, turns, rollout, extra$"),
+        (lambda reply, /: 0, r"^rewards\['mine'\]=\(reply\): its arguments"),
+        (lambda **columns: 0, r"^rewards\['mine'\]=\(\*\*columns\): its arguments"),
+        (0.5, r"^rewards\['mine'\]=0.5: is no function"),
+    ],
+)
+def test_what_asks_for_something_else_is_refused_at_the_start(function: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        reward_of("mine", function)
+
+
+async def right(_: Outcome) -> float:
+    return 0.75
+
+
+SHIPPED = Rubric(parts={"accuracy": Part(right, weight=2.0)}, vetoes={"empty": lambda outcome: not outcome.turns}, solved_by="accuracy")
+
+
+def total(chosen: str, **own: object) -> tuple[float, dict[str, float], bool]:
+    rubric = rewarded_by(chosen, SHIPPED, own)
+    outcome = outcome_of(*TURNS, payload=PAYLOAD)
+    score = asyncio.run(rubric.score(outcome))
+    outcome.rollout.reward, outcome.rollout.rewards = score.reward, score.rewards
+    return score.reward, score.rewards, rubric.solves(outcome.rollout)
+
+
+def test_a_function_is_the_reward_or_a_part_of_it() -> None:
+    assert total("accuracy", short=lambda: 0.25) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
+    assert total("short", short=lambda: 0.25) == (0.25, {"short": 0.25}, False)
+    assert total("short", short=lambda: 0.5) == (0.5, {"short": 0.5}, True), "solved from 0.5 on"
+    assert total("accuracy+short", short=lambda: -4) == (-2.5, {"accuracy": 0.75, "short": -4.0, "veto empty": 0.0}, True)
+    assert total("short+long", short=lambda: 0.25, long=lambda: 0.5) == (0.75, {"short": 0.25, "long": 0.5}, False)
+
+
+def test_no_opinion_counts_nothing_unless_nobody_has_one() -> None:
+    assert total("accuracy+short", short=lambda: None) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
+    assert total("short+long", short=lambda: None, long=lambda: 0.5) == (0.5, {"long": 0.5}, False)
+    with pytest.raises(HostFault, match=r"^rewards short, long: none has an opinion on e0; one must give a number$"):
+        total("short+long", short=lambda: None, long=lambda: None)
