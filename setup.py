@@ -54,6 +54,7 @@ setup(
     entry_points={
         "torch.backends": ["torchvision_on_cpu = megatron_rl.torchvision_on_cpu:declare_operators"],
         "console_scripts": [
+            "megatron-rl = megatron_rl.cli:cli",
             "converter_hf_to_mcore = tools.convert.converter_hf_to_mcore:main",
             "merger = tools.convert.merger:main",
             "extract_images_from_parquet = tools.data.extract_images_from_parquet:main",

@@ -27,13 +27,16 @@ QUIET_S = 20.0
 ConfigStore.instance().store(name="schema", node=Settings)
 
 
+def beside_the_file() -> Path:
+    return Path(sys.argv[0]).resolve().parent / "configs"
+
+
 class BesideTheFile(SearchPathPlugin):
     """The folder configs/ beside the file that was started, where there is one, is searched before ours."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        folder = Path(sys.argv[0]).resolve().parent / "configs"
-        if folder.is_dir():
-            search_path.prepend("beside-the-file", f"file://{folder}")
+        if beside_the_file().is_dir():
+            search_path.prepend("beside-the-file", f"file://{beside_the_file()}")
 
 
 Plugins.instance().register(BesideTheFile)
@@ -52,8 +55,8 @@ def cli(
     if examines:
         del sys.argv[1]
     for name, task in (tasks or {}).items():
-        node = {"name": name} if task.Options is None else {"name": name, "options": task.Options}
-        ConfigStore.instance().store(group="task", name=name, node=node)
+        if not (beside_the_file() / "task" / f"{name}.yaml").exists():
+            ConfigStore.instance().store(group="task", name=name, node={"name": name, "options": task.Options})
 
     def act(settings: Settings) -> None:
         from megatron_rl.start import Own, run  # brings Megatron

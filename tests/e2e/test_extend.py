@@ -1,0 +1,139 @@
+"""The examples of docs/extend.md, as they stand there, run outside of the repository: one of them from an installed wheel."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.recorder import read
+from tests.conftest import ROOT
+from tests.support import forked
+
+EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", (ROOT / "docs" / "extend.md").read_text(), re.MULTILINE | re.DOTALL))
+TINY = {
+    "model": {"min_pixels": 784, "max_pixels": 3136},
+    "engine": {"kv_cache_mib": 16, "max_model_len": 256},
+    "batch": {"prompts_per_step": 2, "group_size": 4},
+    "task": {"max_turns": 1, "max_tokens_per_turn": 8, "eval_samples": 1},
+    "run": {"steps": 1, "record_best": 8},
+}
+
+
+@pytest.fixture
+def home(random_model: Path, tmp_path: Path) -> Path:
+    """A user's folder: the examples, questions, and configs/experiment/mine.yaml with what they have in common."""
+    for name, source in EXAMPLES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    rows = [{"question": f"Say {number}.", "answer": str(number)} for number in range(4)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    experiment = tmp_path / "configs" / "experiment" / "mine.yaml"
+    experiment.parent.mkdir(parents=True)
+    chosen = {**TINY, "model": {**TINY["model"], "path": str(random_model)}}
+    experiment.write_text("# @package _global_\n" + yaml.safe_dump(chosen))
+    return tmp_path
+
+
+def run(home: Path, name: str, *arguments: str) -> str:
+    result = forked.run(home / f"{name}.py", *arguments, cwd=home, timeout_s=200)
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def test_they_are_short() -> None:
+    assert EXAMPLES.keys() == {"short", "echo", "gradient", "sequential"}
+    lines = {name: [line for line in source.splitlines() if line.strip()] for name, source in EXAMPLES.items()}
+    assert len(lines["short"]) <= 10, "a reward takes ten lines"
+    own = [line for line in lines["echo"] if not re.match(r"from|import|if __name__|    cli", line)]
+    assert len(own) <= 15, "a task takes fifteen, without its imports and its start"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel of this checkout, installed beside the locked packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for room in ("megatron_rl", "configs", "sandbox", "tools"):
+        shutil.copytree(ROOT / room, source / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / file, source)
+    pip = [sys.executable, "-m", "pip", "-q", "--no-input"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], check=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    shutil.rmtree(source)
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)], check=True, timeout=120)
+    return folder / "site"
+
+
+def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None:
+    """In a fresh interpreter that sees the wheel and not this repository; the experiment is found beside the file."""
+    data = ["task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]"]
+    arguments = ["short.py", "task=vqa", "experiment=mine", "task.reward=accuracy+short", "run.dir=out", *data]
+
+    def told(*words: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *words]
+        result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    assert told("-c", "import megatron_rl, sandbox, tools; print(megatron_rl.__file__)").startswith(str(site))
+    told(*arguments)
+    rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
+    assert len(rollouts) == 8
+    for rollout in rollouts:
+        assert rollout.rewards["short"] == pytest.approx(1 / (1 + len(rollout.turns[-1].text)))
+        assert rollout.reward == pytest.approx(rollout.rewards["accuracy"] + rollout.rewards["short"])
+    (step, _) = read_metrics(home / "out" / "metrics.jsonl")
+    assert step["reward/short"] == pytest.approx(sum(rollout.rewards["short"] for rollout in rollouts) / 8)
+    scripts = {path.name for path in (site / "bin").iterdir()}
+    assert {"megatron-rl", "merger", "converter_hf_to_mcore", "extract_images_from_parquet"} <= scripts
+
+
+def test_a_task_with_options_of_its_own(home: Path) -> None:
+    run(home, "echo", "task=echo", "experiment=mine", "task.options.words=2", "run.dir=out")
+    rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
+    assert {rollout.example_id for rollout in rollouts} == {"red", "green"} and {rollout.task for rollout in rollouts} == {"echo"}
+    assert [rollout.reward for rollout in rollouts] == [float(rollout.example_id in rollout.turns[0].text) for rollout in rollouts]
+    assert yaml.safe_load((home / "out" / "config.yaml").read_text())["task"]["options"] == {"words": 2}
+
+
+def test_an_option_that_there_is_not(home: Path) -> None:
+    (home / "configs" / "task").mkdir()
+    (home / "configs" / "task" / "echo.yaml").write_text("name: echo\noptions: {word: 2}\n")
+    said = forked.run(home / "echo.py", "task=echo", "experiment=mine", "run.dir=out", cwd=home, timeout_s=100)
+    assert said.returncode == 1 and re.search(r"^error: .*word\b", said.stdout, re.MULTILINE), said.stdout
+
+
+def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
+    """Beside the reward of the other file. At the first update every ratio is 1: the loss is minus the mean advantage of the tokens."""
+    own = "import gradient, short\nfrom megatron_rl.algo.algorithms import Algorithm\nfrom megatron_rl.algo import credit\n"
+    own += "row = Algorithm(credit=credit.leave_one_out, surrogate=gradient.policy_gradient)\n"
+    (home / "both.py").write_text(own + "short.cli(rewards={'short': short.short}, algorithms={'gradient': row})\n")
+    data = ("task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]")
+    run(home, "both", "task=vqa", "task.reward=short", "algo.name=gradient", "experiment=mine", "run.dir=out", *data)
+    (step, _) = read_metrics(home / "out" / "metrics.jsonl")
+    rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
+    total = {group: sum(rollout.reward for rollout in rollouts if rollout.group == group) for group in (0, 1)}
+    credit = [(rollout.reward - (total[rollout.group] - rollout.reward) / 3, rollout.num_sampled) for rollout in rollouts]
+    assert step["loss"] == pytest.approx(-sum(worth * tokens for worth, tokens in credit) / sum(tokens for _, tokens in credit), abs=1e-5)
+    assert step["grad_norm"] > 0 and len({rollout.reward for rollout in rollouts}) > 1
+
+
+def test_a_family_is_planned(home: Path) -> None:
+    said = run(home, "sequential", "task=vqa", "experiment=mine", "run.dir=out", "run.dry=true", "run.gpu=l4")
+    assert "l4" in said.lower() and not (home / "out").exists()
+
+
+def test_the_doctor_and_help_know_the_users_file(home: Path) -> None:
+    given = ("task=echo", "experiment=mine", "run.dir=out")
+    assert run(home, "echo", "doctor", *given).endswith("a run can start\n")
+    shown = yaml.safe_load(run(home, "echo", *given, "--cfg", "job"))
+    assert shown["task"]["options"] == {"words": 3} and shown["batch"]["group_size"] == 4
+    assert "echo" in run(home, "echo", "--help") and not (home / "out").exists()
