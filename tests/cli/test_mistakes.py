@@ -1,15 +1,20 @@
-"""Every mistake of mistakes.py ends in its one line and exit code 1, and leaves nothing behind."""
+"""Every mistake of mistakes.py ends in its one line and exit code 1, and leaves nothing behind; what help lists; what is not loaded."""
 
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.help import USED_MOST, text_of_help
+from megatron_rl.cli.words import ELSEWHERE, keys_of, nearest
+from megatron_rl.config import Settings
 from tests.cli.mistakes import MISTAKES
-from tests.conftest import SUPPORT
+from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 
 YAMLS = {
@@ -73,3 +78,54 @@ def test_a_mistake_is_one_line(mistake: str, ends: dict[str, tuple[int, str]], r
 def test_nothing_is_left_behind(ends: dict[str, tuple[int, str]], broken: Path) -> None:
     assert len(ends) >= 40
     assert not (broken / "run").exists()
+
+
+def test_what_others_call_a_setting_is_one_of_ours() -> None:
+    assert set(ELSEWHERE.values()) <= set(keys_of(Settings))
+
+
+def test_a_key_is_its_own_nearest() -> None:
+    assert not [key for key in keys_of(Settings) if nearest(key) not in (key, ELSEWHERE.get(key.rpartition(".")[2]))]
+
+
+def test_help_is_one_screen_with_examples_and_names() -> None:
+    text = text_of_help([], examines=False)
+    assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 140
+    assert re.findall(r"^  (\S+)=", text, re.MULTILINE) and all(f"  {key}=" in text for key in USED_MOST)
+    experiments = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+    assert experiments <= set(re.findall(r"\w+", text)), "every experiment is named"
+
+
+def test_help_all_lists_every_key_with_its_value_and_meaning() -> None:
+    text = text_of_help(["all", "experiment=numberline_grpo_cpu", "optim.lr=0.5"], examines=False)
+    listed = re.findall(r"^([a-z_0-9.]+)=(.*)\n    (.+)$", text, re.MULTILINE)
+    assert sorted(key for key, _, _ in listed) == sorted(keys_of(Settings))
+    said = {key: (value, meaning) for key, value, meaning in listed}
+    assert said["optim.lr"] == ("0.5", "Peak learning rate of the schedule.")
+    assert said["checkpoint.background"][0] == "true" and said["lora.targets"][0] == "[attention,mlp]" and said["lora.path"][0] == "''"
+
+
+def test_help_of_a_group_lists_that_group() -> None:
+    text = text_of_help(["task.data"], examines=False)
+    assert re.findall(r"^(\S+)=", text, re.MULTILINE) == [key for key in keys_of(Settings) if key.startswith("task.data.")]
+
+
+def test_the_doctor_speaks_of_itself() -> None:
+    assert "launch/doctor.py" in text_of_help([], examines=True) and text_of_help([], examines=True).startswith("Looks at everything")
+
+
+def test_wandb_is_not_loaded_unless_it_is_asked_for() -> None:
+    """By accelerate, which transformers loads: each wandb that is killed leaves folders in /tmp."""
+    script = """
+import sys
+from megatron_rl.cli.door import read_and
+def act(settings):
+    import accelerate.tracking
+    print(settings.wandb.mode, sys.modules.get("wandb") is not None)
+for mode in ("disabled", "offline"):
+    sys.modules.pop("accelerate.tracking", None)
+    sys.argv = ["mine.py", "model.path=here", "run.dir=there", f"wandb.mode={mode}"]
+    read_and(act, examines=False)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == ["disabled False", "offline True"], done.stdout

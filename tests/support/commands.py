@@ -84,6 +84,9 @@ def check(line: str, config: pytest.Config) -> None:
     first, *rest = words_of(line)
     if first == "bash":
         check_shell(rest, config)
+    elif first == "source":
+        if rest != [".venv/bin/activate", "&&", "export", "OMP_NUM_THREADS=1"]:
+            raise Wrong(f"{line}: is not how the environment that launch/install.sh makes is activated")
     elif first == "torchrun":
         given = told_by_argparse(lambda: torchrun.get_args_parser().parse_args(rest))
         check_script(given.training_script, given.training_script_args)
@@ -103,7 +106,7 @@ def check_script(script: str, arguments: list[str]) -> None:
     if not (ROOT / script).is_file():
         raise Wrong(f"{script}: no such file")
     if script in HYDRA:
-        given = told_by_argparse(lambda: get_args_parser().parse_args(arguments))
+        given = told_by_argparse(lambda: get_args_parser().parse_intermixed_args(arguments))
         if not given.help:
             check_settings(given.overrides)
     else:
