@@ -13,6 +13,7 @@ from megatron_rl.evaluate import evaluate
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.plan.dry import dry_run
 from megatron_rl.policy.parallel import Layout, build_layout, check_layout
 from megatron_rl.policy.policy import Policy
@@ -121,6 +122,8 @@ def run(settings: Settings, own: Own = Own()) -> None:
         return
     task = build_task(settings.task, own)
     check(settings, world.size, own)
+    if world.is_main:
+        check_wandb(settings.wandb)
     stage = STAGES[settings.stage]
     check_examples(task, stage.splits)
     with ExitStack() as closing:
@@ -207,6 +210,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own)
     require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
     heads = model.num_kv_heads
     require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
+    longest, length = model.max_positions, engine.max_model_len
+    require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")
 
 
 def build_task(settings: TaskSettings, own: Own = Own()) -> Task:

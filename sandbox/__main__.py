@@ -13,6 +13,9 @@ from sandbox.types import Fault, Isolation, Limits, Result, SandboxFault
 GOOD, CODE_FAILED, LIMIT, HOST = 0, 1, 2, 3
 """Exit statuses of `run`. A mistake in the arguments, an unreadable image included, is 1 with a message, or argparse's own 2."""
 
+SHOWN = "what it shows (image_0.rotate(90).show(), plt.show()), figures it leaves open, image files it saves"
+"""How an image comes back (sandbox/capture.py); a last expression is no image."""
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what the code printed and writes the images that it made to --out."""
@@ -55,6 +58,8 @@ def _save(result: Result, out: Path | None) -> None:
         else:
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{number}.png").write_bytes(picture.png)
+    if out is not None and not result.images:
+        print(f"sandbox run: no image came back for --out {out}; there come back: {SHOWN}", file=sys.stderr)
 
 
 def tell(arguments: argparse.Namespace) -> int:
@@ -99,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     running = commands.add_parser("run", help="one file of code; exits 0, 1 (the code failed), 2 (a limit), 3 (the host)")
     running.add_argument("file", type=Path)
     running.add_argument("--image", type=Path, action="append", default=[], help="becomes image_0, image_1, ...: variable and file")
-    running.add_argument("--out", type=Path, help="folder for the images that the code made")
+    running.add_argument("--out", type=Path, help=f"folder for the images that the code made: {SHOWN}")
     running.add_argument("--timeout", type=float, default=Limits().call_s, help="seconds (default %(default)g)")
     running.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
     running.set_defaults(command=run)

@@ -41,6 +41,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/algo/test_credit.py tests/algo/test_credit_turns.py",
     ),
     Mutant(
+        "any library may load a wandb that nobody asked for",
+        "megatron_rl/cli/door.py",
+        "    if is_disabled or loaded is not None:",
+        "    if loaded is not None:",
+        "tests/cli/test_mistakes.py -k wandb_is_not_loaded",
+    ),
+    Mutant(
+        "help forgets what a key means",
+        "megatron_rl/cli/help.py",
+        "            docs[node.target.id] = str(below.value.value)",
+        "            pass",
+        "tests/contracts/test_field_docs.py",
+    ),
+    Mutant(
         "a full bucket is thrown away",
         "megatron_rl/weights/stream.py",
         "            buckets.append(bucket)\n",

@@ -20,6 +20,7 @@ from megatron_rl.data.records import PLACE
 from megatron_rl.data.survey import Size, Survey, survey
 from megatron_rl.data.transcripts import transcripts
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
@@ -204,6 +205,16 @@ def look_at_sandbox(settings: Settings, report: Report) -> None:
     report.say("sandbox", f"{layers.count(' in use ')} layers in use")
 
 
+def look_at_wandb(settings: Settings, report: Report) -> None:
+    """A run that shows itself online has a key."""
+    try:
+        check_wandb(settings.wandb)
+    except ValueError as error:
+        report.fail("wandb", str(error))
+    else:
+        report.say("wandb", settings.wandb.mode)
+
+
 async def _greet(url: str) -> None:
     client = SandboxClient(url)
     try:
@@ -224,6 +235,7 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
     look_at_data(settings, report, renderer=renderer)
     look_at_judges(settings, report)
     look_at_sandbox(settings, report)
+    look_at_wandb(settings, report)
     return report
 
 

@@ -7,18 +7,24 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
+from megatron_rl.cli.help import text_of_help
+from megatron_rl.cli.words import refuse_strangers, retold
 from megatron_rl.config import Settings
 from megatron_rl.types import HostFault, RunFailed
-from megatron_rl.world import place
+from megatron_rl.world import World, place
 
 CONFIGS = "pkg://megatron_rl.configs"
 QUIET_S = 20.0
@@ -54,9 +60,7 @@ def cli(
     examines = sys.argv[1:2] == ["doctor"]
     if examines:
         del sys.argv[1]
-    for name, task in (tasks or {}).items():
-        if not (beside_the_file() / "task" / f"{name}.yaml").exists():
-            ConfigStore.instance().store(group="task", name=name, node={"name": name, "options": task.Options})
+    offer(tasks or {})
 
     def act(settings: Settings) -> None:
         from megatron_rl.start import Own, run  # brings Megatron
@@ -68,36 +72,65 @@ def cli(
             sys.exit(examine_and_show(settings, own))
         run(settings, own)
 
-    read_and(act, tasks or {})
+    read_and(act, tasks or {}, examines=examines)
 
 
-def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type]) -> None:
+def offer(tasks: Mapping[str, type]) -> None:
+    """Let task=NAME choose one of these, with its options; a yaml of that name beside the user's file does so itself."""
+    for name, task in tasks.items():
+        if not (beside_the_file() / "task" / f"{name}.yaml").exists():
+            ConfigStore.instance().store(group="task", name=name, node={"name": name, "options": task.Options})
+
+
+def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, examines: bool) -> None:
     """Let hydra read the command line, and act on the settings; a user's mistake ends as one line, never as a traceback."""
     world = place()
 
     @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
     def main(chosen: DictConfig) -> None:
-        sys.stderr = sys.__stderr__
         warnings.filterwarnings("ignore", module="megatron")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # megatron-core 0.16.1 calls collectives by older names
         try:
-            act(resolve(chosen, tasks))
-        except (ValueError, OSError, RunFailed, HostFault, OmegaConfBaseException) as error:
-            if not world.is_main:
-                time.sleep(QUIET_S)
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(1)
+            settings = resolve(chosen, tasks)
+            leave_out_wandb(settings.wandb.mode == "disabled")
+            act(settings)
+        except (ValueError, OSError, RunFailed, HostFault) as error:
+            end(str(error), world)
 
-    if world.is_main:
-        main()
-        return
-    silence = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process) hydra's own messages, about a misspelt key say, come from the main rank
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra 1.3.2 raises what it would print, _internal/utils.py: run_and_report
     try:
-        main()
-    except SystemExit:
-        if sys.stderr is silence:
-            time.sleep(QUIET_S)
-        raise
+        flags = get_args_parser()
+        flags.error = refuse_flags
+        given = flags.parse_intermixed_args()
+        if not given.help:
+            flags.parse_args()  # as hydra will: it wants all of key=value together
+            main()
+        elif world.is_main:
+            print(text_of_help(given.overrides, examines=examines))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        end(retold(error, sys.argv[1:]), world, seen_by_all=True)
+    except ValueError as error:  # of a flag
+        end(str(error), world, seen_by_all=True)
+
+
+def leave_out_wandb(is_disabled: bool) -> None:
+    """Let no library import a wandb that is not asked for, as megatron-core 0.16.1 does: killed, it leaves folders in /tmp."""
+    loaded = sys.modules.pop("wandb", None)
+    if is_disabled or loaded is not None:
+        sys.modules["wandb"] = loaded
+
+
+def end(line: str, world: World, *, seen_by_all: bool = False) -> NoReturn:
+    """Exit code 1 behind one line; what certainly every rank has met is told by the main one alone."""
+    if not world.is_main:
+        time.sleep(QUIET_S)
+    if world.is_main or not seen_by_all:
+        print(f"error: {' '.join(map(str.strip, line.splitlines()))}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def refuse_flags(message: str) -> NoReturn:
+    raise ValueError(f"{message}; --help tells how to start")
 
 
 def resolve(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})) -> Settings:
@@ -110,8 +143,9 @@ def resolve(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})
         if own is not None and own.Options is not None:
             given = OmegaConf.select(chosen, "task.options")
             OmegaConf.update(chosen, "task.options", OmegaConf.merge(OmegaConf.structured(own.Options), given or {}), merge=False)
+        refuse_strangers(chosen)
         return OmegaConf.to_object(chosen)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: has no default; give it on the command line") from error
-    except AttributeError as error:
-        raise ValueError(f"{error}: no such key; python launch/train.py --help lists all") from error
+    except OmegaConfBaseException as error:
+        raise ValueError(retold(error, sys.argv[1:])) from error

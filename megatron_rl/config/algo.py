@@ -1,5 +1,6 @@
 """What tells one algorithm from another. The names are rows of algo/algorithms.py, which checks them; presets are in configs/algo."""
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.config.checks import require
@@ -47,7 +48,7 @@ class AlgoSettings:
 
     def __post_init__(self) -> None:
         for key, value in (("std_eps", self.std_eps), ("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
-            require(value >= 0, f"algo.{key}", value, "must not be negative")
+            require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite number that is not negative")
         remedy = "must lie in [0.01, 2]: vLLM changes or refuses others"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
         require(0 <= self.turn_discount <= 1, "algo.turn_discount", self.turn_discount, "must lie in [0, 1]")

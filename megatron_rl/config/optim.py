@@ -1,5 +1,6 @@
 """The optimizer of whatever is trained: AdamW, its learning rate over the steps of the stage, gradient clipping."""
 
+import math
 from dataclasses import dataclass, field
 
 from megatron_rl.config.checks import require, require_choice
@@ -33,13 +34,15 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         require_choice("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(self.lr >= 0, "optim.lr", self.lr, "must not be negative")
+        require(0 <= self.lr < math.inf, "optim.lr", self.lr, "must be a finite number that is not negative")
         for part, lr in self.part_lr.items():
             require_choice("optim.part_lr", part, PARTS)
-            require(lr >= self.min_lr, f"optim.part_lr.{part}", lr, f"must be at least optim.min_lr={self.min_lr}")
+            remedy = f"must be a finite number, at least optim.min_lr={self.min_lr}"
+            require(self.min_lr <= lr < math.inf, f"optim.part_lr.{part}", lr, remedy)
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
         require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must lie between 0 and optim.lr={self.lr}")
-        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
+        remedy = "must be a finite number that is not negative"
+        require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, remedy)
         require(self.clip_grad > 0, "optim.clip_grad", self.clip_grad, "must be positive; a large number switches clipping off")
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= value < 1, f"optim.{name}", value, "must lie in [0, 1)")

@@ -94,7 +94,7 @@ class JudgeSettings:
 
 @dataclass(kw_only=True, slots=True)
 class DataSettings:
-    """The user's questions: JSON lists, JSON lines or Parquet (README, "Your data")."""
+    """The user's questions: JSON lists, JSON lines or Parquet (docs/data.md)."""
 
     train: list[str] = field(default_factory=list)
     """Files of the questions to train on."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.config import WandbSettings
+from megatron_rl.config import WandbSettings, require
 from megatron_rl.jsonl import read_lines, replace_bytes, replace_lines, to_line, to_number
 
 METRICS_FILE = "metrics.jsonl"
@@ -49,6 +49,21 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The steps of a metrics.jsonl in order, each {"step": ..., name: value ...}; NaN and infinities are floats again."""
     return [{name: to_number(value) for name, value in line.items()} for line in read_lines(path)]
+
+
+def check_wandb(settings: WandbSettings) -> None:
+    """ValueError where W&B would ask for a key that neither the environment, nor .netrc, nor its own settings hold. Asks no server."""
+    if settings.mode != "online":
+        return
+    import wandb
+    from wandb.sdk.lib.wbauth import authenticate_session
+
+    try:
+        known = authenticate_session(host=wandb.setup().settings.base_url, source="", prompt=False, update_session=False)
+    except wandb.errors.AuthenticationError as error:
+        raise ValueError(f"wandb.mode=online: {str(error).rstrip('.')}; run wandb login, or use offline") from error
+    remedy = "no key: run wandb login, or set WANDB_API_KEY, or use offline (wandb sync sends it later)"
+    require(known is not None, "wandb.mode", settings.mode, remedy)
 
 
 def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, object]):  # noqa: ANN202 (wandb is imported only when used)

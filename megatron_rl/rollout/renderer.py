@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 
 from PIL.Image import Image as Picture
 from PIL.Image import Resampling
@@ -27,6 +28,9 @@ class Renderer:
 
     def __init__(self, model: ModelSettings) -> None:
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
+        folder = Path(model.path)
+        there = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
+        require(there, "model.path", model.path, "tokenizer.json is missing; copy it from where the model came from")
         self.processor = AutoProcessor.from_pretrained(model.path)
         self.tokenizer = self.processor.tokenizer
         spec = read_spec(model.path)

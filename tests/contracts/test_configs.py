@@ -105,9 +105,3 @@ def test_cfg_job_shows_what_a_run_would_use() -> None:
     assert shown.keys() == used.keys()
     for key, value in used.items():
         assert value == (float(shown[key]) if isinstance(value, float) else shown[key]), key  # YAML 1.1 reads 1e-06 as text
-
-
-def test_help_names_every_key_and_every_experiment() -> None:
-    text = train("--help")
-    assert all(experiment in text for experiment in EXPERIMENTS)
-    assert not [key for key in leaves(asdict(Settings())) if not re.search(rf"^\s*{key.split('.')[-1]}:", text, re.MULTILINE)]

@@ -1,29 +1,16 @@
 """Every setting says what it means right below it, in a sentence that stands alone."""
 
-import ast
-import inspect
 from dataclasses import fields, is_dataclass
-from itertools import pairwise
 
 import pytest
 
+from megatron_rl.cli.help import documented
 from megatron_rl.config import Settings
 
 
 def schemas(schema: type = Settings) -> list[type]:
     """The settings dataclass and all that it holds."""
     return [schema, *(found for field in fields(schema) if is_dataclass(field.type) for found in schemas(field.type))]
-
-
-def documented(schema: type) -> dict[str, str]:
-    """{field: the string below it}; of a field that holds another settings dataclass, that one's docstring."""
-    body = [*ast.parse(inspect.getsource(schema)).body[0].body, ast.Pass()]
-    docs = {field.name: field.type.__doc__ for field in fields(schema) if is_dataclass(field.type)}
-    for node, below in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and node.target.id not in docs:
-            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            docs[node.target.id] = str(below.value.value) if is_text else ""
-    return docs
 
 
 def stands_alone(doc: str) -> bool:

@@ -39,9 +39,12 @@ MAY_IMPORT = {
     "run_states": {"policy", "run", "weights", *DATA},
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "tasks", *DATA},
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
-    "cli": {"data", "models", "plan", "rewards", "rollout", "start", "weights", *DATA},
-    "start": {"algo", "plan", "models", "weights", "run_states", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
-}
+    "cli": {"configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "weights", *DATA},
+    "start": {
+        "algo", "evaluate", "models", "observe", "plan", "policy", "rewards", "rollout", "run", "run_states", "sft", "tasks", "train",
+        "weights", *DATA,
+    },
+}  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
 DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/", "cpu.py")}
 HEAVY = ["vllm", "megatron"]

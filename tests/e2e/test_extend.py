@@ -15,8 +15,9 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
 from tests.conftest import ROOT
 from tests.support import forked
+from tests.support.commands import examples
 
-EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", (ROOT / "docs" / "extend.md").read_text(), re.MULTILINE | re.DOTALL))
+EXAMPLES = {name.removesuffix(".py"): source for name, source in examples().items()}
 TINY = {
     "model": {"min_pixels": 784, "max_pixels": 3136},
     "engine": {"kv_cache_mib": 16, "max_model_len": 256},

@@ -293,5 +293,5 @@ def test_no_data_says_so() -> None:
 def test_a_server_that_is_not_there_is_ours(questions: Path) -> None:
     data = DataSettings(train=[str(questions)])
     settings = TaskSettings(name="visual_python", data=data, sandbox=SandboxSettings(url="http://127.0.0.1:9"))
-    with pytest.raises(HostFault, match=r"sandbox: http://127\.0\.0\.1:9"):
+    with pytest.raises(HostFault, match=r"task.sandbox.url=http://127\.0\.0\.1:9"):
         asyncio.run(VisualPythonTask(settings).start())

@@ -48,6 +48,13 @@ def test_a_file_sees_its_image_and_its_output_is_printed(tmp_path: Path):
         assert picture.size == (32, 30)
 
 
+def test_an_image_that_is_not_shown_is_missed(tmp_path: Path):
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "in.jpg")
+    done = run_file(tmp_path, "image_0.rotate(90)", "--image", tmp_path / "in.jpg", "--out", tmp_path / "out")
+    assert done.returncode == 0 and "no image came back" in done.stderr and ".show()" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("code", "status", "word"),
     [

@@ -26,6 +26,8 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from torch.distributed import run as torchrun
 
+from megatron_rl.cli.door import offer
+from megatron_rl.models.family import FAMILIES
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 
@@ -84,6 +86,9 @@ def check(line: str, config: pytest.Config) -> None:
     first, *rest = words_of(line)
     if first == "bash":
         check_shell(rest, config)
+    elif first == "source":
+        if rest != [".venv/bin/activate", "&&", "export", "OMP_NUM_THREADS=1"]:
+            raise Wrong(f"{line}: is not how the environment that launch/install.sh makes is activated")
     elif first == "torchrun":
         given = told_by_argparse(lambda: torchrun.get_args_parser().parse_args(rest))
         check_script(given.training_script, given.training_script_args)
@@ -99,11 +104,23 @@ def check(line: str, config: pytest.Config) -> None:
         check_script(first, rest)
 
 
+@cache
+def examples() -> dict[str, str]:
+    """Sources of the files that docs/extend.md shows, by name."""
+    text = (ROOT / "docs" / "extend.md").read_text()
+    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
 def check_script(script: str, arguments: list[str]) -> None:
+    if script in examples():
+        with patch("megatron_rl.cli.cli", lambda **own: offer(own.get("tasks", {}))), patch.dict(FAMILIES):
+            exec(examples()[script], {"__name__": "__main__"})
+        check_settings(arguments)
+        return
     if not (ROOT / script).is_file():
         raise Wrong(f"{script}: no such file")
     if script in HYDRA:
-        given = told_by_argparse(lambda: get_args_parser().parse_args(arguments))
+        given = told_by_argparse(lambda: get_args_parser().parse_intermixed_args(arguments))
         if not given.help:
             check_settings(given.overrides)
     else:

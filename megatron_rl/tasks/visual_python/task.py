@@ -68,7 +68,7 @@ class VisualPythonTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
-        await start_pool(self._pool)
+        await start_pool(self._pool, self.settings.sandbox)
         if self.judge is not None:
             await self.judge.start()
 
@@ -107,11 +107,14 @@ def look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
     return protocol.write_code(f"Image.open({name!r}).show()" if isinstance(protocol, CodeV) else f"{name}.show()")
 
 
-async def start_pool(pool: sandbox.Sandbox | SandboxClient) -> None:
+async def start_pool(pool: sandbox.Sandbox | SandboxClient, settings: SandboxSettings) -> None:
+    """Raises HostFault, under the setting that chose this pool."""
     try:
         await pool.start()
     except sandbox.SandboxFault as fault:
-        raise HostFault(f"sandbox: {fault}") from fault
+        url, isolation = settings.url, settings.isolation
+        chosen = f"url={url}: {fault}; start it" if url else f"isolation={isolation}: {fault}; see what this machine lacks"
+        raise HostFault(f"task.sandbox.{chosen}: python -m sandbox {'serve' if url else 'doctor'}") from fault
 
 
 def pool_of(settings: SandboxSettings) -> sandbox.Sandbox | SandboxClient:

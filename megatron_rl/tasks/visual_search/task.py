@@ -108,10 +108,11 @@ class VisualSearchTask(Task):
         self.rubric = rubrics.build(settings.reward or "accuracy", judge=None, protocol="pyvision")
         self.stop = self.protocol.stop
         self.num_eval = min(settings.data.max_eval or NUM_EVAL, NUM_EVAL)
+        self._sandbox = settings.sandbox
         self._pool = pool_of(settings.sandbox)
 
     async def start(self) -> None:
-        await start_pool(self._pool)
+        await start_pool(self._pool, self._sandbox)
 
     async def close(self) -> None:
         await self._pool.close()

@@ -1,0 +1,111 @@
+"""What --help prints: how to start, the names that can be chosen, the settings used most; `--help all`, or a group's name, lists keys.
+
+Nothing here is kept by hand but the examples: keys, values and meanings are those of the dataclasses in force.
+"""
+
+import ast
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+CONFIGS = "megatron_rl.configs"
+TRAIN = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.
+
+    torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/mine
+    torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
+    python launch/train.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
+
+Every word is GROUP=NAME, which takes a yaml, or KEY=VALUE, which sets one setting; the last one wins. Start nothing, and show
+
+    python launch/train.py experiment=numberline_grpo_cpu --cfg job      # every value that a run would use
+    python launch/train.py experiment=vqa_3b_1gpu model.path=3b run.dir=there run.dry=true    # the plan of its memory
+    python launch/doctor.py experiment=numberline_grpo_cpu               # what would keep it from starting
+    python launch/train.py --help optim                                  # the keys of a group; --help all: every key
+"""
+DOCTOR = """Looks at everything that a run needs before it is started, on the machine where it will run; takes the run's own words.
+
+    python launch/doctor.py experiment=numberline_grpo_cpu
+    python launch/doctor.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
+
+Prints a table of machine, model, task, data, judges, sandbox and W&B, and a line for each problem: `error: key=value: remedy`.
+Exit code 0: a run can start; 1: it cannot.
+
+    python launch/train.py --help       # names of experiments, and settings
+"""
+USED_MOST = (
+    "model.path", "run.dir", "run.steps", "run.eval_every", "checkpoint.every", "optim.lr", "batch.prompts_per_step", "batch.group_size",
+    "batch.micro_batch_tokens", "task.max_turns", "task.max_tokens_per_turn", "engine.max_model_len", "parallel.tp", "lora.rank",
+    "wandb.mode",
+)  # fmt: skip
+
+
+def text_of_help(words: Sequence[str], *, examines: bool) -> str:
+    """For the words that stand beside --help: `all` or the name of a group lists keys, key=value sets what is listed."""
+    if examines:
+        return DOCTOR
+    asked = [word for word in words if "=" not in word]
+    with initialize_config_module(CONFIGS, version_base="1.3"):
+        chosen = compose("train", overrides=[word for word in words if "=" in word])
+        groups = list(_groups())
+    keys = list(listed(chosen))
+    if not asked:
+        used = [f"  {key}={value}" for key, value, _ in keys if key in USED_MOST]
+        docs = [_shortened(doc) for key, _, doc in keys if key in USED_MOST]
+        column = max(map(len, used)) + 2
+        most = [f"{setting:{column}}{doc}" for setting, doc in zip(used, docs, strict=True)]
+        return "\n".join([TRAIN, *groups, "", "The settings used most, as the words beside --help leave them:", *most])
+    found = [(key, value, doc) for key, value, doc in keys if any(word == "all" or f"{key}.".startswith(f"{word}.") for word in asked)]
+    if not found:
+        raise ValueError(f"--help={' '.join(asked)}: no such group of settings; all, or one of {', '.join(map(str, chosen))}")
+    width = min(shutil.get_terminal_size().columns, 140)
+    indent = {"width": width, "initial_indent": "    ", "subsequent_indent": "    "}
+    return "\n".join(f"{key}={value}\n{textwrap.fill(' '.join(doc.split()), **indent)}" for key, value, doc in found)
+
+
+def listed(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted key, value as it would be typed, meaning) of every setting."""
+    docs = documented(OmegaConf.get_type(chosen))
+    for name in map(str, chosen):
+        value = "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
+        if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
+            yield from listed(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, as_typed(value), docs[name]
+
+
+def documented(schema: type) -> dict[str, str]:
+    """{field: the string below it in the source}; of a field that holds another settings dataclass, that one's docstring."""
+    body = [*ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0].body, ast.Pass()]
+    docs = {field.name: str(field.type.__doc__) if is_dataclass(field.type) else "" for field in fields(schema)}
+    for node, below in pairwise(body):
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(node, ast.AnnAssign) and is_text:
+            docs[node.target.id] = str(below.value.value)
+    return docs
+
+
+def as_typed(value: object) -> str:
+    """As a word of the command line: true, [a,b], ''."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if OmegaConf.is_list(value):
+        return f"[{','.join(map(as_typed, value))}]"
+    return "''" if value == "" else str(value)
+
+
+def _groups() -> Iterator[str]:
+    """A line for each folder of yaml files: experiment=NAME and what NAME can be."""
+    loader = GlobalHydra.instance().config_loader()
+    for group in ("experiment", *(group for group in sorted(loader.list_groups("")) if group not in ("experiment", "hydra"))):
+        yield textwrap.fill(f"{group}={', '.join(loader.get_group_options(group))}", width=140, subsequent_indent="  ")
+
+
+def _shortened(doc: str) -> str:
+    return textwrap.shorten(" ".join(doc.split()), width=100, placeholder=" ...")

@@ -1,0 +1,133 @@
+"""Every mistake of mistakes.py ends in its one line and exit code 1, and leaves nothing behind; what help lists; what is not loaded."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli.help import USED_MOST, text_of_help
+from megatron_rl.cli.words import ELSEWHERE, keys_of, nearest
+from megatron_rl.config import Settings
+from tests.cli.mistakes import MISTAKES
+from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
+
+YAMLS = {
+    "misspelt": "algo:\n  groop_size: 4\n",
+    "wrong": "optim: {lr: fast}\n",
+    "broken": "optim:\n  lr: [1\n b: 3\n",
+}
+QUESTION = '{"question": "How many?", "answer": "4", "images": []}\n'
+
+
+@pytest.fixture(scope="module")
+def broken(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder {tmp} of the table."""
+    folder = tmp_path_factory.mktemp("broken")
+    for name in ("no_tokenizer", "half", "bad_header", "other_model"):
+        shutil.copytree(random_model, folder / name)
+    (folder / "no_tokenizer" / "tokenizer.json").unlink()
+    weights = folder / "half" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with (folder / "bad_header" / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * 16)
+    config = folder / "other_model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "internvl"}))
+    (folder / "configs" / "experiment").mkdir(parents=True)
+    for name, text in YAMLS.items():
+        (folder / "configs" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
+    (folder / "good.jsonl").write_text(QUESTION)
+    (folder / "half.jsonl").write_text(QUESTION + QUESTION[:20])
+    (folder / "table.csv").write_text("question,answer\nHow many?,4\n")
+    (folder / "file").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ends(random_model: Path, broken: Path) -> dict[str, tuple[int, str]]:
+    """{what was typed: (exit code, standard error)}, all from one process, whose own folder configs/ has the broken files."""
+    given = [f"model.path={random_model}", f"run.dir={broken}/run"]
+    lines = [[*given, *mistake.replace("{tmp}", str(broken)).split(" ")] for mistake in MISTAKES]
+    (broken / "lines.json").write_text(json.dumps(lines))
+    shutil.copy(SUPPORT / "mistakes_made.py", broken / "mine.py")
+    nobody = {"HOME": str(broken), "NETRC": str(broken / "netrc"), "WANDB_API_KEY": ""}
+    process = forked.Process(broken / "mine.py", broken / "lines.json", cwd=broken, environment=nobody)
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    said = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    return dict(zip(MISTAKES, said, strict=True))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake: str, ends: dict[str, tuple[int, str]], random_model: Path, broken: Path) -> None:
+    code, said = ends[mistake]
+    expected = MISTAKES[mistake].replace("{tmp}", str(broken)).replace("{model}", str(random_model))
+    pattern = ".*".join(map(re.escape, expected.split("...")))
+    assert re.fullmatch(f"error: {pattern}\n", said), said
+    assert code == 1
+
+
+def test_nothing_is_left_behind(ends: dict[str, tuple[int, str]], broken: Path) -> None:
+    assert len(ends) >= 40
+    assert not (broken / "run").exists()
+
+
+def test_what_others_call_a_setting_is_one_of_ours() -> None:
+    assert set(ELSEWHERE.values()) <= set(keys_of(Settings))
+
+
+def test_a_key_is_its_own_nearest() -> None:
+    assert not [key for key in keys_of(Settings) if nearest(key) not in (key, ELSEWHERE.get(key.rpartition(".")[2]))]
+
+
+def test_help_is_one_screen_with_examples_and_names() -> None:
+    text = text_of_help([], examines=False)
+    assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 140
+    assert re.findall(r"^  (\S+)=", text, re.MULTILINE) and all(f"  {key}=" in text for key in USED_MOST)
+    experiments = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+    assert experiments <= set(re.findall(r"\w+", text)), "every experiment is named"
+
+
+def test_help_all_lists_every_key_with_its_value_and_meaning() -> None:
+    text = text_of_help(["all", "experiment=numberline_grpo_cpu", "optim.lr=0.5"], examines=False)
+    listed = re.findall(r"^([a-z_0-9.]+)=(.*)\n    (.+)$", text, re.MULTILINE)
+    assert sorted(key for key, _, _ in listed) == sorted(keys_of(Settings))
+    said = {key: (value, meaning) for key, value, meaning in listed}
+    assert said["optim.lr"] == ("0.5", "Peak learning rate of the schedule.")
+    assert said["checkpoint.background"][0] == "true" and said["lora.targets"][0] == "[attention,mlp]" and said["lora.path"][0] == "''"
+
+
+def test_help_of_a_group_lists_that_group() -> None:
+    text = text_of_help(["task.data"], examines=False)
+    assert re.findall(r"^(\S+)=", text, re.MULTILINE) == [key for key in keys_of(Settings) if key.startswith("task.data.")]
+
+
+def test_the_doctor_speaks_of_itself() -> None:
+    assert "launch/doctor.py" in text_of_help([], examines=True) and text_of_help([], examines=True).startswith("Looks at everything")
+
+
+def test_wandb_is_not_loaded_unless_it_is_asked_for() -> None:
+    """By megatron-core, wherever it can: each wandb that is killed leaves folders in /tmp."""
+    script = """
+import sys
+from megatron_rl.cli.door import read_and
+def act(settings):
+    try:
+        import wandb
+        print(settings.wandb.mode, wandb.__name__)
+    except ImportError:
+        print(settings.wandb.mode, "refused")
+for mode in ("disabled", "offline"):
+    sys.argv = ["mine.py", "model.path=here", "run.dir=there", f"wandb.mode={mode}"]
+    read_and(act, {}, examines=False)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == ["disabled refused", "offline wandb"], done.stdout
