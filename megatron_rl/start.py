@@ -57,7 +57,7 @@ class Parts:
         """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
         with self.run.spans("start"):
             self.policy.sleep()
-            fleet = build_fleet(settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world)
+            fleet = build_fleet(settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world, tell=self.run.tell)
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
         return fleet
@@ -208,7 +208,7 @@ def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_
     )  # fmt: skip
 
 
-def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World) -> Fleet:
+def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World, tell: Callable[[str], None]) -> Fleet:
     """This process's engine, one alone or one that spans engine.tp neighboring ranks, and its place in the fleet. All ranks together."""
     group, size = None, settings.engine.tp
     if size > 1:
@@ -224,7 +224,7 @@ def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Ren
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
         ),
-        index=world.rank // size, num_engines=world.size // size,
+        index=world.rank // size, num_engines=world.size // size, patience_s=settings.run.patience_s, tell=tell,
     )  # fmt: skip
 
 

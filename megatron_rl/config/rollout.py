@@ -77,7 +77,9 @@ class JudgeSettings:
     max_tokens: int = 512
     """Tokens of one reply of the judge at most."""
     timeout_s: float = 60.0
-    """Seconds after which a request is given up, and that a request waits for servers that rest."""
+    """Seconds after which a request is given up."""
+    patience_s: float = 60.0
+    """Seconds that a request waits at most while all servers rest after a failure; no rest is longer unless the server asks for it."""
     tries: int = 5
     """Requests that one judgement makes at most; after the last the rollout is failed, never 0."""
     concurrency: int = 32
@@ -87,6 +89,7 @@ class JudgeSettings:
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "task.judge.timeout_s", self.timeout_s, "must be positive")
+        require(0 <= self.patience_s < math.inf, "task.judge.patience_s", self.patience_s, "must be a number of seconds; 0 waits for none")
         for key in ("tries", "concurrency", "max_tokens"):
             require(getattr(self, key) >= 1, f"task.judge.{key}", getattr(self, key), "must be at least 1")
 

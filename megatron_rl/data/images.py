@@ -16,7 +16,7 @@ from PIL.Image import Image as Picture
 from PIL.Image import Transpose
 from PIL.TiffImagePlugin import TiffImageFile
 
-from megatron_rl.types import HostFault
+from megatron_rl.types import HostFault, LastingFault
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 89_478_485
@@ -51,13 +51,21 @@ class StoredImage:
     """Of the file's bytes, where the row names the picture by it."""
 
     def open(self) -> Picture:
-        """The picture as RGB, upright, what is transparent on white. HostFault: gone or broken since the start; the rollout fails."""
+        """The picture as RGB, upright, what is transparent on white. The rollout fails where that cannot be had:
+
+        HostFault: its disk is in trouble. LastingFault: it is gone or broken since the start.
+        """
         try:
             content = self.content()
+        except (FileNotFoundError, ValueError) as error:
+            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
+        except OSError as error:
+            raise HostFault(f"{self.where}: cannot be read ({error})") from error
+        try:
             with self._checked(BytesIO(content)) as picture:
                 return flatten(picture)
         except UNREADABLE as error:
-            raise HostFault(f"{self.where}: cannot be opened ({error})") from error
+            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
