@@ -34,8 +34,8 @@ class History:
     """By example: scored episodes, the sum of their rewards, and the step they were last seen in."""
     learned: int = 0
     """Steps in which something was credited."""
-    unplayable: dict[str, str] = field(default_factory=dict)
-    """By example: why it cannot be played (End.LASTING_FAULT)."""
+    faulty: dict[str, str] = field(default_factory=dict)
+    """By example: the fault that waiting cannot mend (End.LASTING_FAULT) which it met first."""
 
     def add(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
@@ -45,7 +45,7 @@ class History:
                 episodes, rewards, _ = self.prompts.get(rollout.example_id, (0, 0.0, 0))
                 self.prompts[rollout.example_id] = [episodes + 1, rewards + rollout.reward, step]
             if rollout.end is End.LASTING_FAULT:
-                self.unplayable.setdefault(rollout.example_id, rollout.reason)
+                self.faulty.setdefault(rollout.example_id, rollout.reason)
 
 
 class Run:
@@ -112,20 +112,20 @@ class Run:
 
     def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal; another for each example that
-        was found unplayable in this step."""
+        met its first fault of those that waiting cannot mend."""
         groups, moving = credited_groups(rollouts)
         self.history.learned += bool(moving)
         if not self.is_main:
             return
-        metrics["rollout/unplayable_prompts"] = float(len(self.history.unplayable))
-        for name in self.history.unplayable.keys() - self._told:
-            self.tell(f"cannot be played, and is left out whenever it is dealt: {self.history.unplayable[name]}")
-        self._told |= self.history.unplayable.keys()
+        metrics["rollout/faulty_prompts"] = float(len(self.history.faulty))
+        for name in [name for name in self.history.faulty if name not in self._told]:
+            self.tell(f"left out, as no further try can mend it: {name}: {self.history.faulty[name]}")
+            self._told.add(name)
         with writing(self.folder):
             self.recorder.record(step, rollouts)
             metrics = {**metrics, **self.spans.take()}
             self.log.log(step, metrics)
-        self.progress.step(step, metrics, note="" if moving else f"all {len(groups)} groups alike: nothing learned")
+        self.progress.step(step, metrics, note="" if moving or not rollouts else f"all {len(groups)} groups alike: nothing learned")
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
