@@ -1,5 +1,6 @@
 """The checks that end a run and the metrics of a step's rollouts, against hand numbers."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_rl.algo.credit import spreads
 from megatron_rl.algo.select import REASONS, select
 from megatron_rl.config import AlgoSettings, RunSettings, SelectSettings, Settings
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.progress import Progress
 from megatron_rl.run import Run, check_failures, check_improvement, merge_updates, rollout_metrics
 from megatron_rl.types import End, Rollout, RunFailed, Status, ToolCall
 from megatron_rl.world import World
@@ -87,7 +89,7 @@ def test_a_steps_updates_are_one_line() -> None:
     assert broken["policy/ratio_gap_max"] != broken["policy/ratio_gap_max"], "NaN is nobody's smaller number"
 
 
-def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) -> None:
     """Two steps in which all are alike, one that teaches, and an example without room that is dealt in each of them."""
     lost = episode(2, None)
     lost.example_id, lost.end, lost.reason = "train/7", End.LASTING_FAULT, "example train/7 (mine.jsonl row 7): its prompt has 9 tokens"
@@ -96,6 +98,7 @@ def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path, 
 
     def played(folder: str, *steps: list[Rollout]) -> list[str]:
         run = Run(Settings(run=RunSettings(dir=str(tmp_path / folder))), World(0, 1, 0, torch.device("cpu")), num_steps=3)
+        run.progress = Progress(3, title="rl", stream=(shown := io.StringIO()))
         for step, rollouts in enumerate(steps):
             run.history.add(step, credited(rollouts), rounds=1)
             run.record(step, rollouts, rollout_metrics(rollouts, rounds=1))
@@ -105,7 +108,7 @@ def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path, 
         expected = [float(rollouts is alike) for rollouts in steps]
         assert [line["rollout/nothing_learned"] for line in lines[: len(steps)]] == expected
         assert {line["rollout/faulty_prompts"] for line in lines[: len(steps)]} == {1.0}
-        return capfd.readouterr().out.splitlines()
+        return shown.getvalue().splitlines()
 
     lines = played("some", alike, unlike, alike)
     assert lines[0] == f"left out, as no further try can mend it: train/7: {lost.reason}", "once, with its file and row"

@@ -114,7 +114,9 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
             continue
         prompts = Prompts(settings, renderer) if renderer else None
         try:
-            found = survey(open_questions(paths, images_root=data.images, name=split), look=prompts.look if prompts else None)
+            found = survey(
+                open_questions(paths, images_root=data.images, name=split, columns=data.columns), look=prompts.look if prompts else None
+            )
         except ValueError as error:
             report.fail(f"data.{split}", str(error))
             continue

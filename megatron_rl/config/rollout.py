@@ -96,7 +96,7 @@ class JudgeSettings:
 
 @dataclass(kw_only=True, slots=True)
 class DataSettings:
-    """The user's questions: JSON lists, JSON lines or Parquet (README, "Your data")."""
+    """The user's questions: files, folders or data sets in the cache of Hugging Face (docs/data.md)."""
 
     train: list[str] = field(default_factory=list)
     """Files of the questions to train on."""
@@ -104,12 +104,16 @@ class DataSettings:
     """Files of the held-out questions that evaluations ask."""
     demonstrations: list[str] = field(default_factory=list)
     """Files of transcripts for the supervised warm start."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns by other names, {question: problem, answer: solution}; question, answer, images, id and data_source can be chosen."""
     images: str = ""
     """The folder that relative image paths start from; empty: the folder of the file that names them."""
     max_eval: int = 0
     """Evaluate on the first so many examples; 0 takes all."""
 
     def __post_init__(self) -> None:
+        for key in self.columns:
+            require_choice("task.data.columns", key, ("question", "answer", "images", "id", "data_source"))
         require(self.max_eval >= 0, "task.data.max_eval", self.max_eval, "must not be negative")
 
 
