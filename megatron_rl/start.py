@@ -13,6 +13,7 @@ from megatron_rl.evaluate import evaluate
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.opening import tell_prompts
 from megatron_rl.plan.dry import dry_run
 from megatron_rl.policy.parallel import Layout, build_layout, check_layout
 from megatron_rl.policy.policy import Policy
@@ -79,6 +80,8 @@ class Stage:
 
 def reinforce(settings: Settings, parts: Parts) -> Fleet:
     fleet = parts.open_fleet(settings)
+    with parts.run.spans("start"):
+        tell_prompts(settings, fleet=fleet, tell=parts.run.tell)
     with parts.checkpoints.settled_on_failure():
         train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints)
     return fleet

@@ -95,6 +95,22 @@ class JudgeSettings:
 
 
 @dataclass(kw_only=True, slots=True)
+class ColumnSettings:
+    """Columns of the user's questions by the names that they have in the files: {question: problem, answer: solution}."""
+
+    question: str = ""
+    """Column of the words, or messages, of a question; empty recognises the usual ones (docs/data.md)."""
+    answer: str = ""
+    """Column of the right answer; empty recognises the usual ones."""
+    images: str = ""
+    """Column of the picture or pictures; empty recognises the usual ones."""
+    id: str = ""
+    """Column of a row's name or number; empty takes id."""
+    data_source: str = ""
+    """Column that tells which rule compares answers; empty takes data_source."""
+
+
+@dataclass(kw_only=True, slots=True)
 class DataSettings:
     """The user's questions: files, folders or data sets in the cache of Hugging Face (docs/data.md)."""
 
@@ -104,16 +120,13 @@ class DataSettings:
     """Files of the held-out questions that evaluations ask."""
     demonstrations: list[str] = field(default_factory=list)
     """Files of transcripts for the supervised warm start."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Columns by other names, {question: problem, answer: solution}; question, answer, images, id and data_source can be chosen."""
+    columns: ColumnSettings = field(default_factory=ColumnSettings)
     images: str = ""
     """The folder that relative image paths start from; empty: the folder of the file that names them."""
     max_eval: int = 0
     """Evaluate on the first so many examples; 0 takes all."""
 
     def __post_init__(self) -> None:
-        for key in self.columns:
-            require_choice("task.data.columns", key, ("question", "answer", "images", "id", "data_source"))
         require(self.max_eval >= 0, "task.data.max_eval", self.max_eval, "must not be negative")
 
 
@@ -127,6 +140,10 @@ class TaskSettings:
     """How a task with tools is spoken: pyvision, codev, deepeyes or functions."""
     reward: str = "accuracy"
     """The rubric of a task with questions: accuracy, pyvision, deepeyes, codev or tapo."""
+    prompt: str = ""
+    """What task vqa asks, with {question} where question and pictures stand; empty asks for the answer between <answer> and </answer>."""
+    system_prompt: str = ""
+    """What the system says first in task vqa; empty takes that of the data's rows, and else what the chat template says by itself."""
     max_turns: int = 10
     """Replies of the policy in one episode at most."""
     eval_max_turns: int = 0
@@ -148,7 +165,13 @@ class TaskSettings:
     def __post_init__(self) -> None:
         require_choice("task.protocol", self.protocol, ("pyvision", "codev", "deepeyes", "functions"))
         require_choice("task.reward", self.reward, ("accuracy", "pyvision", "deepeyes", "codev", "tapo"))
+        require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must hold {question} once")
         for key in ("max_turns", "max_tokens_per_turn", "eval_samples"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
         for key in ("eval_max_turns", "max_pixels", "max_seconds"):
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
+
+    def require_no_words(self) -> None:
+        """For a task whose words are its own."""
+        for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
+            require(not words, f"task.{key}", words, f"task {self.name} has words of its own; leave it out, or use task=vqa")

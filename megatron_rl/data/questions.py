@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.config import DataSettings, require
+from megatron_rl.config import ColumnSettings, DataSettings, require
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Record, Records
 from megatron_rl.data.survey import survey
@@ -52,18 +52,18 @@ class Questions(Sequence[Example]):
         return Example(id=f"{self.name}/{place}", payload=payload_of(record, place=place), where=record.where)
 
 
-def open_questions(paths: Sequence[str], *, images_root: str, name: str, columns: Mapping[str, str] | None = None) -> Questions:
+def open_questions(paths: Sequence[str], *, images_root: str, name: str, columns: ColumnSettings | None = None) -> Questions:
     """The questions of the files, not looked at yet."""
     return Questions(Records(paths, images_root=images_root, columns=columns), name=name)
 
 
-def questions(paths: Sequence[str], *, images_root: str, name: str, columns: Mapping[str, str] | None = None) -> Questions:
+def questions(paths: Sequence[str], *, images_root: str, name: str, columns: ColumnSettings | None = None) -> Questions:
     """The same after a look at every row. ValueError names file and row of the first that cannot be used."""
     opened = open_questions(paths, images_root=images_root, name=name, columns=columns)
     found = survey(opened)
     found.require_sound()
-    no_pictures = "images" in (columns or {}) and not found.num_images
-    require(not no_pictures, "task.data.columns", dict(columns or {}), f"no row of {', '.join(paths)} has pictures in that column")
+    images = columns.images if columns else ""
+    require(not images or found.num_images > 0, "task.data.columns.images", images, f"no row of {', '.join(paths)} has pictures there")
     return opened
 
 

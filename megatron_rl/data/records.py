@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.config import require
+from megatron_rl.config import ColumnSettings, require
 from megatron_rl.data.files import files_of
 from megatron_rl.data.images import StoredImage, stored_image
 from megatron_rl.data.rows import JsonRow, open_rows
@@ -62,14 +62,14 @@ class Record:
 
 
 class Records(Sequence[Record]):
-    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: our names -> those of the files.
+    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them.
 
     Raises ValueError: no file, one that is not there or not of its format, no rows.
     """
 
-    def __init__(self, paths: Sequence[str], *, images_root: str, columns: Mapping[str, str] | None = None) -> None:
+    def __init__(self, paths: Sequence[str], *, images_root: str, columns: ColumnSettings | None = None) -> None:
         self._files = [(path, open_rows(path)) for name in paths for path in files_of(name)]
-        self._folder, self._columns = images_root, dict(columns or {})
+        self._folder, self._columns = images_root, chosen_names(columns) if columns else {}
         require(len(self) > 0, "task.data", list(paths), "has no rows")
 
     def __len__(self) -> int:
@@ -85,8 +85,17 @@ class Records(Sequence[Record]):
         raise AssertionError(f"row {index} of {len(self)} lies in no file")
 
 
+def chosen_names(columns: ColumnSettings) -> dict[str, str]:
+    """Our names -> those of the files, where they are chosen."""
+    names = {
+        "question": columns.question, "answer": columns.answer, "images": columns.images,
+        "id": columns.id, "data_source": columns.data_source,
+    }  # fmt: skip
+    return {ours: theirs for ours, theirs in names.items() if theirs}
+
+
 def renamed(record: Record, columns: Mapping[str, str]) -> Record:
-    """The record with our names for the columns that task.data.columns chooses, and without those that might be read instead."""
+    """The record with our names for the columns that are chosen, and without those that might be read instead."""
     if not columns:
         return record
     row = dict(record.row)

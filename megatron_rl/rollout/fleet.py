@@ -19,7 +19,7 @@ from megatron_rl.rollout.engine import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import End, Example, Rollout
+from megatron_rl.types import Context, End, Example, HostFault, Rollout
 
 _TRIES = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -137,6 +137,20 @@ class Fleet:
                 break
             failed_s = rollout.wall_s
         return rollout
+
+    def first_prompt(self) -> Context | None:
+        """How the first training example will begin; None on ranks that lead no engine, and where it cannot."""
+
+        async def opened() -> Context | None:
+            env = self.task.env(self._examples[0])
+            try:
+                return self.renderer.prompt(await env.reset(seed_of(self.episode.seed, 0)))
+            except HostFault:
+                return None  # its episodes will fail for the same reason, and say so
+            finally:
+                await env.close()
+
+        return self.engine.run(opened())
 
     def serve(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the engines' weights by these, proven to have arrived, and give the device to the engine.

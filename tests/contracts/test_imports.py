@@ -40,7 +40,9 @@ MAY_IMPORT = {
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "tasks", *DATA},
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
     "cli": {"data", "models", "plan", "rewards", "rollout", "start", "weights", *DATA},
-    "start": {"algo", "plan", "models", "weights", "run_states", "evaluate", "policy", "rollout", "run", "sft", "tasks", "train", *DATA},
+    "opening": {"data", "rollout", *DATA},
+    "start": {"algo", "opening", "plan", "models", "weights", "run_states", "evaluate", "policy", "rollout", "run", "sft", "tasks", *DATA}
+    | {"train"},
 }
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
 DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/", "cpu.py")}

@@ -148,6 +148,7 @@ class NumberLineTask:
 
     def __init__(self, settings: TaskSettings) -> None:
         require(settings.max_turns <= MAX_STEPS, "task.max_turns", settings.max_turns, f"NumberLine has {MAX_STEPS} steps, use no more")
+        settings.require_no_words()
         self.name = "number_line"
         self.rubric = Rubric(turn_parts={"return": TurnPart(environment_rewards, mean=False)})
         self.stop = ()

@@ -56,6 +56,7 @@ class VisualPythonTask:
     """PyVision-RL, CodeV and DeepEyes are settings of it: task.protocol, task.reward and the data."""
 
     def __init__(self, settings: TaskSettings) -> None:
+        settings.require_no_words()
         self.settings = settings
         self.name = "visual_python"
         self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}})

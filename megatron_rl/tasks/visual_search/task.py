@@ -101,6 +101,7 @@ class VisualSearchTask:
     def __init__(self, settings: TaskSettings) -> None:
         remedy = "visual_search speaks pyvision; visual_python has the other protocols"
         require(settings.protocol == "pyvision", "task.protocol", settings.protocol, remedy)
+        settings.require_no_words()
         self.name = "visual_search"
         self.protocol = PyVision(rules=RULES)
         self.rubric = rubrics.build(settings.reward, judge=None, protocol="pyvision")
