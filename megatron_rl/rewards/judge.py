@@ -105,7 +105,9 @@ class Judge:
             return f"{url}: {told(error)}: set OPENAI_API_KEY"
         except (openai.APIStatusError, ValidationError):
             return ""
-        except (openai.APIError, TimeoutError) as error:
+        except TimeoutError:
+            return f"{url}: no answer within {GREETING_S:.0f} s"
+        except openai.APIError as error:
             return f"{url}: {told(error.__cause__ or error)}"
         return f"{url}: serves {', '.join(served)}, not task.judge.model={self.model}" if self.model and self.model not in served else ""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import ModelSettings
+from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.evaluate import evaluate
 from megatron_rl.rollout import fleet as fleet_module
 from megatron_rl.rollout.fleet import choose_prompts
 from megatron_rl.rollout.renderer import Renderer
@@ -129,6 +130,13 @@ def test_an_outage_is_waited_for_as_long_as_patience_lasts(renderer: Renderer, p
     rollouts = fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)
     assert [pause for pause in pauses if pause] == [1, 2, 4, pytest.approx(3, abs=0.5)], "the tries' own seconds are none of the pauses"
     assert {rollout.status for rollout in rollouts} == {Status.FAILED} and len(rollouts) == 6
+
+
+def test_an_evaluation_waits_too(renderer: Renderer, pauses: list[float]) -> None:
+    task = TaskSettings(name="talk", max_turns=2, eval_samples=2)
+    fleets = [fleet_of(renderer, Scripted(faults=faults), patience_s=60.0, tell=lambda _: None) for faults in (5, 0)]
+    broken, whole = (evaluate(fleet.task, Settings(task=task, run=RunSettings(dir="none")), fleet=fleet) for fleet in fleets)
+    assert broken == whole and whole["eval/greedy_return"] == 1.0 and [pause for pause in pauses if pause] == [1, 2, 4] * 2
 
 
 def test_what_waiting_cannot_mend_is_not_waited_for(renderer: Renderer, pauses: list[float]) -> None:
