@@ -62,6 +62,25 @@ def test_answers_are_unwrapped(text: str, answer: str) -> None:
     assert unwrapped(text) == answer
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "?", "answer": float("nan")}, "answer: is nan, which is no number"),
+        ({"question": "?", "answer": float("-inf")}, "answer: is -inf, which is no number"),
+        ({"question": "?", "answer": True}, 'answer: is true; write the word that a reply should have, "yes" or "no" say'),
+        ({"question": "?", "answer": "<answer> </answer>"}, "answer: is empty"),
+        (
+            {"question": "?", "answer": "a", "image": "https://x.org/a.png"},
+            "image: https://x.org/a.png is a URL, and URLs are not read; down",
+        ),
+        ({"question": "?", "answer": "a", "images": [{"path": "s3://b/a.png"}]}, r"images\[0\]: s3://b/a.png is a URL"),
+    ],
+)
+def test_what_must_not_be_trained_on(row: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^own.jsonl row 0: {said}"):
+        questions([str(write(tmp_path / "own.jsonl", [row]))], images_root="", name="train")
+
+
 def test_columns_by_other_names(tmp_path: Path) -> None:
     """What is chosen wins over what would be recognised; what is chosen and lacking is an error with file and row."""
     row = {"q": "What?", "a": "4", "pics": [{"bytes": png("lime")}], "question": "no", "answer": "no", "image": "no.png",
