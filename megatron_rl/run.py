@@ -32,6 +32,10 @@ class History:
     """Rounds of prompts that were dealt: where the sampler stands."""
     prompts: dict[str, list[float]] = field(default_factory=dict)
     """By example: scored episodes, the sum of their rewards, and the step they were last seen in."""
+    learned: int = 0
+    """Steps in which something was credited."""
+    faulty: dict[str, str] = field(default_factory=dict)
+    """By example: the fault that waiting cannot mend (End.LASTING_FAULT) which it met first."""
 
     def add(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
@@ -40,6 +44,8 @@ class History:
             if rollout.reward is not None:
                 episodes, rewards, _ = self.prompts.get(rollout.example_id, (0, 0.0, 0))
                 self.prompts[rollout.example_id] = [episodes + 1, rewards + rollout.reward, step]
+            if rollout.end is End.LASTING_FAULT:
+                self.faulty.setdefault(rollout.example_id, rollout.reason)
 
 
 class Run:
@@ -52,6 +58,7 @@ class Run:
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
         self.is_main, self._rank = world.is_main, world.rank
+        self._told: set[str] = set()
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
         if not self.is_main:
@@ -98,20 +105,39 @@ class Run:
                 torch.save([asdict(batch) for batch in batches], folder / f"step_{step:08d}_rank_{self._rank}.pt")
             raise NotFinite(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
 
+    def tell(self, line: str) -> None:
+        """One line for whoever watches the run."""
+        if self.progress is not None:
+            self.progress.tell(line)
+
     def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal."""
+        """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal; another for each example that
+        met its first fault of those that waiting cannot mend."""
+        groups, moving = credited_groups(rollouts)
+        self.history.learned += bool(moving)
         if not self.is_main:
             return
+        metrics["rollout/faulty_prompts"] = float(len(self.history.faulty))
+        for name in [name for name in self.history.faulty if name not in self._told]:
+            self.tell(f"left out, as no further try can mend it: {name}: {self.history.faulty[name]}")
+            self._told.add(name)
         with writing(self.folder):
             self.recorder.record(step, rollouts)
             metrics = {**metrics, **self.spans.take()}
             self.log.log(step, metrics)
-        self.progress.step(step, metrics)
+        self.progress.step(step, metrics, note="" if moving or not rollouts else f"all {len(groups)} groups alike: nothing learned")
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
         if not self.is_main:
             return
+        if self.history.returns and not self.history.learned:
+            remedy = (
+                "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
+            )
+            self.tell(
+                f"nothing was learned in any of {len(self.history.returns)} steps: all rewards of a group were always alike; {remedy}"
+            )
         values = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         with writing(self.folder):
             self.log.log(self.num_steps, {**metrics, **self.spans.take()})
@@ -146,14 +172,14 @@ def write_text(path: Path, text: str) -> None:
 def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]:
     """What happened in a step's episodes, over those that were scored. `rounds` of prompts were rolled out."""
     scored = [rollout for rollout in rollouts if rollout.is_scored]
-    groups = {rollout.group for rollout in scored if rollout.dropped != "alone"}
-    moving = {rollout.group for rollout in scored for context in rollout.contexts if any(context.advantages)}
+    groups, moving = credited_groups(rollouts)
     metrics = {
         "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
         "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
         "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
         "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in scored)),
         "rollout/degenerate_groups": len(groups - moving) / max(len(groups), 1),
+        "rollout/nothing_learned": float(not moving),
         "rollout/failed_fraction": 1 - len(scored) / len(rollouts),
         "rollout/rounds": float(rounds),
         "rollout/kept_groups": float(len(kept_groups(rollouts))),
@@ -174,6 +200,13 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
     for end in End:
         metrics[f"rollout/end_{end}"] = float(sum(rollout.end is end for rollout in rollouts))
     return metrics
+
+
+def credited_groups(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
+    """Groups that could be credited, and those of them that were: whose members are not all alike."""
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    moving = {rollout.group for rollout in scored for context in rollout.contexts if any(context.advantages)}
+    return {rollout.group for rollout in scored if rollout.dropped != "alone"}, moving
 
 
 def check_failures(rollouts: list[Rollout], *, limit: float) -> None:

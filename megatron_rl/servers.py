@@ -1,7 +1,8 @@
 """Servers that do the same work: the least busy healthy one is asked, and another where it fails.
 
-A server that failed rests, twice as long with each failure in a row or as long as it says itself, and the others are asked meanwhile. What
-goes on the wire is the caller's: a call is a coroutine function of the server to ask. What it raises tells how it went:
+A server that failed rests, twice as long with each failure in a row or as long as it says itself, and the others are asked meanwhile. How
+long a request waits for one is a patience of its own, no matter how long an answer may take. What goes on the wire is the caller's: a call
+is a coroutine function of the server to ask. What it raises tells how it went:
     ServerFault, TimeoutError   the server is in trouble: it rests, and the call is tried again
     BadReply                    the server is well, what it said is of no use: the call is tried again
     Refused                     any server would refuse this call: no further try
@@ -16,9 +17,10 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-from megatron_rl.types import HostFault
+from megatron_rl.types import HostFault, LastingFault
 
 LONGEST_REST_S = 30.0
+"""Or the patience of those who wait, where that is less."""
 T = TypeVar("T")
 
 
@@ -45,6 +47,8 @@ class Endpoint:
     url: str
     rest_s: float
     """The first rest."""
+    longest_s: float = LONGEST_REST_S
+    """The longest that it is given; it may ask for more itself."""
     in_flight: int = 0
     failures: int = 0
     """Failures in a row."""
@@ -58,7 +62,7 @@ class Endpoint:
         """
         now = time.monotonic()
         if began >= self.rest_until:
-            rest = min(self.rest_s * 2**self.failures, LONGEST_REST_S) * random.uniform(0.5, 1.0)
+            rest = min(self.rest_s * 2**self.failures, self.longest_s) * random.uniform(0.5, 1.0)
             self.failures += 1
             self.rest_until = max(self.rest_until, now + rest)
         self.rest_until = max(self.rest_until, now + rest_s)
@@ -70,10 +74,15 @@ class Endpoint:
 class Servers:
     """Servers behind one `ask`. Counts of their work stand in requests, failures and seconds (in requests)."""
 
-    def __init__(self, urls: Sequence[str], *, name: str, tries: int, timeout_s: float, concurrency: int, rest_s: float = 0.5) -> None:
-        """`name` begins every error; at most `concurrency` requests are under way at once, each of them for timeout_s at most."""
-        self.name, self.tries, self.timeout_s, self.concurrency = name, tries, timeout_s, concurrency
-        self.endpoints = [Endpoint(url, rest_s) for url in urls]
+    def __init__(
+        self, urls: Sequence[str], *, name: str, tries: int, timeout_s: float, patience_s: float, concurrency: int, rest_s: float = 0.5
+    ) -> None:
+        """`name` begins every error; at most `concurrency` requests are under way at once, each of them for timeout_s at most.
+
+        Where all servers rest, a request waits for the first of them up to patience_s.
+        """
+        self.name, self.tries, self.timeout_s, self.patience_s, self.concurrency = name, tries, timeout_s, patience_s, concurrency
+        self.endpoints = [Endpoint(url, rest_s, min(LONGEST_REST_S, patience_s)) for url in urls]
         self.requests = self.failures = 0
         self.seconds = 0.0
 
@@ -82,8 +91,12 @@ class Servers:
         self._slots = asyncio.Semaphore(self.concurrency)
 
     async def ask(self, call: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """What `call` returns, of one server or another. Raises HostFault, naming server and reason, after the last try."""
+        """What `call` returns, of one server or another. Raises HostFault, naming server and reason, after the last try.
+
+        LastingFault where no server was in trouble: what was said to it, or by it, is at fault.
+        """
         reasons: list[str] = []
+        fault = LastingFault
         while len(reasons) < self.tries:
             endpoint = await self._slot(reasons)
             began = time.monotonic()
@@ -99,12 +112,13 @@ class Servers:
                 if isinstance(error, Refused):
                     break
                 if isinstance(error, ServerFault):
+                    fault = HostFault
                     endpoint.failed(began=began, rest_s=error.rest_s)
             finally:
                 self.seconds += time.monotonic() - began
                 endpoint.in_flight -= 1
                 self._slots.release()
-        raise HostFault(f"{self.name}: nothing after {len(reasons)} of {self.tries} tries; the last: {reasons[-1]}")
+        raise fault(f"{self.name}: nothing after {len(reasons)} of {self.tries} tries; the last: {reasons[-1]}")
 
     async def _in_time(self, call: Callable[[Endpoint], Awaitable[T]], endpoint: Endpoint) -> T:
         try:
@@ -116,7 +130,7 @@ class Servers:
     async def _slot(self, reasons: Sequence[str]) -> Endpoint:
         """The least busy server that does not rest, with leave to send it a request.
 
-        Rests, all together, are waited for up to a request's time-out; the time in the queue for a slot is none of it.
+        Rests, all together, are waited for up to patience_s; the time in the queue for a slot is none of it.
         """
         waited = 0.0
         while True:
@@ -128,7 +142,7 @@ class Servers:
             self._slots.release()
             earliest = min(self.endpoints, key=lambda endpoint: endpoint.rest_until)
             rest = earliest.rest_until - now
-            if waited + rest > self.timeout_s:
+            if waited + rest > self.patience_s:
                 last = f"; the last failure: {reasons[-1]}" if reasons else ""
                 raise HostFault(
                     f"{self.name}: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others{last}"

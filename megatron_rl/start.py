@@ -14,6 +14,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.observe.metrics import check_wandb
+from megatron_rl.opening import tell_prompts
 from megatron_rl.plan.dry import dry_run
 from megatron_rl.policy.parallel import Layout, build_layout, check_layout
 from megatron_rl.policy.policy import Policy
@@ -60,7 +61,7 @@ class Parts:
         """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
         with self.run.spans("start"):
             self.policy.sleep()
-            fleet = build_fleet(settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world)
+            fleet = build_fleet(settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world, tell=self.run.tell)
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
         return fleet
@@ -82,6 +83,8 @@ class Stage:
 
 def reinforce(settings: Settings, parts: Parts) -> Fleet:
     fleet = parts.open_fleet(settings)
+    with parts.run.spans("start"):
+        tell_prompts(settings, fleet=fleet, tell=parts.run.tell)
     with parts.checkpoints.settled_on_failure():
         train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints, algorithms=parts.algorithms)
     return fleet
@@ -243,7 +246,7 @@ def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_
     )  # fmt: skip
 
 
-def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World) -> Fleet:
+def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World, tell: Callable[[str], None]) -> Fleet:
     """This process's engine and its place in the fleet. All ranks together."""
     batch, size = settings.batch, settings.engine.tp
     return Fleet(
@@ -252,7 +255,7 @@ def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Ren
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
         ),
-        index=world.rank // size, num_engines=world.size // size,
+        index=world.rank // size, num_engines=world.size // size, patience_s=settings.run.patience_s, tell=tell,
     )  # fmt: skip
 
 

@@ -25,7 +25,11 @@ Message = Mapping[str, object]
 
 
 class HostFault(RuntimeError):
-    """Something of ours broke (engine, sandbox, judge): it fails the rollout and is never a score."""
+    """Something of ours broke (sandbox, judge, network): it fails the rollout and is never a score. It may be mended by waiting."""
+
+
+class LastingFault(HostFault):
+    """Trouble of ours that no further try can mend: a prompt without room, a picture that is none, an engine that has failed."""
 
 
 class RunFailed(RuntimeError):
@@ -48,7 +52,7 @@ class Status(StrEnum):
 
 
 class End(StrEnum):
-    """Why an episode was over. All but `done`, `tool_error` and `fault` are budgets of the policy that ran out."""
+    """Why an episode was over. All but `done`, `tool_error` and the faults are budgets of the policy that ran out."""
 
     DONE = "done"
     """The policy answered, or the environment reached its end."""
@@ -61,7 +65,9 @@ class End(StrEnum):
     TOOL_ERROR = "tool_error"
     """A call went wrong where that ends episodes (task.errors_end)."""
     FAULT = "fault"
-    """Ours: the rollout is failed."""
+    """Ours (HostFault): the rollout is failed."""
+    LASTING_FAULT = "lasting_fault"
+    """Ours too (LastingFault), and the same whenever it is played."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +78,12 @@ class Example:
     payload: Mapping[str, object]
     probability: float | None = None
     """How often the task deals this example, where that is known: evaluation then weights by it."""
+    where: str = ""
+    """File and row that it was read from, for messages: `train.jsonl row 17`."""
+
+    def __str__(self) -> str:
+        """Example: `example train/17 (train.jsonl row 17)`."""
+        return f"example {self.id}" + (f" ({self.where})" if self.where else "")
 
 
 @dataclass(slots=True, frozen=True)
@@ -219,7 +231,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     """The reward by named part, unweighted."""
     wall_s: float = 0.0
-    """Seconds of the episode, from its prompt to the end of its environment."""
+    """Seconds of the episode, from its prompt to the end of its environment, with those of the tries before it that failed."""
     environment_s: float = 0.0
     """Seconds of wall_s in the steps of its environment: tools, with the wait for a free one."""
     scoring_s: float = 0.0

@@ -1,13 +1,20 @@
 """The checks that end a run and the metrics of a step's rollouts, against hand numbers."""
 
+import io
+from pathlib import Path
+
 import pytest
+import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.credit import spreads
 from megatron_rl.algo.select import REASONS, select
-from megatron_rl.config import AlgoSettings, SelectSettings
-from megatron_rl.run import check_failures, check_improvement, merge_updates, rollout_metrics
+from megatron_rl.config import AlgoSettings, RunSettings, SelectSettings, Settings
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.progress import Progress
+from megatron_rl.run import Run, check_failures, check_improvement, merge_updates, rollout_metrics
 from megatron_rl.types import End, Rollout, RunFailed, Status, ToolCall
+from megatron_rl.world import World
 from tests.support.episodes import episode
 
 
@@ -80,6 +87,35 @@ def test_a_steps_updates_are_one_line() -> None:
     assert merge_updates([first, second]) == expected | {"engine/logprob_gap_max": 0.3}
     broken = merge_updates([first, second | {"policy/ratio_gap_max": float("nan")}, first])
     assert broken["policy/ratio_gap_max"] != broken["policy/ratio_gap_max"], "NaN is nobody's smaller number"
+
+
+def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) -> None:
+    """Two steps in which all are alike, one that teaches, and an example without room that is dealt in each of them."""
+    lost = episode(2, None)
+    lost.example_id, lost.end, lost.reason = "train/7", End.LASTING_FAULT, "example train/7 (mine.jsonl row 7): its prompt has 9 tokens"
+    alike = [rollout(0, 1.0), rollout(0, 1.0), rollout(1, 2.0), rollout(1, 2.0), rollout(3, 1.0), lost]
+    unlike = [rollout(0, 1.0), rollout(0, 2.0), lost]
+
+    def played(folder: str, *steps: list[Rollout]) -> list[str]:
+        run = Run(Settings(run=RunSettings(dir=str(tmp_path / folder))), World(0, 1, 0, torch.device("cpu")), num_steps=3)
+        run.progress = Progress(3, title="rl", stream=(shown := io.StringIO()))
+        for step, rollouts in enumerate(steps):
+            run.history.add(step, credited(rollouts), rounds=1)
+            run.record(step, rollouts, rollout_metrics(rollouts, rounds=1))
+        run.finish({})
+        run.close()
+        lines = read_metrics(tmp_path / folder / "metrics.jsonl")
+        expected = [float(rollouts is alike) for rollouts in steps]
+        assert [line["rollout/nothing_learned"] for line in lines[: len(steps)]] == expected
+        assert {line["rollout/faulty_prompts"] for line in lines[: len(steps)]} == {1.0}
+        return shown.getvalue().splitlines()
+
+    lines = played("some", alike, unlike, alike)
+    assert lines[0] == f"left out, as no further try can mend it: train/7: {lost.reason}", "once, with its file and row"
+    assert ["2 groups alike: nothing learned" in line for line in lines[1:]] == [True, False, True] and "all 2 groups" in lines[1]
+    *_, last = played("never", alike, alike)
+    assert last.startswith("nothing was learned in any of 2 steps: ") and "task" not in last
+    assert not any(line.startswith("nothing") for line in lines)
 
 
 def test_a_run_must_improve() -> None:

@@ -10,11 +10,13 @@ from email.utils import format_datetime
 import pytest
 
 from megatron_rl.servers import BadReply, Endpoint, Refused, ServerFault, Servers, retry_after
-from megatron_rl.types import HostFault
+from megatron_rl.types import HostFault, LastingFault
 
 
 def servers(*urls: str, **changes: object) -> Servers:
-    made = Servers(urls, **{"name": "listener", "tries": 3, "timeout_s": 5.0, "concurrency": 100, "rest_s": 0.01, **changes})
+    made = Servers(
+        urls, **{"name": "listener", "tries": 3, "timeout_s": 5.0, "patience_s": 5.0, "concurrency": 100, "rest_s": 0.01, **changes}
+    )
     made.start()
     return made
 
@@ -88,7 +90,7 @@ def test_what_a_call_raises_tells_how_it_went(error: Exception, tries: int, rest
 
 
 def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
-    made = servers("http://a", timeout_s=1.0)
+    made = servers("http://a", patience_s=1.0)
     assert outcome(made, raising(ServerFault("busy", rest_s=600))) == (
         "listener: http://a rests for 600 s more after 0.0 s of waiting, and so do all others; the last failure: http://a: busy"
     )
@@ -101,6 +103,51 @@ def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
         return "well"
 
     assert asyncio.run(made.ask(call)) == "well" and 0.3 <= times[1] - times[0] < 3
+
+
+def test_failures_that_overlap_are_one_failure() -> None:
+    """Eight requests are under way when the first fails; seven more fail one by one, after its rest even: they began before it."""
+    made = servers("http://a", concurrency=8, tries=1, rest_s=0.02)
+
+    async def call(endpoint: Endpoint) -> str:
+        number = made.requests
+        await asyncio.sleep(0.03 * number)
+        raise ServerFault("no memory")
+
+    async def main() -> list[BaseException]:
+        return await asyncio.gather(*(made.ask(call) for _ in range(8)), return_exceptions=True)
+
+    assert [type(fault) for fault in asyncio.run(main())] == [HostFault] * 8 and made.failures == 8
+    (endpoint,) = made.endpoints
+    assert endpoint.failures == 1
+
+
+def test_no_rest_is_longer_than_the_patience() -> None:
+    """Nine failures in a row of a lone server; the time-out of a request is shorter than any of its rests and does not matter."""
+    made = servers("http://a", tries=9, rest_s=0.05, patience_s=0.1, timeout_s=0.01)
+    assert "nothing after 9 of 9 tries" in outcome(made, raising(ServerFault("no memory")))
+    (endpoint,) = made.endpoints
+    assert endpoint.failures == 9 and endpoint.rest_until - time.monotonic() <= 0.1
+
+
+def test_trouble_that_waiting_cannot_mend_is_told_apart() -> None:
+    """A server that was in trouble once may be well later; one that is well and says nothing of use, or refuses, stays as it is."""
+
+    def raised(*errors: Exception) -> type:
+        made, remaining = servers("http://a", tries=len(errors)), iter(errors)
+
+        async def call(endpoint: Endpoint) -> str:
+            raise next(remaining)
+
+        return type(asyncio.run(caught(made, call)))
+
+    async def caught(made: Servers, call: Callable[[Endpoint], Awaitable[str]]) -> HostFault:
+        with pytest.raises(HostFault) as info:
+            await made.ask(call)
+        return info.value
+
+    assert raised(BadReply("no score"), BadReply("no score")) is raised(Refused("too long")) is LastingFault
+    assert raised(BadReply("no score"), ServerFault("no memory")) is raised(ServerFault("no memory"), BadReply("no score")) is HostFault
 
 
 def test_an_answer_that_is_late_is_none() -> None:

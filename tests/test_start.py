@@ -49,7 +49,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
     renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    fleet = start.build_fleet(SETTINGS, "task", policy=policy, renderer=renderer, world=world)
+    fleet = start.build_fleet(SETTINGS, "task", policy=policy, renderer=renderer, world=world, tell=print)
     assert (fleet.index, fleet.num_engines, fleet.task, fleet.renderer, fleet.trainer) == (index, num_engines, "task", renderer, policy)
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10)
     assert fleet.episode == EpisodeSettings(

@@ -15,18 +15,18 @@ from rich.table import Table
 import sandbox
 import sandbox.doctor
 from megatron_rl.config import Settings
+from megatron_rl.data.prompts import Prompts
 from megatron_rl.data.questions import open_questions
-from megatron_rl.data.records import PLACE
-from megatron_rl.data.survey import Size, Survey, survey
+from megatron_rl.data.survey import Survey, survey
 from megatron_rl.data.transcripts import transcripts
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.start import Own, build_task
-from megatron_rl.types import Example
+from megatron_rl.start import Own, build_task, check_sizes
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl.world import place
 from sandbox.client import SandboxClient
 
 USES_SANDBOX = ("visual_python", "visual_search")
@@ -91,6 +91,23 @@ def look_at_model(settings: Settings, report: Report) -> Renderer | None:
     return renderer
 
 
+def look_at_host(settings: Settings, report: Report, own: Own) -> None:
+    """Whether main memory holds what the ranks of a node may need."""
+    from megatron_rl.plan.memory import host_misfit, plan_host  # brings Megatron
+    from megatron_rl.plan.shares import shares
+
+    model, parallel = read_spec(settings.model.path), settings.parallel
+    size = settings.run.world or max(place().size, parallel.tp * parallel.pp, settings.engine.tp)
+    try:
+        check_sizes(settings, model, size, own)
+    except ValueError as error:
+        report.fail("layout", str(error))
+        return
+    misfit = host_misfit(plan_host(shares(model, settings, world_size=size), model, settings, world_size=size), settings, world_size=size)
+    report.say("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
+    report.warnings += [misfit] if misfit else []
+
+
 def look_at_task(settings: Settings, report: Report, own: Own) -> None:
     """Whether the task takes its settings."""
     try:
@@ -114,7 +131,9 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
             continue
         prompts = Prompts(settings, renderer) if renderer else None
         try:
-            found = survey(open_questions(paths, images_root=data.images, name=split), look=prompts.look if prompts else None)
+            found = survey(
+                open_questions(paths, images_root=data.images, name=split, columns=data.columns), look=prompts.look if prompts else None
+            )
         except ValueError as error:
             report.fail(f"data.{split}", str(error))
             continue
@@ -141,31 +160,6 @@ def tell_questions(found: Survey, report: Report, *, split: str, longest: int | 
 
 def is_known(source: str) -> bool:
     return family(source.casefold()) != "general" or source.casefold().endswith(NUMERIC_SOURCES)
-
-
-class Prompts:
-    """Measures prompts: tokens of the question and of its pictures, without what the task's protocol says around them."""
-
-    def __init__(self, settings: Settings, renderer: Renderer) -> None:
-        self.longest = 0
-        self.max_images = settings.engine.max_images
-        self.room = settings.engine.max_model_len - settings.task.max_tokens_per_turn
-        self._renderer = renderer
-
-    def look(self, example: Example, sizes: list[Size]) -> list[str]:
-        text = example.payload["question"].replace(PLACE, "<|vision_start|><|vision_end|>")
-        length = len(self._renderer.tokenizer(text)["input_ids"]) + sum(map(self._vision_tokens, sizes))
-        self.longest = max(self.longest, length)
-        wrong = []
-        if length > self.room:
-            wrong.append(f"{length} tokens leave no room for a reply; raise engine.max_model_len or lower model.max_pixels")
-        if len(sizes) > self.max_images:
-            wrong.append(f"{len(sizes)} pictures; raise engine.max_images={self.max_images}")
-        return wrong
-
-    def _vision_tokens(self, size: Size) -> int:
-        width, height = self._renderer.final_size(*size)
-        return width * height // self._renderer.vision_pixels**2
 
 
 def look_at_judges(settings: Settings, report: Report) -> None:
@@ -231,6 +225,8 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
     report = Report()
     look_at_machine(settings, report)
     renderer = look_at_model(settings, report)
+    if renderer is not None:
+        look_at_host(settings, report, own)
     look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer)
     look_at_judges(settings, report)

@@ -10,13 +10,14 @@ from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.model import PARTS, LoraSettings, ModelSettings, ParallelSettings
 from megatron_rl.config.optim import OptimSettings
-from megatron_rl.config.rollout import DataSettings, EngineSettings, JudgeSettings, SandboxSettings, TaskSettings
+from megatron_rl.config.rollout import ColumnSettings, DataSettings, EngineSettings, JudgeSettings, SandboxSettings, TaskSettings
 from megatron_rl.config.run import CheckpointSettings, RunSettings, WandbSettings
 from megatron_rl.config.select import DROPS, ENDS, SelectSettings
 from megatron_rl.config.sft import SftSettings
 
 __all__ = [
-    "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "DataSettings", "EngineSettings",
+    "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings", "DataSettings",
+    "EngineSettings",
     "JudgeSettings", "LoraSettings", "ModelSettings", "OptimSettings", "ParallelSettings", "RunSettings", "SandboxSettings",
     "SelectSettings", "Settings", "SftSettings", "TaskSettings", "WandbSettings", "require", "require_choice",
 ]  # fmt: skip

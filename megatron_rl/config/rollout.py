@@ -78,7 +78,9 @@ class JudgeSettings:
     max_tokens: int = 512
     """Tokens of one reply of the judge at most."""
     timeout_s: float = 60.0
-    """Seconds after which a request is given up, and that a request waits for servers that rest."""
+    """Seconds after which a request is given up."""
+    patience_s: float = 60.0
+    """Seconds that a request waits at most while all servers rest after a failure; no rest is longer unless the server asks for it."""
     tries: int = 5
     """Requests that one judgement makes at most; after the last the rollout is failed, never 0."""
     concurrency: int = 32
@@ -88,13 +90,30 @@ class JudgeSettings:
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "task.judge.timeout_s", self.timeout_s, "must be positive")
+        require(0 <= self.patience_s < math.inf, "task.judge.patience_s", self.patience_s, "must be a number of seconds; 0 waits for none")
         for key in ("tries", "concurrency", "max_tokens"):
             require(getattr(self, key) >= 1, f"task.judge.{key}", getattr(self, key), "must be at least 1")
 
 
 @dataclass(kw_only=True, slots=True)
+class ColumnSettings:
+    """Columns of the user's questions by the names that they have in the files: {question: problem, answer: solution}."""
+
+    question: str = ""
+    """Column of the words, or messages, of a question; empty recognises the usual ones (docs/data.md)."""
+    answer: str = ""
+    """Column of the right answer; empty recognises the usual ones."""
+    images: str = ""
+    """Column of the picture or pictures; empty recognises the usual ones."""
+    id: str = ""
+    """Column of a row's name or number; empty takes id."""
+    data_source: str = ""
+    """Column that tells which rule compares answers; empty takes data_source."""
+
+
+@dataclass(kw_only=True, slots=True)
 class DataSettings:
-    """The user's questions: JSON lists, JSON lines or Parquet (docs/data.md)."""
+    """The user's questions: files, folders or data sets in the cache of Hugging Face (docs/data.md)."""
 
     train: list[str] = field(default_factory=list)
     """Files of the questions to train on."""
@@ -102,6 +121,7 @@ class DataSettings:
     """Files of the held-out questions that evaluations ask."""
     demonstrations: list[str] = field(default_factory=list)
     """Files of transcripts for the supervised warm start."""
+    columns: ColumnSettings = field(default_factory=ColumnSettings)
     images: str = ""
     """The folder that relative image paths start from; empty: the folder of the file that names them."""
     max_eval: int = 0
@@ -124,6 +144,10 @@ class TaskSettings:
     as accuracy+mine. Empty is the task's own way, with questions accuracy."""
     options: Any = None
     """Settings that a task of your own has beside these, as its dataclass says (docs/extend.md)."""
+    prompt: str = ""
+    """What task vqa asks, with {question} where question and pictures stand; empty asks for the answer between <answer> and </answer>."""
+    system_prompt: str = ""
+    """What the system says first in task vqa; empty takes that of the data's rows, and else what the chat template says by itself."""
     max_turns: int = 10
     """Replies of the policy in one episode at most."""
     eval_max_turns: int = 0
@@ -144,7 +168,13 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         require_choice("task.protocol", self.protocol, ("pyvision", "codev", "deepeyes", "functions"))
+        require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must hold {question} once")
         for key in ("max_turns", "max_tokens_per_turn", "eval_samples"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
         for key in ("eval_max_turns", "max_pixels", "max_seconds"):
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
+
+    def require_no_words(self) -> None:
+        """For a task whose words are its own."""
+        for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
+            require(not words, f"task.{key}", words, f"task {self.name} has words of its own; leave it out, or use task=vqa")

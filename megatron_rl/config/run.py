@@ -1,5 +1,6 @@
 """What a run is and leaves behind."""
 
+import math
 from dataclasses import dataclass
 
 from omegaconf import MISSING
@@ -21,12 +22,16 @@ class RunSettings:
     """Steps from one evaluation to the next; 0 evaluates once, at the end."""
     max_failed: float = 0.1
     """Fraction of a step's rollouts, or of an evaluation's, that may fail through our own fault; when more do, the run stops."""
+    patience_s: float = 600.0
+    """Seconds for which rollouts that failed because something of ours was down (sandbox, judge) are played again before they count."""
     dry: bool = False
     """Build every rank's share without memory, print the plan of memory for a GPU, and stop."""
     gpu: str = "h200"
     """The GPU that the plan is for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141 GB)."""
     world: int = 0
     """Processes that a dry run plans for, one a GPU; 0 takes as many as torchrun started."""
+    host_gb: float = 0.0
+    """Main memory of a node in GB, which the plan is compared with; 0 takes this machine's."""
     require_improvement: bool = False
     """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
     record_best: int = 1
@@ -37,8 +42,10 @@ class RunSettings:
     def __post_init__(self) -> None:
         require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
         require(self.world >= 0, "run.world", self.world, "must not be negative; 0 takes what torchrun started")
+        require(0 <= self.host_gb < math.inf, "run.host_gb", self.host_gb, "must be a number of GB; 0 takes this machine's memory")
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
         require(0 <= self.max_failed < 1, "run.max_failed", self.max_failed, "must lie in [0, 1): a step needs rollouts that were scored")
+        require(0 <= self.patience_s < math.inf, "run.patience_s", self.patience_s, "must be a number of seconds; 0 waits for nothing")
         for key in ("eval_every", "record_best", "record_worst"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
         remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from megatron_rl.config.checks import require, require_choice
 
 ENDS = ("done", "max_turns", "max_tokens", "max_images", "max_pixels", "max_seconds", "tool_error")
-"""How an episode that is scored can end: the values of types.End but for the fault of ours."""
+"""How an episode that is scored can end: the values of types.End but for the faults of ours."""
 DROPS = ("zero_std", "no_image", "end")
 """Why a rollout can be left out of the update, in the order they are looked at."""
 

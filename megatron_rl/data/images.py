@@ -16,7 +16,7 @@ from PIL.Image import Image as Picture
 from PIL.Image import Transpose
 from PIL.TiffImagePlugin import TiffImageFile
 
-from megatron_rl.types import HostFault
+from megatron_rl.types import HostFault, LastingFault
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 89_478_485
@@ -28,6 +28,8 @@ UNREADABLE = (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.erro
 """What Pillow 13 raises on bytes that are no picture, or half of one."""
 MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 """What files of FORMATS begin with."""
+_ENDS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+"""What a file ends with that begins so."""
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 _UPRIGHT = {
@@ -51,13 +53,21 @@ class StoredImage:
     """Of the file's bytes, where the row names the picture by it."""
 
     def open(self) -> Picture:
-        """The picture as RGB, upright, what is transparent on white. HostFault: gone or broken since the start; the rollout fails."""
+        """The picture as RGB, upright, what is transparent on white. The rollout fails where that cannot be had:
+
+        HostFault: its disk is in trouble. LastingFault: it is gone or broken since the start.
+        """
         try:
             content = self.content()
+        except (FileNotFoundError, ValueError) as error:
+            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
+        except OSError as error:
+            raise HostFault(f"{self.where}: cannot be read ({error})") from error
+        try:
             with self._checked(BytesIO(content)) as picture:
                 return flatten(picture)
         except UNREADABLE as error:
-            raise HostFault(f"{self.where}: cannot be opened ({error})") from error
+            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
@@ -67,6 +77,24 @@ class StoredImage:
                 return picture.size[::-1] if (_orientation(picture) in _SIDEWAYS) != is_turned else picture.size
         except UNREADABLE as error:
             raise ValueError(f"{self.where}: {error}") from error
+
+    def require_whole(self) -> None:
+        """ValueError: the file is cut off. Its end tells; one that does not end as its format has it is decoded, and need not be broken.
+
+        A TIFF has no such end, and what is broken in the middle is found by open().
+        """
+        if isinstance(self.source, bytes):
+            first, last, length = self.source[:12], self.source[-12:], len(self.source)
+        else:
+            with self.source.open("rb") as file:
+                first, length = file.read(12), file.seek(0, os.SEEK_END)
+                file.seek(-min(length, 12), os.SEEK_END)
+                last = file.read()
+        if not ends_well(first, last, length):
+            try:
+                self.open()
+            except HostFault as fault:
+                raise ValueError(str(fault)) from fault
 
     def content(self) -> bytes:
         """The bytes as they are stored. ValueError: not those that the hash names."""
@@ -82,6 +110,15 @@ class StoredImage:
             picture.close()
             raise ValueError(f"{width}x{height} pixels: at most {MAX_PIXELS}, and one side {MAX_ASPECT} times the other; make it smaller")
         return picture
+
+
+def ends_well(first: bytes, last: bytes, length: int) -> bool:
+    """Whether a file of this length with these first and last 12 bytes ends as its format says."""
+    if first.startswith(b"RIFF"):
+        return int.from_bytes(first[4:8], "little") + 8 <= length
+    if first.startswith(b"BM"):
+        return int.from_bytes(first[2:6], "little") <= length
+    return all(last.endswith(end) for magic, end in _ENDS.items() if first.startswith(magic))
 
 
 def flatten(picture: Picture) -> Picture:
@@ -119,6 +156,8 @@ def stored_image(value: object, *, folder: Path, where: str) -> StoredImage:
         return StoredImage(_decoded(value.partition("base64,")[2], where), where)
     if re.fullmatch("[0-9a-f]{64}", value):
         return StoredImage(_named_by_hash(value, folder, where), where, sha256=value)
+    if re.match("[a-z][a-z0-9+.-]*://", value):
+        raise ValueError(f"{where}: {shortened(value)} is a URL, and URLs are not read; download the picture and give its path")
     path = folder / value
     if os.path.isfile(path):  # Path.is_file raises where a name is too long
         return StoredImage(path, where)

@@ -1,25 +1,37 @@
-"""Questions with pictures and answers, from rows of three shapes.
+"""Questions with pictures and answers, from rows of several shapes (docs/data.md).
 
 Those of the agents' training files:  prompt, data_source, ability, env_name, reward_model {ground_truth}, extra_info {question, answer,
     index, ...}, and pictures in images (bytes, paths or hashes) or mm_hint {hint_path, hint_type}.
 Raw validation records:  {id, question, answer, ability, data_source, image_path}.
-The user's own:  {question, answer}, with image, images or neither.
+The user's own:  {question, answer}, with image, images or neither. For question also problem (R1-V), prompt (TRL: text or messages) or
+    messages (ms-swift); for answer also solution. Other names are chosen by task.data.columns.
 
-An example's payload, whatever the shape: question (a picture's place is written <image>; pictures that have none come first), answer,
-images (a tuple of StoredImage), data_source, ability, env_name, index, extra (every other column and every other key of extra_info).
+An example's payload, whatever the shape: question (a picture's place is written <image>; pictures that have none come first), answer (out
+of <answer> and \\boxed), system (of messages that hold the question), images (a tuple of StoredImage), data_source, ability, env_name,
+index, extra (every other column and every other key of extra_info).
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.config import DataSettings, require
+from megatron_rl.config import ColumnSettings, DataSettings, require
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Record, Records
 from megatron_rl.data.survey import survey
 from megatron_rl.types import Example
 
 IMAGE_COLUMNS = ("images", "image", "image_path")
-READ = {"prompt", "question", "answer", "id", "data_source", "ability", "env_name", "reward_model", "extra_info", "mm_hint", *IMAGE_COLUMNS}
+QUESTION_COLUMNS, MESSAGE_COLUMNS = ("question", "problem"), ("prompt", "messages")
+ANSWER_COLUMNS = ("answer", "solution")
+READ = {
+    "id", "data_source", "ability", "env_name", "reward_model", "extra_info", "mm_hint", "system",
+    *QUESTION_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS, *IMAGE_COLUMNS,
+}  # fmt: skip
 READ_EXTRA = {"question", "answer", "index"}
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+"""With braces in braces in it."""
 
 
 class Questions(Sequence[Example]):
@@ -36,26 +48,30 @@ class Questions(Sequence[Example]):
         if isinstance(index, slice):
             return Questions(self.records, name=self.name, places=self._places[index])
         place = self._places[index]
-        return Example(id=f"{self.name}/{place}", payload=payload_of(self.records[place], place=place))
+        record = self.records[place]
+        return Example(id=f"{self.name}/{place}", payload=payload_of(record, place=place), where=record.where)
 
 
-def open_questions(paths: Sequence[str], *, images_root: str, name: str) -> Questions:
+def open_questions(paths: Sequence[str], *, images_root: str, name: str, columns: ColumnSettings | None = None) -> Questions:
     """The questions of the files, not looked at yet."""
-    return Questions(Records(paths, images_root=images_root), name=name)
+    return Questions(Records(paths, images_root=images_root, columns=columns), name=name)
 
 
-def questions(paths: Sequence[str], *, images_root: str, name: str) -> Questions:
+def questions(paths: Sequence[str], *, images_root: str, name: str, columns: ColumnSettings | None = None) -> Questions:
     """The same after a look at every row. ValueError names file and row of the first that cannot be used."""
-    opened = open_questions(paths, images_root=images_root, name=name)
-    survey(opened).require_sound()
+    opened = open_questions(paths, images_root=images_root, name=name, columns=columns)
+    found = survey(opened)
+    found.require_sound()
+    images = columns.images if columns else ""
+    require(not images or found.num_images > 0, "task.data.columns.images", images, f"no row of {', '.join(paths)} has pictures there")
     return opened
 
 
 def split_of(data: DataSettings, split: str) -> Questions:
     """The questions of split train or eval, of the latter the first data.max_eval. ValueError: no files are given, or a row is no good."""
     paths = {"train": data.train, "eval": data.eval}[split]
-    require(bool(paths), f"task.data.{split}", paths, "give the files of questions: JSON lists, JSON lines or Parquet")
-    chosen = questions(paths, images_root=data.images, name=split)
+    require(bool(paths), f"task.data.{split}", paths, "give the files of questions (docs/data.md)")
+    chosen = questions(paths, images_root=data.images, name=split, columns=data.columns)
     return chosen[: data.max_eval] if split == "eval" and data.max_eval else chosen
 
 
@@ -68,8 +84,10 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
     if not isinstance(index, str | int):
         raise record.error("index", f"must be text or a whole number, is {type(index).__name__}")
     rest = {key: value for key, value in row.items() if key not in READ} | {key: extra[key] for key in extra if key not in READ_EXTRA}
+    question, system = _question(record, extra, num_images=len(images))
     return {
-        "question": _question(record, extra, num_images=len(images)),
+        "question": question,
+        "system": system,
         "answer": _answer(record, extra),
         "images": images,
         **{key: record.text(row.get(key, ""), key) for key in ("data_source", "ability", "env_name")},
@@ -78,46 +96,71 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
     }
 
 
-def _question(record: Record, extra: Mapping[str, object], *, num_images: int) -> str:
+def _question(record: Record, extra: Mapping[str, object], *, num_images: int) -> tuple[str, str]:
+    """And what the system says where both are read from messages, or stands in a column beside them."""
+    system = record.text(record.row.get("system", ""), "system")
+    given = next((name for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row), "")
     if "question" in extra:
         text = record.text(extra["question"], "extra_info.question")
-    elif "question" in record.row:
-        text = record.text(record.row["question"], "question")
+    elif not given:
+        raise record.error("question", "is missing: a row has extra_info.question, question, problem, prompt or messages")
+    elif given in MESSAGE_COLUMNS and isinstance(record.row[given], list):
+        text, said = _asked(record, given)
+        system = system or said
     else:
-        text = _last_user_text(record)
+        text = record.text(record.row[given], given)
     num_places = text.count(PLACE)
     if num_places not in (0, num_images):
         raise record.error("question", f"has {num_places} {PLACE} for {num_images} pictures")
     if not text.replace(PLACE, "").strip():
         raise record.error("question", "is empty")
-    return text if num_places else f"{PLACE}\n" * num_images + text
+    return text if num_places else f"{PLACE}\n" * num_images + text, system
 
 
-def _last_user_text(record: Record) -> str:
-    """Of the prompt's messages the last that the user says; its parts become text with places."""
-    if "prompt" not in record.row:
-        raise record.error("question", "is missing: a row has extra_info.question, question or prompt")
-    messages = [record.mapping(message, "prompt") for message in record.items(record.row["prompt"], "prompt")]
-    said = [message.get("content") for message in messages if message.get("role") == "user"]
-    if not said:
-        raise record.error("prompt", "has no message of the user")
-    if not isinstance(said[-1], list):
-        return record.text(said[-1], "prompt")
-    parts = [record.mapping(part, "prompt") for part in said[-1]]
-    return "".join(PLACE if part.get("type") == "image" else record.text(part.get("text"), "prompt") for part in parts)
+def _asked(record: Record, name: str) -> tuple[str, str]:
+    """What the user asks in messages, and what the system says before. Of an answer of the assistant behind it nothing is read."""
+    messages = [record.mapping(message, name) for message in record.items(record.row[name], name)]
+    roles = [message.get("role") for message in messages]
+    if "user" not in roles:
+        raise record.error(name, "has no message of the user")
+    last = len(roles) - 1 - roles[::-1].index("user")
+    if "assistant" in roles[:last]:
+        raise record.error(name, "has turns of the assistant before the question; a question is one message of the user")
+    system = next((_text_of(record, message, name) for message in messages[:last] if message.get("role") == "system"), "")
+    return _text_of(record, messages[last], name), system
+
+
+def _text_of(record: Record, message: Mapping[str, object], name: str) -> str:
+    """A message's words; its parts become text with places."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return record.text(content, name)
+    parts = [record.mapping(part, name) for part in content]
+    return "".join(PLACE if part.get("type") == "image" else record.text(part.get("text"), name) for part in parts)
 
 
 def _answer(record: Record, extra: Mapping[str, object]) -> str:
     model = record.mapping(record.row.get("reward_model", {}), "reward_model")
-    found = [value for value in (model.get("ground_truth"), extra.get("answer"), record.row.get("answer")) if value is not None]
+    given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
+    found = [value for value in given if value is not None]
     if not found:
-        raise record.error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer or answer")
-    if isinstance(found[0], list | Mapping | bytes):
+        raise record.error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
+    if isinstance(found[0], bool):
+        raise record.error("answer", f'is {str(found[0]).lower()}; write the word that a reply should have, "yes" or "no" say')
+    if isinstance(found[0], float) and not math.isfinite(found[0]):
+        raise record.error("answer", f"is {found[0]}, which is no number; leave the row out or give its answer")
+    if not isinstance(found[0], str | int | float):
         raise record.error("answer", f"must be text or a number, is {type(found[0]).__name__}")
-    answer = record.text(str(found[0]), "answer").strip()
+    answer = unwrapped(record.text(str(found[0]), "answer"))
     if not answer:
         raise record.error("answer", "is empty")
     return answer
+
+
+def unwrapped(text: str) -> str:
+    r"""What the last <answer> block holds, or all of a text without one; of that the last \boxed{}, if there is one."""
+    text = (_TAGGED.findall(text) or [text])[-1]
+    return (_BOXED.findall(text) or [text])[-1].strip()
 
 
 def _images(record: Record) -> tuple[StoredImage, ...]:

@@ -1,10 +1,11 @@
 """Rows of several files as one sequence, and the checks that name file, row and field."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.config import require
+from megatron_rl.config import ColumnSettings, require
+from megatron_rl.data.files import files_of
 from megatron_rl.data.images import StoredImage, stored_image
 from megatron_rl.data.rows import JsonRow, open_rows
 
@@ -12,6 +13,14 @@ PLACE = "<image>"
 """Where a text shows a picture."""
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
 """Qwen's own tokens: in the words of a transcript's assistant they would be read as the conversation's."""
+
+REQUIRED = ("question", "answer")
+INSTEAD = {
+    "question": ("prompt", "messages", "problem"),
+    "answer": ("reward_model", "solution"),
+    "images": ("image", "image_path", "mm_hint"),
+}
+"""Column -> others that would be read for the same."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,11 +62,14 @@ class Record:
 
 
 class Records(Sequence[Record]):
-    """The rows of all files, one file after the other. Raises ValueError: no file, one that is not there or not of its format, no rows."""
+    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them.
 
-    def __init__(self, paths: Sequence[str], *, images_root: str) -> None:
-        self._files = [(Path(path), open_rows(Path(path))) for path in paths]
-        self._folder = images_root
+    Raises ValueError: no file, one that is not there or not of its format, no rows.
+    """
+
+    def __init__(self, paths: Sequence[str], *, images_root: str, columns: ColumnSettings | None = None) -> None:
+        self._files = [(path, open_rows(path)) for name in paths for path in files_of(name)]
+        self._folder, self._columns = images_root, chosen_names(columns) if columns else {}
         require(len(self) > 0, "task.data", list(paths), "has no rows")
 
     def __len__(self) -> int:
@@ -68,6 +80,31 @@ class Records(Sequence[Record]):
         for path, rows in self._files:
             if within < len(rows):
                 folder = Path(self._folder) if self._folder else path.parent
-                return Record(rows[within], f"{path.name} row {within}", folder)
+                return renamed(Record(rows[within], f"{path.name} row {within}", folder), self._columns)
             within -= len(rows)
         raise AssertionError(f"row {index} of {len(self)} lies in no file")
+
+
+def chosen_names(columns: ColumnSettings) -> dict[str, str]:
+    """Our names -> those of the files, where they are chosen."""
+    names = {
+        "question": columns.question, "answer": columns.answer, "images": columns.images,
+        "id": columns.id, "data_source": columns.data_source,
+    }  # fmt: skip
+    return {ours: theirs for ours, theirs in names.items() if theirs}
+
+
+def renamed(record: Record, columns: Mapping[str, str]) -> Record:
+    """The record with our names for the columns that are chosen, and without those that might be read instead."""
+    if not columns:
+        return record
+    row = dict(record.row)
+    chosen = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    lacking = [theirs for ours, theirs in columns.items() if ours in REQUIRED and theirs not in row]
+    if lacking:
+        raise record.error(lacking[0], f"is missing, and task.data.columns names it; the row has {', '.join(row)}")
+    instead = {*columns.values(), *(name for ours in columns for name in INSTEAD.get(ours, ()))}
+    kept = {name: value for name, value in row.items() if name not in instead}
+    if isinstance(kept.get("extra_info"), Mapping):
+        kept["extra_info"] = {name: value for name, value in kept["extra_info"].items() if name not in columns}
+    return replace(record, row=kept | chosen)

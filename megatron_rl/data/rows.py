@@ -1,9 +1,9 @@
-"""Rows of the user's files, one at a time: JSON lists, JSON lines and Parquet, in memory that does not grow with the file.
+"""Rows of the user's files, one at a time: JSON lists, JSON lines, Parquet and Arrow, in memory that does not grow with the file.
 
 JSON is read where it lies: only each row's place is kept, 16 bytes a row. A page of Parquet cannot be entered in the middle, so a Parquet
 file is copied once, as one Arrow record a row, to a cache in the temporary folder (TMPDIR moves it) that the processes of a machine share.
 Memory there is a few times the file's largest page: 1,024 rows where pyarrow wrote it.
-Rows count from 0, as in pandas. Nulls are absent keys, so that a row reads alike from all three formats.
+Rows count from 0, as in pandas. Nulls are absent keys, so that a row reads alike from all formats.
 """
 
 import fcntl
@@ -24,12 +24,15 @@ JsonRow = Mapping[str, object]
 MAX_ROW_BYTES = 256 << 20
 """Of JSON: what is longer is taken for a file without line ends or without its closing bracket."""
 _CHUNK = 1 << 20
+_ARROW_MAGIC = b"ARROW1"
 _SPACE = " \t\r\n"
 
 
 def open_rows(path: Path) -> Sequence[JsonRow]:
     """The file's rows; a row that is no JSON object raises when it is read. ValueError: no such file, or not of its format."""
     require(path.is_file(), "task.data", path, "no such file")
+    if path.suffix == ".arrow":
+        return ArrowRows(path)
     return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
 
 
@@ -78,6 +81,29 @@ class ParquetRows(Sequence[JsonRow]):
 
     def __getitem__(self, index: int) -> JsonRow:
         return _present(self._reader.get_batch(range(len(self))[index]).to_pylist()[0])
+
+
+class ArrowRows(Sequence[JsonRow]):
+    """The rows of an Arrow file where they lie: a stream, as `datasets` writes it, or Arrow's file format."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            source = pa.memory_map(str(path))
+            is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+            source.seek(0)
+            self._table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"task.data={path}: could not be read as Arrow ({error})") from error
+
+    def __reduce__(self) -> tuple:
+        return ArrowRows, (self.path,)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> JsonRow:
+        return _present(self._table.slice(range(len(self))[index], 1).to_pylist()[0])
 
 
 def _line_spans(path: Path) -> Iterator[tuple[int, int]]:

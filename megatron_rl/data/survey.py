@@ -47,7 +47,7 @@ class Survey:
 
 
 def survey(examples: Sequence[Example], *, look: Look | None = None) -> Survey:
-    """Read every question and the header of every picture; `look` may find more that is strange."""
+    """Read every question and the two ends of every picture; `look` may find more that is strange."""
     found = Survey(num_rows=len(examples))
     with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
         for start in range(0, len(examples), _AT_ONCE):
@@ -60,7 +60,7 @@ def survey(examples: Sequence[Example], *, look: Look | None = None) -> Survey:
                 found.num_images += len(sizes)
                 found.sources[row.payload["data_source"]] += 1
                 for wrong in [*bad_boxes(row.payload["extra"], sizes), *(look(row, sizes) if look else ())]:
-                    found.warn(f"{row.id}: {wrong}")
+                    found.warn(f"{row.where or row.id}: {wrong}")
     return found
 
 
@@ -77,7 +77,9 @@ def _sizes(row: Example | ValueError) -> list[Size | ValueError]:
 
 def _size(image: StoredImage) -> Size | ValueError:
     try:
-        return image.size()
+        size = image.size()
+        image.require_whole()
+        return size
     except ValueError as error:
         return error
 

@@ -63,6 +63,7 @@ def transcripts(paths: Sequence[str], *, images_root: str) -> Transcripts:
             for part in message["content"]:
                 if part["type"] == "image":
                     part["image"].size()
+                    part["image"].require_whole()
     return opened
 
 

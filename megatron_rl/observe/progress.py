@@ -41,19 +41,27 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, phase=name, refresh=True)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One more step is done."""
+    def step(self, step: int, metrics: Mapping[str, float], *, note: str = "") -> None:
+        """One more step is done. `note` is what must not go unseen in it."""
         values = "  ".join(
             f"{label} {sum(metrics[name] for name in names if name in metrics):{form}}"
             for label, names, form in COLUMNS
             if any(name in metrics for name in names)
         )
+        values += f"  {note}" if note else ""
         left = str(timedelta(seconds=round(self._left_s(step))))
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, values=values, left=left, refresh=True)
             return
         width = len(str(self._total))
         print(f"{self._title} step {step + 1:>{width}}/{self._total}  {values}  left {left}", file=self._stream, flush=True)
+
+    def tell(self, line: str) -> None:
+        """A line beside the steps."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

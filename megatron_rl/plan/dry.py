@@ -7,9 +7,7 @@ from rich.table import Table
 
 from megatron_rl.config import Settings, require
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan.memory import GB, GPUS, PROCESS, USABLE, Plan, SharePlan, in_gb, plan
-
-GPUS_A_NODE = 8
+from megatron_rl.plan.memory import GB, GPUS, GPUS_A_NODE, PROCESS, USABLE, Plan, SharePlan, host_misfit, in_gb, plan
 
 
 def dry_run(model: ModelSpec, settings: Settings, *, world_size: int) -> Plan:
@@ -22,6 +20,9 @@ def dry_run(model: ModelSpec, settings: Settings, *, world_size: int) -> Plan:
     console.print(_ranks(planned))
     console.print(_engine(planned, settings), soft_wrap=True)
     console.print(_host(planned), soft_wrap=True)
+    misfit = host_misfit(planned.host, settings, world_size=world_size)
+    if misfit:
+        console.print(f"does not fit: {misfit}", soft_wrap=True)
     peak, room = max(rank.peak for rank in planned.ranks), USABLE * GPUS[planned.gpu]
     remedy = f"its {in_gb(room)} ({USABLE:.0%}) are less than the {in_gb(peak)} needed; raise parallel.tp, offload, or lower the tokens"
     require(planned.fits, "run.gpu", planned.gpu, remedy)

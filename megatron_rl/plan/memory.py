@@ -7,8 +7,10 @@ constants below are what neither covers. It was never compared with a GPU: tests
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from megatron_rl.config import Settings, require
@@ -25,6 +27,7 @@ RESIDUE = 2 * GB
 """CUDA's context, the libraries' workspaces, NCCL's buffers, and what a sleeping engine keeps (CUDA graphs)."""
 PROCESS = 6 * GB
 """On the host: Python, torch and vLLM in one process."""
+GPUS_A_NODE = 8
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ def plan(model: ModelSpec, settings: Settings, *, world_size: int) -> Plan:
         world_size=world_size,
         num_tokens=num_tokens,
         engine=engine,
-        host=max((_plan_host(share, model, settings, replicas=world_size // len(found)) for share in found), key=lambda host: host.total),
+        host=plan_host(found, model, settings, world_size=world_size),
         ranks=[_plan_share(share, model, settings, engine=engine, num_tokens=num_tokens) for share in found],
     )
 
@@ -157,6 +160,24 @@ def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: E
         sync=RESIDUE + optimizer + awake + engine.weights + buckets,
         update=RESIDUE + optimizer + awake + max(passing.total, step),
     )
+
+
+def plan_host(found: Sequence[Share], model: ModelSpec, settings: Settings, *, world_size: int) -> HostPlan:
+    """Of the rank with most."""
+    replicas = world_size // len(found)
+    return max((_plan_host(share, model, settings, replicas=replicas) for share in found), key=lambda host: host.total)
+
+
+def host_misfit(host: HostPlan, settings: Settings, *, world_size: int) -> str:
+    """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing."""
+    ranks, stated = min(world_size, GPUS_A_NODE), settings.run.host_gb
+    room, needed = stated * GB or psutil.virtual_memory().total, ranks * host.total
+    if needed <= room:
+        return ""
+    whose = f"its {in_gb(room)} are" if stated else f"this machine's {in_gb(room)} are"
+    remedy = "state another node's memory by run.host_gb, or lower engine.max_images, task.max_pixels or what is offloaded"
+    processes = f"{ranks} process{'es' * (ranks > 1)}"
+    return f"run.host_gb={stated}: {whose} less than the {in_gb(needed)} that {processes} may need at most; {remedy}"
 
 
 def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: int) -> HostPlan:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from megatron_rl.types import HostFault
+from megatron_rl.types import LastingFault
 
 LONGEST = 200
 CPU_S = 2.0
@@ -34,7 +34,7 @@ WALL_S = 30.0
 MEMORY_MIB = 1024
 """Of one question's address space."""
 TRIES = 2
-"""Helpers that a question may meet; the last one's end is a HostFault."""
+"""Helpers that a question may meet; the last one's end is a LastingFault."""
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
     ("1/2", "50%"),
@@ -67,7 +67,7 @@ class Algebra:
         self._end: Callable[[], object] | None = None
 
     async def equal(self, truth: str, answer: str) -> bool | None:
-        """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises HostFault."""
+        """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises LastingFault."""
         if not (is_mathematics(truth) and is_mathematics(answer)):
             return None
         return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, truth, answer)
@@ -80,7 +80,7 @@ class Algebra:
             except OSError as error:
                 reasons.append(error)
                 self._drop()
-        raise HostFault(f"algebra: no answer by {TRIES} helpers; the last: {reasons[-1]}")
+        raise LastingFault(f"algebra: no answer by {TRIES} helpers; the last: {reasons[-1]}")
 
     def _started(self) -> subprocess.Popen[str]:
         """The helper that lives, or a new one. Raises OSError where the machine has no room for one."""

@@ -14,7 +14,7 @@ from numbers import Real
 
 from megatron_rl.config import require
 from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric
-from megatron_rl.types import HostFault
+from megatron_rl.types import HostFault, LastingFault
 
 ARGUMENTS: Mapping[str, Callable[[Outcome], object]] = {
     "question": lambda outcome: outcome.payload["question"],
@@ -60,9 +60,9 @@ def reward_of(name: str, function: Callable[..., object]) -> Reward:
         except Exception as error:  # the user's code may raise whatever it likes, and one reply of a thousand does not end a run
             place = traceback.extract_tb(error.__traceback__)[-1]
             told = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-            raise HostFault(f"reward {name} on {outcome.rollout.example_id}: {told}") from error
+            raise LastingFault(f"reward {name} on {outcome.rollout.example_id}: {told}") from error
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            raise HostFault(f"reward {name} on {outcome.rollout.example_id}: gave {value!r}; a finite number or None is needed")
+            raise LastingFault(f"reward {name} on {outcome.rollout.example_id}: gave {value!r}; a finite number or None is needed")
         return None if value is None else float(value)
 
     return reward

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -26,10 +27,13 @@ from megatron_rl.config.checks import require
 from megatron_rl.rewards.judge_prompt import JudgePrompt
 from megatron_rl.rewards.verdicts import Verdicts
 from megatron_rl.servers import Endpoint, Refused, ServerFault, Servers, retry_after, told
-from megatron_rl.types import HostFault
+from megatron_rl.types import HostFault, LastingFault
 
 LONGEST_SIDE, SHORTEST_SIDE = 1024, 28
 """Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
+
+GREETING_S = 5.0
+"""What a server has for its first answer, when a run starts."""
 
 
 class _Message(BaseModel):
@@ -62,8 +66,9 @@ class Judge:
         self.settings = settings
         self.model = settings.model
         self.servers = Servers(
-            settings.urls, name="judge", tries=settings.tries, timeout_s=settings.timeout_s, concurrency=settings.concurrency, rest_s=rest_s
-        )
+            settings.urls, name="judge", tries=settings.tries, timeout_s=settings.timeout_s,
+            patience_s=settings.patience_s, concurrency=settings.concurrency, rest_s=rest_s,
+        )  # fmt: skip
         self.cache_hits = 0
         self._clients: dict[str, openai.AsyncOpenAI] = {}
         self._refuses_schemas: set[str] = set()
@@ -71,13 +76,40 @@ class Judge:
         self._asked: dict[str, asyncio.Task[float]] = {}
 
     async def start(self) -> None:
-        """In the event loop that will ask. Raises HostFault where no server answers (and the model's name is theirs to say)."""
+        """In the event loop that will ask. HostFault: no server answers, or none serves the model. Where only some do, a line says so."""
         self._verdicts = Verdicts(self.settings.cache, read_only=not self.settings.urls)
         self.servers.start()
         key = os.environ.get("OPENAI_API_KEY", "none")
         for url in {*self.settings.urls}:
             self._clients[url] = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0)  # `servers` hold it to its time
+        await self._greet()
         self.model = self.model or await self.servers.ask(self._served_model)
+
+    async def _greet(self) -> None:
+        """Ask each server once what it serves, all together and briefly."""
+        troubles = [trouble for trouble in await asyncio.gather(*map(self._trouble, self._clients)) if trouble]
+        if not troubles:
+            return
+        urls, why = self.settings.urls, "; ".join(troubles)
+        if len(troubles) == len(self._clients):
+            raise HostFault(f"task.judge.urls={urls}: no judge can be asked ({why}); start one, or correct the addresses")
+        print(f"warning: task.judge.urls={urls}: not all can be asked, the others are ({why})", file=sys.stderr, flush=True)
+
+    async def _trouble(self, url: str) -> str:
+        """What keeps a server from judging, as far as the list of its models tells; a server that is busy, or has no such list, is one."""
+        try:
+            async with asyncio.timeout(GREETING_S):
+                raw = await self._clients[url].models.with_raw_response.list()
+            served = [model.id for model in _Models.model_validate_json(raw.content).data]
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            return f"{url}: {told(error)}: set OPENAI_API_KEY"
+        except (openai.APIStatusError, ValidationError):
+            return ""
+        except TimeoutError:
+            return f"{url}: no answer within {GREETING_S:.0f} s"
+        except openai.APIError as error:
+            return f"{url}: {told(error.__cause__ or error)}"
+        return f"{url}: serves {', '.join(served)}, not task.judge.model={self.model}" if self.model and self.model not in served else ""
 
     async def close(self) -> None:
         for task in self._asked.values():
@@ -96,7 +128,9 @@ class Judge:
         if found is not None:
             return found
         if not self._clients:
-            raise HostFault(f"judge: {self.settings.cache} holds no verdict of {prompt.name} {prompt.version} by {self.model} on {fields}")
+            raise LastingFault(
+                f"judge: {self.settings.cache} holds no verdict of {prompt.name} {prompt.version} by {self.model} on {fields}"
+            )
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._ask(key, prompt, fields, urls))
             self._asked[key].add_done_callback(lambda _: self._asked.pop(key))
@@ -154,7 +188,9 @@ def _as_servers_say() -> Iterator[None]:
 
 
 def judge_of(settings: JudgeSettings) -> Judge | None:
-    """A judge where there are servers to ask or verdicts to read."""
+    """A judge where there are servers to ask or verdicts to read. ValueError: one is chosen (it has a model) and has neither."""
+    chosen = f"a judge is chosen, {settings.model}; give the addresses of its servers, or its recorded verdicts (task.judge.cache)"
+    require(bool(settings.urls or settings.cache or not settings.model), "task.judge.urls", settings.urls, chosen)
     return Judge(settings) if settings.urls or settings.cache else None
 
 

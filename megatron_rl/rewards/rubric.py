@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.types import End, HostFault, Image, Rollout, Turn
+from megatron_rl.types import End, Image, LastingFault, Rollout, Turn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Rubric:
                 raise ValueError(f"rubric: {name} needs {part.needs!r}, which is no part, or itself needs one")
 
     async def score(self, outcome: Outcome) -> Score:
-        """An exception of a part is the caller's: it fails the rollout, it is never a 0. HostFault: no part has an opinion."""
+        """An exception of a part is the caller's: it fails the rollout, it is never a 0. LastingFault: no part has an opinion."""
         free = [name for name, part in self.parts.items() if not part.needs]
         values, turn_values = await asyncio.gather(
             asyncio.gather(*(self.parts[name].reward(outcome) for name in free)),
@@ -107,7 +107,9 @@ class Rubric:
         bonuses = await asyncio.gather(*(self.parts[name].reward(outcome) for name in earned))
         rewards |= {name: value for name, value in zip(earned, bonuses, strict=True) if value is not None}
         if self.parts and not self.turn_parts and not rewards:
-            raise HostFault(f"rewards {', '.join(self.parts)}: none has an opinion on {outcome.rollout.example_id}; one must give a number")
+            raise LastingFault(
+                f"rewards {', '.join(self.parts)}: none has an opinion on {outcome.rollout.example_id}; one must give a number"
+            )
         held = [name for name, veto in self.vetoes.items() if veto(outcome)]
         if held:
             rewards = {name: min(value, 0.0) for name, value in rewards.items()}

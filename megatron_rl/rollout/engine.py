@@ -68,7 +68,7 @@ class Engine(Protocol):
     """Version of the weights that are served now."""
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
-        """Sample one turn after `token_ids`. Raises HostFault when the engine has failed."""
+        """Sample one turn after `token_ids`. Raises LastingFault when the engine has failed."""
         ...
 
 

@@ -12,7 +12,7 @@ from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels_of
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.tasks.base import Env, Task
-from megatron_rl.types import End, Example, HostFault, Rollout, Status
+from megatron_rl.types import End, Example, HostFault, LastingFault, Rollout, Status
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ async def run_episode(
         for turn, worth, gain in zip(rollout.turns, score.turns, score.gains, strict=True):
             turn.score, turn.gain = worth, gain
     except HostFault as fault:
-        rollout.status, rollout.end, rollout.reason, rollout.reward = Status.FAILED, End.FAULT, str(fault), None
+        rollout.status, rollout.reason, rollout.reward = Status.FAILED, str(fault), None
+        rollout.end = End.LASTING_FAULT if isinstance(fault, LastingFault) else End.FAULT
     finally:
         await env.close()
     rollout.wall_s = time.monotonic() - started
@@ -94,9 +95,9 @@ async def _play(rollout: Rollout, env: Env, conversation: Conversation, *, setti
             return end
 
 
-def _no_room(example: Example, rollout: Rollout, end: End) -> HostFault:
-    """A question that does not fit is a matter of settings, and no failure of the policy. launch/doctor.py names such rows beforehand."""
+def _no_room(example: Example, rollout: Rollout, end: End) -> LastingFault:
+    """A question that does not fit is a matter of settings, and no failure of the policy. A run names such rows when it starts."""
     (prompt,) = rollout.contexts
     raised = {End.MAX_IMAGES: "engine.max_images", End.MAX_PIXELS: "task.max_pixels", End.MAX_TOKENS: "engine.max_model_len"}[end]
     size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {pixels_of(prompt.images)} pixels"
-    return HostFault(f"example {example.id}: its prompt has {size}; raise {raised}, or leave it out")
+    return LastingFault(f"{example}: its prompt has {size}; raise {raised}, or leave it out")

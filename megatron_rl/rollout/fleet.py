@@ -5,7 +5,7 @@ with a `gather` that returns what it is given, a fleet is one process.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +19,11 @@ from megatron_rl.rollout.engine import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Example, Rollout, Status
+from megatron_rl.types import Context, End, Example, HostFault, Rollout
 
 _TRIES = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Before what is down is tried again; each pause is twice the one before."""
 Gather = Callable[[list[Rollout] | None], list[Rollout]]
 """From this engine's rollouts (None on ranks that do not lead one) to those of all engines, in any order, on every rank."""
 
@@ -55,11 +57,16 @@ class Fleet:
     def __init__(
         self, task: Task, *, engine: ColocatedEngine, renderer: Renderer, trainer: Trainer, gather: Gather,
         episode: EpisodeSettings, round_settings: RoundSettings, index: int = 0, num_engines: int = 1,
+        patience_s: float = 0.0, tell: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
-        """`episode` is how training plays, with the run's seed; this process's engine is number `index` of num_engines."""
+        """`episode` is how training plays, with the run's seed; this process's engine is number `index` of num_engines.
+
+        What is down is waited for up to patience_s, and `tell` says so.
+        """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather, self.episode, self.round_settings = gather, episode, round_settings
         self.index, self.num_engines = index, num_engines
+        self.patience_s, self.tell = patience_s, tell
         self.rounds = 0
         """Rounds of prompts that `take` has dealt: where the sampler stands. A resumed run sets it."""
         self.is_away = False
@@ -85,25 +92,65 @@ class Fleet:
         return rollouts
 
     def play(self, examples: Sequence[Example], *, samples: int, settings: EpisodeSettings, first_group: int = 0) -> list[Rollout]:
-        """`samples` episodes of each example, ordered by group and sample. A group's number is first_group and its place in `examples`."""
+        """`samples` episodes of each example, ordered by group and sample. A group's number is first_group and its place in `examples`.
+
+        Those that failed because something was down are played again, with their own seeds, until it is back or patience_s have passed.
+        That time is read from the rollouts themselves, which are everywhere the same: all ranks give up together.
+        """
         assert not self.is_away, "the device is the trainer's: serve weights before episodes"
+        dealt = {first_group + place: example for place, example in enumerate(examples)}
+        rollouts = self._play(dealt, [(group, sample) for group in dealt for sample in range(samples)], settings)
+        waited, pause = 0.0, FIRST_PAUSE_S
+        while waited < self.patience_s and (down := [rollout for rollout in rollouts if rollout.end is End.FAULT]):
+            pause = min(pause, self.patience_s - waited)
+            self.tell(
+                f"waiting: {len(down)} of {len(rollouts)} rollouts failed ({down[0].reason}); they are played again in {pause:.0f} s, "
+                f"for {self.patience_s - waited:.0f} s more (run.patience_s)"
+            )
+            again = self._play(dealt, [(rollout.group, rollout.sample) for rollout in down], settings, pause=pause)
+            rollouts = [rollout for rollout in rollouts if rollout.end is not End.FAULT] + again
+            waited += pause + max(rollout.wall_s for rollout in again)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return sorted(rollouts, key=lambda rollout: (rollout.group, rollout.sample))
+
+    def _play(
+        self, dealt: Mapping[int, Example], places: Sequence[tuple[int, int]], settings: EpisodeSettings, *, pause: float = 0.0
+    ) -> list[Rollout]:
+        """An episode for each group and sample, after a pause; this engine plays its groups."""
+        first = min(dealt, default=0)
 
         async def mine() -> list[Rollout]:
-            groups = range(self.index, len(examples), self.num_engines)
-            places = [(group, sample) for group in groups for sample in range(samples)]
-            episodes = [self._episode(examples[group], settings, group=first_group + group, sample=sample) for group, sample in places]
-            return await asyncio.gather(*episodes)
+            await asyncio.sleep(pause)
+            own = [(group, sample) for group, sample in places if (group - first) % self.num_engines == self.index]
+            return await asyncio.gather(*(self._episode(dealt[group], settings, group=group, sample=sample) for group, sample in own))
 
-        return sorted(self.gather(self.engine.run(mine())), key=lambda rollout: (rollout.group, rollout.sample))
+        return self.gather(self.engine.run(mine()))
 
     async def _episode(self, example: Example, settings: EpisodeSettings, *, group: int, sample: int) -> Rollout:
-        """An episode that fails through our own fault is played again, _TRIES times in all."""
+        """An episode that fails because something was down is played again, _TRIES times in all."""
+        failed_s = 0.0
         for _ in range(_TRIES):
             conversation = TokenConversation(self.engine, self.renderer, settings)
             rollout = await run_episode(self.task, example, conversation=conversation, settings=settings, group=group, sample=sample)
-            if rollout.status is not Status.FAILED:
+            rollout.wall_s += failed_s
+            if rollout.end is not End.FAULT:
                 break
+            failed_s = rollout.wall_s
         return rollout
+
+    def first_prompt(self) -> Context | None:
+        """How the first training example will begin; None on ranks that lead no engine, and where it cannot."""
+
+        async def opened() -> Context | None:
+            env = self.task.env(self._examples[0])
+            try:
+                return self.renderer.prompt(await env.reset(seed_of(self.episode.seed, 0)))
+            except HostFault:
+                return None  # its episodes will fail for the same reason, and say so
+            finally:
+                await env.close()
+
+        return self.engine.run(opened())
 
     def serve(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the engines' weights by these, proven to have arrived, and give the device to the engine.

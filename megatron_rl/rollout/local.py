@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.engine import Completion, ImageInput, Request, Sampling, placeholder_offsets
 from megatron_rl.rollout.vllm.core import VllmCore
-from megatron_rl.types import HostFault, Image
+from megatron_rl.types import Image, LastingFault
 
 T = TypeVar("T")
 HEARTBEAT_S = 20.0
@@ -90,10 +90,10 @@ class LocalEngine:
 
         A context without room for one more token gives an empty, unfinished completion. Cancelling the coroutine aborts the request.
         Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (such as a temperature
-        above 2), HostFault when the engine has failed.
+        above 2), LastingFault when the engine has failed.
         """
         if self._error is not None:
-            raise HostFault(f"the engine has failed: {self._error!r}")
+            raise LastingFault(f"the engine has failed: {self._error!r}")
         assert not self._core.asleep, f"generate while {self._core.asleep} asleep"
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
@@ -161,7 +161,7 @@ class LocalEngine:
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
-                future.set_exception(HostFault(f"the engine has failed: {error!r}"))
+                future.set_exception(LastingFault(f"the engine has failed: {error!r}"))
 
     async def _pump(self) -> None:
         while True:

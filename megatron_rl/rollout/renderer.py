@@ -89,6 +89,15 @@ class Renderer:
         rows, columns = smart_resize(height, width, factor=self.vision_pixels, **limits)
         return columns, rows
 
+    def num_tokens(self, text: str) -> int:
+        return len(self._ids(text))
+
+    def shown(self, context: Context) -> str:
+        """The context in words, for people: a picture is its size."""
+        sizes = iter(f"[{image.picture.width}x{image.picture.height}]" for image in context.images)
+        words = self.tokenizer.decode(context.token_ids)
+        return re.sub(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>", lambda _: next(sizes), words)
+
     def restore(self, context: Context) -> None:
         """Give images that came from another rank their patches back."""
         for index, image in enumerate(context.images):

@@ -1,7 +1,7 @@
 """Plain questions about pictures, or about nothing but words: one reply each, no tools. The user's data and the accuracy rubric.
 
-The policy sees the question with its pictures and how to answer; the reply ends the episode. What is between <answer> and </answer> counts,
-or in the last \\boxed{} of a reply that has no such block.
+The policy sees the question with its pictures and how to answer, which task.prompt may say in other words; the reply ends the episode. What
+is between <answer> and </answer> counts, or in the last \\boxed{} of a reply that has no such block.
 """
 
 import asyncio
@@ -17,16 +17,21 @@ from megatron_rl.tasks.visual_python.messages import place, say
 from megatron_rl.types import Demonstration, Example, Message
 
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
+PROMPT = "{question}" + ANSWER
 
 
 class VqaEnv(Env):
-    def __init__(self, example: Example) -> None:
-        self.example = example
+    def __init__(self, example: Example, *, prompt: str, system: str) -> None:
+        """`prompt` has {question} in it; without a `system` of the task that of the example's row speaks, if there is one."""
+        self.example, self.prompt = example, prompt
+        self.system = system or str(example.payload["system"])
 
     async def reset(self, seed: int) -> list[Message]:
         """Nothing is drawn here. HostFault: a picture cannot be opened."""
         pictures = [await asyncio.to_thread(image.open) for image in self.example.payload["images"]]
-        return [say("user", *place(self.example.payload["question"], pictures, lambda _, picture: [picture]), ANSWER)]
+        before, _, behind = self.prompt.partition("{question}")
+        asked = place(str(self.example.payload["question"]), pictures, lambda _, picture: [picture])
+        return [*([say("system", self.system)] if self.system else []), say("user", before, *asked, behind)]
 
     async def step(self, text: str) -> Step:
         return Step(messages=[], reward=0.0, done=True, reason="answer")
@@ -39,6 +44,7 @@ class VqaTask(Task):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
         require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "give the files of questions that are held out")
+        self.prompt, self.system = settings.prompt or PROMPT, settings.system_prompt
         self.judge = judge_of(settings.judge)
         self.rubric = rubrics.build("accuracy", judge=self.judge, protocol="")
         self._splits: dict[str, Sequence[Example]] = {}
@@ -58,7 +64,7 @@ class VqaTask(Task):
         return self._splits[split]
 
     def env(self, example: Example) -> VqaEnv:
-        return VqaEnv(example)
+        return VqaEnv(example, prompt=self.prompt, system=self.system)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         return demonstrations_of(self.settings.data, split, num=num, seed=seed)

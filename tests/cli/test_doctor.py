@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -41,7 +43,7 @@ def sound(random_model: Path, tmp_path: Path) -> list[str]:
     path = write(tmp_path / "mine.parquet", [ROW] * 3)
     limits = ["model.min_pixels=784", "model.max_pixels=3136"]
     return ["task=vqa", f"model.path={random_model}", f"run.dir={tmp_path}/run", f"task.data.train=[{path}]", f"task.data.eval=[{path}]",
-            "task.max_tokens_per_turn=100", *limits]  # fmt: skip
+            "task.max_tokens_per_turn=100", "run.host_gb=100", *limits]  # fmt: skip
 
 
 @pytest.fixture
@@ -90,9 +92,26 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
         "talks.jsonl row 0: messages: must end with the assistant",
     ]
     assert [line.partition(": ")[2] for line in report.warnings] == [
-        "train/2: bbox [5, 5, 5, 9] is empty",
+        "bad.jsonl row 2: bbox [5, 5, 5, 9] is empty",
         "data_source mine: no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge",
     ]
+
+
+def test_a_picture_that_is_cut_off_is_found(sound: list[str], tmp_path: Path) -> None:
+    """Its header is whole, and gives its size."""
+    path = write(tmp_path / "cut.jsonl", [ROW, ROW | {"images": [{"bytes": png(size=(300, 300))[:-30]}]}])
+    (error,) = examine(settings_of(*sound, f"task.data.train=[{path}]")).errors
+    assert error.startswith("task.data.train: cut.jsonl row 1: images[0]: cannot be opened (")
+
+
+def test_a_host_that_cannot_hold_the_plan(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process of 6 GB and a little more, on a machine of 5 GB that is stated, and on one of 4 GiB that is there."""
+    (warning,) = examine(settings_of(*sound, "run.host_gb=5")).warnings
+    assert re.match(r"run.host_gb=5.0: its 5.0 GB are less than the 6\.\d GB that 1 process may need at most; ", warning), warning
+    memory = psutil.virtual_memory()._replace(total=4 << 30, available=4 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    (warning,) = examine(settings_of(*sound, "run.host_gb=0")).warnings
+    assert warning.startswith("run.host_gb=0.0: this machine's 4.3 GB are less than the 6.")
 
 
 def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path: Path) -> None:
@@ -119,8 +138,9 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
     report = examine(settings_of(*sound, *changes))
     assert report.errors == []
     assert report.warnings == [
-        f"task.data.train: train/1: {length} tokens leave no room for a reply; raise engine.max_model_len or lower model.max_pixels",
-        "task.data.train: train/1: 2 pictures; raise engine.max_images=1",
+        f"task.data.train: long.json row 1: {length} tokens leave no room for a reply; "
+        "raise engine.max_model_len or lower model.max_pixels",
+        "task.data.train: long.json row 1: 2 pictures; raise engine.max_images=1",
     ]
     assert f"longest question {length} tokens" in dict(report.rows)["data.train"]
     fits = examine(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={length + 100}"))

@@ -40,9 +40,10 @@ MAY_IMPORT = {
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "tasks", *DATA},
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "tasks", *DATA},
     "cli": {"configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "weights", *DATA},
+    "opening": {"data", "rollout", *DATA},
     "start": {
-        "algo", "evaluate", "models", "observe", "plan", "policy", "rewards", "rollout", "run", "run_states", "sft", "tasks", "train",
-        "weights", *DATA,
+        "algo", "evaluate", "models", "observe", "opening", "plan", "policy", "rewards", "rollout", "run", "run_states", "sft", "tasks",
+        "train", "weights", *DATA,
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""

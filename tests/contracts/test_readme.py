@@ -101,7 +101,12 @@ NAMED = re.compile(rf"(?<![\w./])((?:{'|'.join(GROUPS)})(?:\.[a-z_0-9]+)+)(?![\w
 def is_named_rightly(name: str) -> bool:
     """A setting, a file of this repository or of a run, or what a module of this name holds."""
     room, _, inner = name.partition(".")
-    if name.startswith("task.options.") or name in keys(Settings()) or name.rpartition(".")[0] == "optim.part_lr" or inner in ("py", "md", "yaml", "json", "jsonl", "sh"):
+    if (
+        name.startswith("task.options.")
+        or name in keys(Settings())
+        or name.rpartition(".")[0] == "optim.part_lr"
+        or inner in ("py", "md", "yaml", "json", "jsonl", "sh")
+    ):
         return True
     try:
         return inner in vars(import_module(f"megatron_rl.{room}"))

@@ -40,7 +40,7 @@ def training_row(**changes: object) -> dict:
 
 
 PAYLOAD = {
-    "question": "<image>\nWhich color?", "answer": "red", "data_source": "vstar", "ability": "visual_search",
+    "question": "<image>\nWhich color?", "answer": "red", "system": "", "data_source": "vstar", "ability": "visual_search",
     "env_name": "visual_toolbox_v2", "index": 7, "extra": {"split": "train", "bbox": [1, 2, 3, 4]},
 }  # fmt: skip
 
@@ -141,6 +141,7 @@ def test_where_a_question_shows_its_pictures(tmp_path: Path) -> None:
     assert [payload["question"] for payload in read(write(tmp_path / "a.jsonl", rows))] == [rows[0]["question"], "<image>against<image>?"]
 
 
+TALK = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
 BAD = {
     "reward_model": ("red", r"reward_model: must be a mapping, is str"),
     "prompt": ([], r"question: is missing"),
@@ -179,7 +180,8 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
         ({"question": "?", "answer": "a", "images": ["a\0b"]}, r"images\[0\]: no such file"),
         ({"question": "?", "answer": "a", "images": ["0" * 64]}, r"images\[0\]: .* has no file named by the SHA-256 0000"),
         ({"prompt": [{"role": "system", "content": "x"}], "answer": "a"}, "prompt: has no message of the user"),
-        ({"prompt": "x", "answer": "a"}, "prompt: must be a list, is str"),
+        ({"prompt": 3, "answer": "a"}, "prompt: must be text, is int"),
+        ({"prompt": TALK, "answer": "a"}, "prompt: has turns of the assistant before the question"),
     ],
 )
 def test_what_a_row_lacks(row: dict, said: str, tmp_path: Path) -> None:
@@ -195,14 +197,14 @@ def test_decoding_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for number in range(50):
         noise.save(tmp_path / f"{number}.png")
     whole = (tmp_path / "40.png").read_bytes()
-    (tmp_path / "40.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "40.png").write_bytes(whole[: len(whole) // 2] + bytes(40) + whole[len(whole) // 2 + 40 :])
     decoded = []
     monkeypatch.setattr(images, "flatten", lambda picture: decoded.append(picture) or flatten(picture))
     found = questions([str(write(tmp_path / "own.jsonl", rows))], images_root="", name="train")
     assert [example.payload["answer"] for example in found] == [str(number) for number in range(50)]
     assert decoded == []
     assert found[3].payload["images"][0].open().size == (64, 64) and len(decoded) == 1
-    with pytest.raises(HostFault, match=r"^own.jsonl row 40: image: cannot be opened \(.*truncated"):
+    with pytest.raises(HostFault, match=r"^own.jsonl row 40: image: cannot be opened \("):
         found[40].payload["images"][0].open()
     (image,) = found[41].payload["images"]
     (tmp_path / "41.png").unlink()
@@ -255,14 +257,14 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
     assert found.sources == {"known": 2, "new": 1}
     assert found.errors[0].startswith("train.json row 1: images[0]: ") and found.errors[1] == "train.json row 4: answer: is empty"
     assert found.warnings == [
-        "train/0: known, [(30, 20)]",
-        "train/2: bboxes [5, 5, 5, 9] is empty",
-        "train/2: bboxes [0, 0, 31, 20] reaches out of the picture of 30x20 pixels",
-        "train/2: bboxes [-1, 0, 2, 2] reaches out of the picture of 30x20 pixels",
-        "train/2: bboxes x is not four numbers",
-        "train/2: bboxes [1, 2, 3] is not four numbers",
-        "train/2: known, [(30, 20)]",
-        "train/3: new, [(30, 20)]",
+        "train.json row 0: known, [(30, 20)]",
+        "train.json row 2: bboxes [5, 5, 5, 9] is empty",
+        "train.json row 2: bboxes [0, 0, 31, 20] reaches out of the picture of 30x20 pixels",
+        "train.json row 2: bboxes [-1, 0, 2, 2] reaches out of the picture of 30x20 pixels",
+        "train.json row 2: bboxes x is not four numbers",
+        "train.json row 2: bboxes [1, 2, 3] is not four numbers",
+        "train.json row 2: known, [(30, 20)]",
+        "train.json row 3: new, [(30, 20)]",
     ]
     with pytest.raises(ValueError, match=r"\(and 30 more rows; launch/doctor.py lists them\)$"):
         found.require_sound()

@@ -183,7 +183,8 @@ def test_what_is_no_conversation_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_a_picture_with_broken_pixels_is_named_when_it_is_shown(tmp_path: Path) -> None:
-    row = shown("<image>", images=[{"bytes": png(size=(400, 400))[:-30]}])
+    whole = png(size=(400, 400))
+    row = shown("<image>", images=[{"bytes": whole[:60] + bytes(40) + whole[100:]}])
     read = transcripts([str(write(tmp_path / "sft.json", [turns("user", "assistant"), row]))], images_root="")
     assert said(read[0]) == [("user", "x"), ("assistant", "x")]
     with pytest.raises(ValueError, match=r"^sft.json row 1: images\[0\]: cannot be opened"):

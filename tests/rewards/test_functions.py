@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.rewards.functions import reward_of, rewarded_by
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric
-from megatron_rl.types import HostFault, Turn
+from megatron_rl.types import HostFault, LastingFault, Turn
 from tests.support.episodes import outcome_of
 
 PAYLOAD = {"question": "Which color?", "answer": "red", "extra": {"level": 3}}
@@ -48,7 +48,7 @@ def test_what_counts_as_a_number(given: object, value: float | None) -> None:
 
 @pytest.mark.parametrize("given", [math.nan, math.inf, "1", [1.0], 1j])
 def test_what_is_no_number_fails_the_rollout(given: object) -> None:
-    with pytest.raises(HostFault, match=r"^reward mine on e0: gave .* a finite number or None is needed$"):
+    with pytest.raises(LastingFault, match=r"^reward mine on e0: gave .* a finite number or None is needed$"):
         scored(lambda: given)
 
 
@@ -57,9 +57,9 @@ def test_an_exception_names_function_line_and_example() -> None:
         return {"blue": 1}[answer]
 
     line = broken.__code__.co_firstlineno + 1
-    with pytest.raises(HostFault, match=rf"^reward mine on e0: KeyError: 'red' \(.*test_functions.py:{line}\)$"):
+    with pytest.raises(LastingFault, match=rf"^reward mine on e0: KeyError: 'red' \(.*test_functions.py:{line}\)$"):
         scored(broken)
-    with pytest.raises(HostFault, match=r"^reward mine on e0: KeyError: 'answer'"):
+    with pytest.raises(LastingFault, match=r"^reward mine on e0: KeyError: 'answer'"):
         scored(broken, outcome_of(*TURNS))
 
 
@@ -111,5 +111,5 @@ def test_a_function_is_the_reward_or_a_part_of_it() -> None:
 def test_no_opinion_counts_nothing_unless_nobody_has_one() -> None:
     assert total("accuracy+short", short=lambda: None) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
     assert total("short+long", short=lambda: None, long=lambda: 0.5) == (0.5, {"long": 0.5}, False)
-    with pytest.raises(HostFault, match=r"^rewards short, long: none has an opinion on e0; one must give a number$"):
+    with pytest.raises(LastingFault, match=r"^rewards short, long: none has an opinion on e0; one must give a number$"):
         total("short+long", short=lambda: None, long=lambda: None)

@@ -218,5 +218,5 @@ def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
 )
 def test_a_question_that_does_not_fit_is_no_failure_of_the_policy(renderer: Renderer, change: dict, raised: str) -> None:
     rollout = play(renderer, Looks(), replace(SETTINGS, **change))
-    assert (rollout.status, rollout.end, rollout.reward, rollout.turns) == (Status.FAILED, End.FAULT, None, [])
+    assert (rollout.status, rollout.end, rollout.reward, rollout.turns) == (Status.FAILED, End.LASTING_FAULT, None, [])
     assert rollout.reason.startswith("example e: its prompt has ") and f"raise {raised}," in rollout.reason

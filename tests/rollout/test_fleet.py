@@ -8,16 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import ModelSettings
+from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.evaluate import evaluate
+from megatron_rl.rollout import fleet as fleet_module
 from megatron_rl.rollout.fleet import choose_prompts
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import End, Example, Rollout, Status
+from megatron_rl.types import End, Example, LastingFault, Rollout, Status
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Scripted, fleet_of
 
 
 @pytest.fixture(scope="module")
 def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model)))
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses that a fleet makes, which take no time here."""
+    made: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr(fleet_module.asyncio, "sleep", sleep)
+    return made
 
 
 def prompts(examples: list[Example], num: int, *, seed: int, rounds: Iterable[int]) -> list[str]:
@@ -89,6 +103,76 @@ def test_an_episode_has_three_tries(renderer: Renderer, faults: int, status: Sta
         assert {(rollout.reason, rollout.reward) for rollout in rollouts} == {("the engine is down", None)}
     else:
         assert all(len(rollout.turns) == len(rollout.contexts) == 1 for rollout in rollouts), "nothing is left of a try that failed"
+
+
+def said(rollouts: list[Rollout]) -> list[tuple]:
+    return [(r.example_id, r.group, r.sample, r.status, r.end, r.reward, r.rewards, r.contexts, r.turns) for r in rollouts]
+
+
+def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[float]) -> None:
+    """Each of its two requests fails 20 times, so an episode gets through at its 41st try: the step is that of a run where nothing was ever
+    down, worlds and tokens alike."""
+    told: list[str] = []
+    fleet = fleet_of(renderer, Scripted(faults=20), patience_s=600.0, tell=told.append)
+    unbroken = fleet_of(renderer)
+    for step in range(2):
+        assert said(fleet.take(step, enough=until(4))) == said(unbroken.take(step, enough=until(4)))
+        fleet.engine.faults = 0
+    assert set(fleet.task.worlds) == set(unbroken.task.worlds)
+    assert told[0] == "waiting: 6 of 6 rollouts failed (the engine is down); they are played again in 1 s, for 600 s more (run.patience_s)"
+    longer = [pause for pause in pauses if pause]
+    assert longer[:6] == [1, 2, 4, 8, 16, 30] and set(longer[5:13]) == {30}, "14 times 3 tries"
+    assert len(longer) == len(told) == 2 * 13, "the step has two rounds"
+
+
+def test_an_outage_is_waited_for_as_long_as_patience_lasts(renderer: Renderer, pauses: list[float]) -> None:
+    fleet = fleet_of(renderer, Scripted(faults=10**6), patience_s=10.0, tell=lambda _: None)
+    rollouts = fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)
+    assert [pause for pause in pauses if pause] == [1, 2, 4, pytest.approx(3, abs=0.5)], "the tries' own seconds are none of the pauses"
+    assert {rollout.status for rollout in rollouts} == {Status.FAILED} and len(rollouts) == 6
+
+
+def test_an_evaluation_waits_too(renderer: Renderer, pauses: list[float]) -> None:
+    task = TaskSettings(name="talk", max_turns=2, eval_samples=2)
+    fleets = [fleet_of(renderer, Scripted(faults=faults), patience_s=60.0, tell=lambda _: None) for faults in (5, 0)]
+    broken, whole = (evaluate(fleet.task, Settings(task=task, run=RunSettings(dir="none")), fleet=fleet) for fleet in fleets)
+    assert broken == whole and whole["eval/greedy_return"] == 1.0 and [pause for pause in pauses if pause] == [1, 2, 4] * 2
+
+
+def test_what_waiting_cannot_mend_is_not_waited_for(renderer: Renderer, pauses: list[float]) -> None:
+    engine = Scripted(faults=1, fault=LastingFault)
+    fleet = fleet_of(renderer, engine, patience_s=600.0)
+    assert {rollout.end for rollout in fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)} == {End.LASTING_FAULT}
+    assert set(engine.tries.values()) == {1} and not any(pauses)
+
+
+def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
+    """Of two engines one is down. What each of them gathers is everyone's, so both wait equally long and play their own groups again."""
+    engines = [Scripted(), Scripted(faults=5)]
+    rounds: list[list[Rollout]] = []
+    whole = fleet_of(renderer).play(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3)
+
+    def gather_of(index: int) -> Callable[[list[Rollout]], list[Rollout]]:
+        calls = iter(range(99))
+
+        def gather(mine: list[Rollout]) -> list[Rollout]:
+            number = next(calls)
+            if index == 1:
+                rounds.append(mine)
+                return mine + [rollout for rollout in whole if number == 0 and (rollout.group - 3) % 2 == 0]
+            return mine + rounds[number]
+
+        return gather
+
+    played = {}
+    for index in (1, 0):
+        fleet = fleet_of(
+            renderer, engines[index], index=index, num_engines=2, gather=gather_of(index), patience_s=60.0, tell=lambda _: None
+        )
+        played[index] = said(fleet.play(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3))
+    assert played[0] == played[1] == said(whole)
+    assert [pause for pause in pauses if pause] == [1, 2, 4] * 2, "eleven tries; each engine has waited for the one that is down"
+    assert [len(mine) for mine in rounds] == [4] * 4 and set(engines[0].tries.values()) == {1}
 
 
 def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:

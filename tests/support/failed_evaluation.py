@@ -40,7 +40,7 @@ if __name__ == "__main__":
         optim=OptimSettings(lr=3e-3),
         batch=BatchSettings(prompts_per_step=2, group_size=2),
         task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
-        run=RunSettings(dir=sys.argv[2], steps=2),
+        run=RunSettings(dir=sys.argv[2], steps=2, patience_s=0.1),
         checkpoint=CheckpointSettings(every=2),
     )
     run(settings, Own(tasks={"mine": DownAtTheEnd}))

@@ -41,6 +41,9 @@ class Server:
     url: str
     behave: Callable[[dict], Reply]
     """What to answer to a request's body."""
+    greeting: Reply | None = None
+    """What to answer to a question for the models, if not these."""
+    models: tuple[str, ...] = ("served", "judge", "other")
     bodies: list[dict] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -58,7 +61,12 @@ def serving(behave: Callable[[dict], Reply]) -> Iterator[Server]:
 
         def do_GET(self) -> None:
             assert self.path == "/v1/models", self.path
-            self.send(Reply(json.dumps({"object": "list", "data": [{"id": "served", "object": "model", "created": 1, "owned_by": "me"}]})))
+            if server.greeting is not None:
+                time.sleep(server.greeting.hang_s)
+                self.send(server.greeting)
+                return
+            models = [{"id": name, "object": "model", "created": 1, "owned_by": "me"} for name in server.models]
+            self.send(Reply(json.dumps({"object": "list", "data": models})))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -21,9 +21,10 @@ EPISODE = EpisodeSettings(temperature=0.9, max_turns=2, max_tokens_per_turn=3, m
 
 @dataclass
 class Scripted:
-    """A colocated engine. Its replies have as many tokens as they may; the first `faults` requests of every seed fail."""
+    """A colocated engine. Its replies have as many tokens as they may, as its seed says; the first `faults` requests of every seed fail."""
 
     faults: int = 0
+    fault: type[HostFault] = HostFault
     leads: bool = True
     log: list[str] = field(default_factory=list)
     asked: list[Sampling] = field(default_factory=list)
@@ -40,8 +41,10 @@ class Scripted:
         self.asked.append(sampling)
         self.tries[sampling.seed] += 1
         if self.tries[sampling.seed] <= self.faults:
-            raise HostFault("the engine is down")
-        return Completion([65] * sampling.max_tokens, [-0.5] * sampling.max_tokens, finished=False, weight_version=self.weight_version)
+            raise self.fault("the engine is down")
+        return Completion(
+            [65 + sampling.seed % 9] * sampling.max_tokens, [-0.5] * sampling.max_tokens, finished=False, weight_version=self.weight_version
+        )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         self.log.append(f"engine loads {','.join(name for name, _ in tensors)} as {version}")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.tasks.gym_cards.task import NumberLineTask
+from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.vqa import ANSWER, VqaTask
 from megatron_rl.types import HostFault, Rollout, Turn
 from tests.support.episodes import outcome_of
@@ -52,6 +54,26 @@ def test_an_episode_is_one_prompt_and_one_reply(tmp_path: Path) -> None:
     parts = [part["text"] if part["type"] == "text" else part["image"].getpixel((0, 0)) for part in message["content"]]
     assert (message["role"], parts) == ("user", ["Is ", (255, 0, 0), " or ", (0, 0, 255), " red?" + ANSWER])
     assert step.done and step.messages == [] and step.call is None
+
+
+def test_the_words_around_a_question_are_settings(tmp_path: Path) -> None:
+    """In front of it and behind; what the system says is the setting, else the row's."""
+    rows = [{"prompt": [{"role": "system", "content": "Row."}, {"role": "user", "content": "Why?"}], "answer": "x"}]
+    path = str(write(tmp_path / "mine.jsonl", rows))
+
+    def asked(**words: str) -> list[tuple[str, str]]:
+        task = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[path]), **words))
+        messages = asyncio.run(task.env(task.examples("eval")[0]).reset(0))
+        return [(message["role"], "".join(part["text"] for part in message["content"])) for message in messages]
+
+    assert asked() == [("system", "Row."), ("user", "Why?" + ANSWER)]
+    assert asked(prompt="Q: {question} A:", system_prompt="Mine.") == [("system", "Mine."), ("user", "Q: Why? A:")]
+    with pytest.raises(ValueError, match="^task.prompt=Answer!: must hold {question} once"):
+        TaskSettings(name="vqa", prompt="Answer!")
+    for task, words in ((NumberLineTask, {"prompt": "{question}"}), (VisualPythonTask, {"system_prompt": "Be brief."})):
+        (key,) = words
+        with pytest.raises(ValueError, match=rf"^task.{key}=.*: task mine has words of its own; leave it out, or use task=vqa"):
+            task(TaskSettings(name="mine", max_turns=5, **words))
 
 
 def test_gold_earns_full_marks_and_a_constant_does_not(tmp_path: Path) -> None:

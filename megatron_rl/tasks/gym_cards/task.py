@@ -145,6 +145,7 @@ class NumberLineTask(Task):
     def __init__(self, settings: TaskSettings) -> None:
         require(settings.max_turns <= MAX_STEPS, "task.max_turns", settings.max_turns, f"NumberLine has {MAX_STEPS} steps, use no more")
         super().__init__(settings)
+        settings.require_no_words()
 
     def examples(self, split: str) -> list[Example]:
         """The 30 starts, each with its exact probability. There are no others, so every split is the same: train is test."""

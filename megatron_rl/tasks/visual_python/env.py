@@ -14,7 +14,7 @@ import sandbox
 from megatron_rl.tasks.base import Env, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
-from megatron_rl.types import Example, HostFault, Message, ToolCall
+from megatron_rl.types import Example, HostFault, LastingFault, Message, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
 from sandbox.images import encode
 
@@ -51,8 +51,10 @@ class AgentEnv(Env):
         try:
             self.pictures = [await asyncio.to_thread(image.open) for image in stored]
             messages = self.protocol.prompt(question, self.pictures)
-        except (HostFault, OSError, ValueError) as error:
-            raise HostFault(f"example {self.example.id}: {error}") from error
+        except HostFault as fault:
+            raise type(fault)(f"{self.example}: {fault}") from fault
+        except ValueError as error:
+            raise LastingFault(f"{self.example}: {error}") from error
         self.num_shown = _num_pictures(messages)
         return messages
 
@@ -94,7 +96,7 @@ class AgentEnv(Env):
         try:
             return await self.pool.open(images=encoded, preload=PRELOAD)
         except ValueError as error:  # a name, a picture: all of it is the data set's
-            raise HostFault(f"example {self.example.id}: sandbox: {error}") from error
+            raise LastingFault(f"{self.example}: sandbox: {error}") from error
 
     def _edit(self, name: str, arguments: dict[str, object]) -> tuple[ToolCall, list[Picture]]:
         source = json.dumps(arguments)

@@ -59,6 +59,7 @@ class VisualPythonTask(Task):
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
+        settings.require_no_words()
         self.reward = settings.reward or "accuracy"
         self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}})
         self.stop = self.protocol.stop

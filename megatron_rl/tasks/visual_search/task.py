@@ -104,6 +104,7 @@ class VisualSearchTask(Task):
         super().__init__(settings)
         remedy = "visual_search speaks pyvision; visual_python has the other protocols"
         require(settings.protocol == "pyvision", "task.protocol", settings.protocol, remedy)
+        settings.require_no_words()
         self.protocol = PyVision(rules=RULES)
         self.rubric = rubrics.build(settings.reward or "accuracy", judge=None, protocol="pyvision")
         self.stop = self.protocol.stop

@@ -1,0 +1,54 @@
+"""How long prompts are, measured without rendering them: the words of a question, the tokens of its pictures, what stands around them."""
+
+from typing import Protocol
+
+from megatron_rl.config import Settings
+from megatron_rl.data.records import PLACE
+from megatron_rl.data.survey import Size
+from megatron_rl.types import Example
+
+
+class Measures(Protocol):
+    """What is needed of a renderer."""
+
+    vision_pixels: int
+    """Side of the square of pixels that is one vision token."""
+
+    def num_tokens(self, text: str) -> int: ...
+
+    def final_size(self, width: int, height: int) -> Size: ...
+
+
+class Prompts:
+    """Looks at one question after the other (survey.Look)."""
+
+    def __init__(self, settings: Settings, measures: Measures, *, around: int = 0) -> None:
+        """`around`: tokens that the task and the chat template write around a question."""
+        self.longest = 0
+        """Tokens of the longest question with its pictures."""
+        self.misfits = 0
+        """Questions that do not fit: none of their episodes can be played."""
+        self.max_images = settings.engine.max_images
+        self.room = settings.engine.max_model_len - settings.task.max_tokens_per_turn - around
+        self._measures, self._around = measures, around
+
+    def length(self, example: Example, sizes: list[Size]) -> int:
+        text = str(example.payload["question"]).replace(PLACE, "<|vision_start|><|vision_end|>")
+        return self._measures.num_tokens(text) + sum(map(self._vision_tokens, sizes))
+
+    def look(self, example: Example, sizes: list[Size]) -> list[str]:
+        """What keeps a question from being played, or its replies from being as long as they may be."""
+        length = self.length(example, sizes)
+        self.longest = max(self.longest, length)
+        wrong = []
+        if length > self.room:
+            beside = f" beside the {self._around} of its prompt" if self._around else ""
+            wrong.append(f"{length} tokens{beside} leave no room for a reply; raise engine.max_model_len or lower model.max_pixels")
+        if len(sizes) > self.max_images:
+            wrong.append(f"{len(sizes)} pictures; raise engine.max_images={self.max_images}")
+        self.misfits += bool(wrong)
+        return wrong
+
+    def _vision_tokens(self, size: Size) -> int:
+        width, height = self._measures.final_size(*size)
+        return width * height // self._measures.vision_pixels**2

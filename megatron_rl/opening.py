@@ -1,0 +1,48 @@
+"""What a run says of its prompts before the first step: the first one as the policy reads it, and those that have no room."""
+
+from collections.abc import Callable
+from textwrap import indent
+
+from megatron_rl.config import Settings, require
+from megatron_rl.data.prompts import Prompts
+from megatron_rl.data.questions import Questions
+from megatron_rl.data.survey import survey
+from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.types import Context
+from megatron_rl.world import place
+
+SHOWN_CHARACTERS = 500
+"""Of the first prompt, from its begin and from its end."""
+SHOWN_MISFITS = 5
+"""Lines for each split; the doctor has more of them."""
+
+
+def tell_prompts(settings: Settings, *, fleet: Fleet, tell: Callable[[str], None]) -> None:
+    """On every rank; the main one does the looking. ValueError: more questions do not fit than run.max_failed allows."""
+    prompt = fleet.first_prompt()
+    if not place().is_main or prompt is None:
+        return
+    words = fleet.renderer.shown(prompt)
+    short = words if len(words) <= 2 * SHOWN_CHARACTERS else f"{words[:SHOWN_CHARACTERS]} ... {words[-SHOWN_CHARACTERS:]}"
+    tell(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
+    questions = {split: fleet.task.examples(split) for split in ("train", "eval")}
+    if all(isinstance(of_split, Questions) for of_split in questions.values()):
+        tell_misfits(settings, questions, prompt, fleet=fleet, tell=tell)
+
+
+def tell_misfits(
+    settings: Settings, questions: dict[str, Questions], prompt: Context, *, fleet: Fleet, tell: Callable[[str], None]
+) -> None:
+    """Name by file and row what cannot be played. What stands around a question is taken to be as long as in the first prompt."""
+    first = Prompts(settings, fleet.renderer)
+    survey(questions["train"][:1], look=first.look)
+    for split, of_split in questions.items():
+        prompts = Prompts(settings, fleet.renderer, around=len(prompt.token_ids) - first.longest)
+        found = survey(of_split, look=prompts.look)
+        for line in found.warnings[:SHOWN_MISFITS]:
+            tell(f"warning: task.data.{split}: {line}")
+        if found.num_warnings > SHOWN_MISFITS:
+            tell(f"warning: task.data.{split}: and {found.num_warnings - SHOWN_MISFITS} more; launch/doctor.py lists them")
+        files = {"train": settings.task.data.train, "eval": settings.task.data.eval}[split]
+        told = f"{prompts.misfits} of {len(of_split)} prompts do not fit, run.max_failed={settings.run.max_failed}; {found.warnings[:1]}"
+        require(prompts.misfits <= settings.run.max_failed * len(of_split), f"task.data.{split}", files, told)

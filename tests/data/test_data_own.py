@@ -1,0 +1,160 @@
+"""Data as others keep it: rows of other trainers, columns by other names, folders, data sets of the hub, pictures that are cut off.
+
+Oracles: payloads by hand, files written by pyarrow and Pillow themselves.
+"""
+
+import pickle
+import re
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from megatron_rl.config import ColumnSettings
+from megatron_rl.data.questions import open_questions, questions, unwrapped
+from megatron_rl.data.survey import survey
+from tests.support.tables import png, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies go to a folder of the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+def test_files_of_other_trainers(tmp_path: Path) -> None:
+    """The same question as TRL, ms-swift and R1-V have it. Oracle: the payload by hand."""
+    image, solution = [{"bytes": png("red")}], "<think>It is.</think>\n<answer> red </answer>"
+    system, asked = {"role": "system", "content": "Be brief."}, "Which color?"
+    parts = [{"type": "image"}, {"type": "text", "text": asked}]
+    rows = [
+        {"prompt": [system, {"role": "user", "content": parts}], "solution": solution, "images": image},
+        {"prompt": [system, {"role": "user", "content": asked}], "answer": "red", "image": image[0]},
+        {"messages": [system, {"role": "user", "content": f"<image>{asked}"}], "solution": "red", "images": image},
+        {"messages": [{"role": "user", "content": f"<image>{asked}"}, {"role": "assistant", "content": "blue"}], "system": "Be brief.",
+         "solution": "$\\boxed{red}$", "images": image},
+        {"problem": asked, "solution": solution, "image": image[0], "system": "Be brief."},
+        {"prompt": asked, "answer": "\\boxed{red}", "image": image[0], "system": "Be brief."},
+    ]  # fmt: skip
+    found = questions([str(write(tmp_path / "theirs.jsonl", rows))], images_root="", name="train")
+    payloads = [example.payload for example in found]
+    assert [[image.open().getpixel((0, 0)) for image in payload["images"]] for payload in payloads] == [[(255, 0, 0)]] * 6
+    assert found[3].where == "theirs.jsonl row 3"
+    told = [(p["question"].replace("<image>\n", "<image>"), p["answer"], p["system"], p["extra"]) for p in payloads]
+    assert told == [("<image>Which color?", "red", "Be brief.", {})] * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("4", "4"), ("<answer>4</answer>", "4"), ("<answer>3</answer> no: <answer>\n4 cm\n</answer>", "4 cm"),
+        ("<answer>\\boxed{4}</answer>", "4"), ("so \\boxed{1}, or \\boxed{\\frac{1}{2^{3}}}.", "\\frac{1}{2^{3}}"),
+        ("\\boxed{", "\\boxed{"),
+        ("a <b> c", "a <b> c"),
+    ],
+)  # fmt: skip
+def test_answers_are_unwrapped(text: str, answer: str) -> None:
+    assert unwrapped(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "?", "answer": float("nan")}, "answer: is nan, which is no number"),
+        ({"question": "?", "answer": float("-inf")}, "answer: is -inf, which is no number"),
+        ({"question": "?", "answer": True}, 'answer: is true; write the word that a reply should have, "yes" or "no" say'),
+        ({"question": "?", "answer": "<answer> </answer>"}, "answer: is empty"),
+        (
+            {"question": "?", "answer": "a", "image": "https://x.org/a.png"},
+            "image: https://x.org/a.png is a URL, and URLs are not read; down",
+        ),
+        ({"question": "?", "answer": "a", "images": [{"path": "s3://b/a.png"}]}, r"images\[0\]: s3://b/a.png is a URL"),
+    ],
+)
+def test_what_must_not_be_trained_on(row: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^own.jsonl row 0: {said}"):
+        questions([str(write(tmp_path / "own.jsonl", [row]))], images_root="", name="train")
+
+
+def test_columns_by_other_names(tmp_path: Path) -> None:
+    """What is chosen wins over what would be recognised; what is chosen and lacking is an error with file and row."""
+    row = {"q": "What?", "a": "4", "pics": [{"bytes": png("lime")}], "question": "no", "answer": "no", "image": "no.png",
+           "prompt": "no", "reward_model": {"ground_truth": "no"}, "extra_info": {"question": "no", "answer": "no", "kept": 1}}  # fmt: skip
+    columns = ColumnSettings(question="q", answer="a", images="pics")
+
+    def one(columns: ColumnSettings, *rows: dict) -> dict:
+        return questions([str(write(tmp_path / "own.jsonl", list(rows)))], images_root="", name="train", columns=columns)[0].payload
+
+    payload = one(columns, row)
+    assert (payload["question"], payload["answer"], payload["extra"]) == ("<image>\nWhat?", "4", {"kept": 1})
+    assert payload["images"][0].open().getpixel((0, 0)) == (0, 255, 0)
+    with pytest.raises(ValueError, match=r"^own.jsonl row 1: a: is missing, and task.data.columns names it; the row has q"):
+        one(columns, row, {"q": "What?"})
+    with pytest.raises(ValueError, match=r"^task.data.columns.images=pcs: no row of .*own.jsonl has pictures there"):
+        one(ColumnSettings(images="pcs"), {"question": "?", "answer": "4"})
+
+
+def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As save_to_disk writes them (Arrow streams), as the hub has them (Parquet), and by name where its cache has them."""
+    rows = {split: [{"question": "?", "answer": f"{split} {number}"} for number in range(5)] for split in ("train", "test")}
+    saved, hub = tmp_path / "saved", tmp_path / "hub"
+    for split, of_split in rows.items():
+        (saved / split).mkdir(parents=True)
+        for shard in range(2):
+            table = pa.Table.from_pylist(of_split[3 * shard : 3 * shard + 3])
+            path = saved / split / f"data-{shard:05d}-of-00002.arrow"
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table, max_chunksize=2)
+            (saved / split / "state.json").write_text("{}")
+    (saved / "train" / "cache-12.arrow").write_bytes(b"an intermediate result")
+    snapshot = hub / "datasets--me--colors" / "snapshots" / "abc"
+    (snapshot / "data").mkdir(parents=True)
+    (hub / "datasets--me--colors" / "refs").mkdir()
+    (hub / "datasets--me--colors" / "refs" / "main").write_text("abc")
+    for split, of_split in rows.items():
+        write(snapshot / "data" / f"{split}-00000-of-00001.parquet", of_split)
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(hub))
+
+    def answers(name: str) -> list[str]:
+        found = pickle.loads(pickle.dumps(questions([name], images_root="", name="train")))
+        return [example.payload["answer"] for example in found]
+
+    for name in (str(saved / "train"), f"{saved}:train", f"{snapshot}:train", "me/colors:train"):
+        assert answers(name) == [f"train {number}" for number in range(5)], name
+    assert answers("me/colors:test") == answers(f"{saved}:test") == [f"test {number}" for number in range(5)]
+    file_format = tmp_path / "one.arrow"
+    with pa.OSFile(str(file_format), "wb") as file, pa.ipc.new_file(file, pa.schema([("question", pa.string())])) as writer:
+        writer.write_table(pa.table({"question": ["?"]}))
+    for name, said in {
+        str(saved): "holds the splits test, train; take one of them, ",
+        "me/colors": "holds the splits test, train; take one of them, me/colors:test",
+        f"{saved}:dev": "has no files of the split dev",
+        "me/shapes": "no such file, and no such data set in the cache of Hugging Face; get it by: hf download --repo-type ",
+        str(hub / "datasets--me--colors" / "refs"): "has no files that end in .parquet, .arrow, .jsonl, .json",
+        "no.jsonl": "no such file",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(f"task.data={name}: {said}")):
+            answers(name)
+    with pytest.raises(ValueError, match=r"^one.arrow row 0: answer: is missing"):
+        answers(str(file_format))
+
+
+def test_pictures_that_are_cut_off_are_refused_at_the_start(tmp_path: Path) -> None:
+    """In every format, as files and as bytes; what is whole and only ends in something else is not. TIFF is not looked at so."""
+    pixels = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+        buffer = BytesIO()
+        pixels.save(buffer, format=form)
+        whole = buffer.getvalue()
+        for number, (content, is_whole) in enumerate(((whole, True), (whole + b"behind it" * 3, True), (whole[:-200], False))):
+            (tmp_path / f"{number}").write_bytes(content)
+            for value in (f"{number}", {"bytes": content}):
+                path = write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}])
+                found = survey(open_questions([str(path)], images_root="", name="train"))
+                assert bool(found.errors) != is_whole, (form, number)
+                assert all(line.startswith("own.jsonl row 0: image: ") for line in found.errors)

@@ -1,0 +1,87 @@
+"""What is known of a judge when a run starts, and what a server with every fault at once costs: real HTTP servers on loopback."""
+
+import asyncio
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import JudgeSettings
+from megatron_rl.rewards import judge as judge_module
+from megatron_rl.rewards.judge import Judge, judge_of
+from megatron_rl.types import HostFault
+from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
+
+HTML = Reply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
+
+
+def test_nobody_listens() -> None:
+    with serving(right) as gone:
+        pass
+    began = time.monotonic()
+    with pytest.raises(
+        HostFault, match=rf"^task.judge.urls=\['{gone.url}'\]: no judge can be asked \({gone.url}: ConnectError.*; start one"
+    ):
+        held(settings(gone), lambda _: asyncio.sleep(0))
+    assert time.monotonic() - began < 5
+
+
+def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says which does not, and the run goes on with the other."""
+    with serving(right) as gone:
+        pass
+    with serving(right) as server:
+        assert held(settings(gone, server), lambda judge: judge.verdict(PROMPT, fields=fields())).servers.failures <= 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: task.judge.urls=") and f"{gone.url}: ConnectError" in line and f"({server.url}" not in line
+
+
+def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_module, "GREETING_S", 0.3)
+    with serving(right) as server:
+        with pytest.raises(HostFault, match=r"serves served, judge, other, not task.judge.model=another\); start one"):
+            held(settings(server, model="another"), lambda _: asyncio.sleep(0))
+        server.greeting = Reply("", hang_s=1.0)
+        with pytest.raises(HostFault, match=rf"no judge can be asked \({server.url}: no answer within 0 s\)"):
+            held(settings(server), lambda _: asyncio.sleep(0))
+        server.greeting = Reply("", 401)
+        with pytest.raises(HostFault, match=r"AuthenticationError.*: set OPENAI_API_KEY"):
+            held(settings(server), lambda _: asyncio.sleep(0))
+        for busy in (Reply("", 429), Reply("", 404), HTML):
+            server.greeting = busy
+            held(settings(server), lambda judge: judge.verdict(PROMPT, fields=fields()))
+
+
+def test_a_judge_that_is_chosen_must_be_somewhere(tmp_path: Path) -> None:
+    """judge=text and judge=vision name a model; without servers and without verdicts nobody would ever judge."""
+    assert judge_of(JudgeSettings()) is None
+    with pytest.raises(ValueError, match=r"^task.judge.urls=\[\]: a judge is chosen, judge; give the addresses of its servers"):
+        judge_of(JudgeSettings(model="judge"))
+    assert isinstance(judge_of(JudgeSettings(model="judge", cache=str(tmp_path / "verdicts"))), Judge)
+
+
+def test_a_server_with_every_fault_at_once() -> None:
+    """What newcomer.md measured: 7 of 10 requests go wrong, in five ways, under a time-out shorter than its rests. Nothing is lost of 16
+    verdicts but what had five bad draws in a row, and that for no longer than it takes to ask again."""
+    dice, lock = random.Random(3), threading.Lock()
+    faults = [Reply("", 429, {"Retry-After": "1"}), Reply("", 500), HTML, Reply("", hang_s=1.0), completion("so so"), right({})]
+
+    def behave(_: dict) -> Reply:
+        with lock:
+            return dice.choices(faults, (20, 15, 10, 5, 20, 30))[0]
+
+    with serving(behave) as server:
+
+        async def use(judge: Judge) -> None:
+            lacking, rounds = range(16), 0
+            while lacking:
+                given = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{i}")) for i in lacking), return_exceptions=True)
+                assert all(verdict == 1.0 or isinstance(verdict, HostFault) for verdict in given)
+                assert not any("rests for" in str(verdict) for verdict in given), "the patience ran out before the tries did"
+                lacking = [place for place, verdict in zip(lacking, given, strict=True) if verdict != 1.0]
+                rounds += 1
+            assert rounds <= 9
+
+        held(settings(server, tries=5, timeout_s=0.5), use)
