@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ from megatron_rl.observe.recorder import write as write_rollouts
 from megatron_rl.types import Batch, End, NotFinite, Rollout, RunFailed, Status
 from megatron_rl.world import World, on_main_rank
 
+CONFIG, EVALUATION, FINAL = "config.yaml", "eval.json", "final"
+"""Of a run folder: its settings, the mark that it is finished, and the model."""
+
 
 @dataclass(slots=True, kw_only=True)
 class History:
@@ -32,6 +35,8 @@ class History:
     """Rounds of prompts that were dealt: where the sampler stands."""
     prompts: dict[str, list[float]] = field(default_factory=dict)
     """By example: scored episodes, the sum of their rewards, and the step they were last seen in."""
+    owed: dict[str, float] = field(default_factory=dict)
+    """Metrics of a step that is trained but not yet recorded: the run was stopped in the evaluation that belongs to it."""
 
     def add(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
@@ -48,9 +53,16 @@ class Run:
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
         """`first_step` steps were done by an earlier life of the run, with this history; what it left of later ones is forgotten."""
         self.folder = Path(settings.run.dir)
-        self.final = self.folder / "final"
+        self.final = self.folder / FINAL
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
+        self.num_done = first_step
+        """Steps whose updates are made."""
+        self.is_finished = False
+        self.metrics: dict[str, float] = {}
+        """Of the last step that was done in this life."""
+        self.evaluation: dict[str, float] = {}
+        """Of the last evaluation in this life, as in eval.json."""
         self.is_main, self._rank = world.is_main, world.rank
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
@@ -58,8 +70,9 @@ class Run:
             return
         with self.spans("start"), writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / EVALUATION).unlink(missing_ok=True)  # the run is not finished from here on
             config = asdict(settings)
-            write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            write_text(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
             self.log = MetricsLog(self.folder, settings.wandb, config, start_step=first_step)
             best, worst = settings.run.record_best, settings.run.record_worst
             self.recorder = Recorder(self.folder, best=best, worst=worst, start_step=first_step)
@@ -98,24 +111,33 @@ class Run:
                 torch.save([asdict(batch) for batch in batches], folder / f"step_{step:08d}_rank_{self._rank}.pt")
             raise NotFinite(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
 
-    def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal."""
+    def trained(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
+        """A step's updates are made: best and worst rollouts. Its metrics are owed until `record`."""
+        self.num_done, self.metrics, self.history.owed = step + 1, metrics, metrics
+        if self.is_main:
+            with writing(self.folder):
+                self.recorder.record(step, rollouts)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Close a step: metrics with the step's times, one line on the terminal."""
+        self.num_done, self.metrics, self.history.owed = step + 1, metrics, {}
+        self.evaluation = _evaluation(metrics) or self.evaluation
         if not self.is_main:
             return
         with writing(self.folder):
-            self.recorder.record(step, rollouts)
             metrics = {**metrics, **self.spans.take()}
             self.log.log(step, metrics)
         self.progress.step(step, metrics)
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
+        values = self.evaluation = _evaluation(metrics)
+        self.is_finished = True
         if not self.is_main:
             return
-        values = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         with writing(self.folder):
             self.log.log(self.num_steps, {**metrics, **self.spans.take()})
-            write_text(self.folder / "eval.json", json.dumps(values, indent=1) + "\n")
+            write_text(self.folder / EVALUATION, json.dumps(values, indent=1) + "\n")
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
             replace_lines(self.folder / "prompts.jsonl", lines)
@@ -125,6 +147,36 @@ class Run:
         if self.is_main:
             self.progress.close()
             self.log.close()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Result:
+    """How a run ended. The same on every rank."""
+
+    folder: Path
+    step: int
+    """Steps that are done."""
+    num_steps: int
+    metrics: dict[str, float]
+    """Of the last evaluation, as in eval.json (greedy_success, ...); of a stopped run that of its last life, if it had one."""
+    is_finished: bool
+    """False: the run was stopped, and the same settings go on where it was."""
+    is_new: bool = True
+    """False: it was finished before, and nothing was done."""
+
+    def __str__(self) -> str:
+        if not self.is_finished:
+            return f"stopped at step {self.step} of {self.num_steps}; the same command goes on"
+        return f"{'done' if self.is_new else f'{self.folder} is finished'}: {reached(self.metrics)}; {self.folder / FINAL}"
+
+
+def reached(metrics: Mapping[str, float]) -> str:
+    """What an evaluation found, as in `greedy 83.3%, sampled 74.3%`."""
+    return ", ".join(f"{kind} {metrics[f'{kind}_success']:.1%}" for kind in ("greedy", "sampled"))
+
+
+def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
 
 
 @contextmanager

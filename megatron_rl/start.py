@@ -1,8 +1,12 @@
 """The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's task is an argument."""
 
+import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,24 +18,27 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.dry import dry_run
-from megatron_rl.policy.parallel import Layout, build_layout, check_layout
+from megatron_rl.policy.parallel import Layout, build_layout, check_layout, leave_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import Fleet, RoundSettings
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run import Run, check_improvement, writing
+from megatron_rl.run import Result, Run, check_improvement, writing
+from megatron_rl.run_folder import held
 from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.sft import warm_start
+from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.train import train
-from megatron_rl.types import Rollout, RunFailed
+from megatron_rl.types import Rollout, RunFailed, Stopped
 from megatron_rl.world import World, connect, disconnect, place
 
+T = TypeVar("T")
 TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {
     "number_line": NumberLineTask,
     "visual_python": VisualPythonTask,
@@ -40,7 +47,7 @@ TASKS: Mapping[str, Callable[[TaskSettings], Task]] = {
 }
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Parts:
     """What a stage works with on every rank."""
 
@@ -50,24 +57,34 @@ class Parts:
     policy: Policy
     run: Run
     checkpoints: Checkpoints
+    stop: Stop
     closing: ExitStack
     """Closes what was opened, in reverse, however the run ends."""
+    fleet: Fleet | None = None
+    """The engines, from open_fleet on."""
 
     def open_fleet(self, settings: Settings) -> Fleet:
         """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
         with self.run.spans("start"):
             self.policy.sleep()
-            fleet = build_fleet(settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world)
+            fleet = self.fleet = build_fleet(
+                settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world, stop=self.stop
+            )
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
         return fleet
+
+    def save_what_is_done(self) -> None:
+        """Have a checkpoint of the steps that are done, for the run's next life."""
+        run = self.run
+        with run.spans("checkpoint"), self.fleet.away() if self.fleet else nullcontext():
+            self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Stage:
     """What a run is for: how long, on which examples, and what it does with its parts."""
 
-    steps_key: str
     num_steps: Callable[[Settings], int]
     splits: tuple[str, ...]
     """Splits of the task that must have examples."""
@@ -80,13 +97,14 @@ class Stage:
 def reinforce(settings: Settings, parts: Parts) -> Fleet:
     fleet = parts.open_fleet(settings)
     with parts.checkpoints.settled_on_failure():
-        train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints)
+        train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints, stop=parts.stop)
     return fleet
 
 
 def supervise(settings: Settings, parts: Parts) -> Fleet:
     policy, run = parts.policy, parts.run
-    warm_start(settings, task=parts.task, policy=policy, renderer=parts.renderer, run=run, checkpoints=parts.checkpoints)
+    own = {"task": parts.task, "renderer": parts.renderer, "checkpoints": parts.checkpoints, "stop": parts.stop}
+    warm_start(settings, policy=policy, run=run, **own)
     fleet = parts.open_fleet(settings)
     with run.spans("sync"):
         fleet.serve(policy.hf_weights(), version=0)
@@ -94,45 +112,80 @@ def supervise(settings: Settings, parts: Parts) -> Fleet:
 
 
 STAGES: Mapping[str, Stage] = {
-    "rl": Stage(steps_key="run.steps", num_steps=lambda s: s.run.steps, splits=("train", "eval"), is_rl=True, play=reinforce),
-    "sft": Stage(steps_key="sft.steps", num_steps=lambda s: sum(s.sft.steps), splits=("eval",), is_rl=False, play=supervise),
+    "rl": Stage(num_steps=lambda s: s.run.steps, splits=("train", "eval"), is_rl=True, play=reinforce),
+    "sft": Stage(num_steps=lambda s: sum(s.sft.steps), splits=("eval",), is_rl=False, play=supervise),
 }
 
 
-def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task]] | None = None) -> None:
-    """Build the parts on every rank and run the stage. `tasks` adds a user's own to those that ship: {"mine": MyTask}."""
+def run(settings: Settings, *, tasks: Mapping[str, Callable[[TaskSettings], Task]] | None = None) -> Result | None:
+    """Run the stage, and say how it ended; None where run.dry asks for the plan alone. On every rank.
+
+    `tasks` adds a user's own to those that ship: {"mine": MyTask}. In a notebook, too, and again in the same process.
+    """
     world = place()
     if settings.run.dry:
         print_plan(settings, world)
-        return
-    task = build_task(settings.task, {**TASKS, **(tasks or {})})
+        return None
+    with Stop(grace_s=settings.run.grace_s) as stop:
+        result = outside_of_loops(lambda: live(settings, {**TASKS, **(tasks or {})}, world=world, stop=stop))
+    if world.is_main:
+        print(result, flush=True)
+    return result
+
+
+def outside_of_loops(act: Callable[[], T]) -> T:
+    """A notebook's thread runs an event loop already, and the engine has its own: there the act has a thread to itself."""
+    try:
+        has_loop = asyncio.get_running_loop().is_running()
+    except RuntimeError:
+        has_loop = False
+    if not has_loop:
+        return act()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(act).result()
+
+
+def live(settings: Settings, tasks: Mapping[str, Callable[[TaskSettings], Task]], *, world: World, stop: Stop) -> Result:
+    """A life of the run, from the building of its parts to their end."""
+    task = build_task(settings.task, tasks)
     check(settings, world.size)
-    stage = STAGES[settings.stage]
+    stage, folder = STAGES[settings.stage], Path(settings.run.dir)
     check_examples(task, stage.splits)
+    num_steps = stage.num_steps(settings)
     with ExitStack() as closing:
         connect(world, timeout_s=settings.parallel.timeout_s)
         closing.callback(disconnect)
-        parts = build(settings, stage, task=task, world=world, closing=closing)
-        finish(settings, parts, stage.play(settings, parts))
+        evaluation = closing.enter_context(held(settings))
+        if evaluation is not None:
+            return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=evaluation, is_finished=True, is_new=False)
+        parts = build(settings, stage, task=task, world=world, stop=stop, closing=closing)
+        try:
+            finish(settings, parts, stage.play(settings, parts))
+        except Stopped:
+            parts.save_what_is_done()
+        record = parts.run
+        return Result(folder=folder, step=record.num_done, num_steps=num_steps, metrics=record.evaluation, is_finished=record.is_finished)
 
 
-def build(settings: Settings, stage: Stage, *, task: Task, world: World, closing: ExitStack) -> Parts:
+def build(settings: Settings, stage: Stage, *, task: Task, world: World, stop: Stop, closing: ExitStack) -> Parts:
     """All but the engines, on every rank; where the run goes on, it is found here."""
     checkpoint, state = find(settings)
-    num_steps, remedy = stage.num_steps(settings), "ask for as many, or choose another run.dir"
-    require(state.step <= num_steps, stage.steps_key, num_steps, f"{checkpoint} has {state.step} steps; {remedy}")
+    num_steps = stage.num_steps(settings)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
+    closing.callback(leave_layout)
     renderer = Renderer(settings.model)
     policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
-    return Parts(world=world, task=task, renderer=renderer, policy=policy, run=record, checkpoints=checkpoints, closing=closing)
+    own = {"task": task, "renderer": renderer, "policy": policy, "run": record, "checkpoints": checkpoints}
+    return Parts(world=world, stop=stop, closing=closing, **own)
 
 
 def finish(settings: Settings, parts: Parts, fleet: Fleet) -> None:
     """Evaluate what was trained and save it; it is saved although the evaluation failed."""
     policy, record, checkpoints = parts.policy, parts.run, parts.checkpoints
+    parts.stop.check()
     with record.spans("evaluate"):
         evaluation, failure = evaluated(settings, fleet)
     with record.spans("checkpoint"):
@@ -208,7 +261,7 @@ def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_
     )  # fmt: skip
 
 
-def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World) -> Fleet:
+def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World, stop: Stop) -> Fleet:
     """This process's engine, one alone or one that spans engine.tp neighboring ranks, and its place in the fleet. All ranks together."""
     group, size = None, settings.engine.tp
     if size > 1:
@@ -224,7 +277,7 @@ def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Ren
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
         ),
-        index=world.rank // size, num_engines=world.size // size,
+        index=world.rank // size, num_engines=world.size // size, patience=stop.within_grace,
     )  # fmt: skip
 
 

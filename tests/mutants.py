@@ -84,10 +84,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "another lora.alpha is accepted",
-        "megatron_rl/run_states.py",
-        '"lora.rank", "lora.alpha", ',
-        '"lora.rank", ',
-        "tests/test_run_states.py",
+        "megatron_rl/run_folder.py",
+        '"run.max_failed", "task.judge.urls"',
+        '"run.max_failed", "lora.alpha", "task.judge.urls"',
+        "tests/test_run_folder.py",
     ),
     Mutant(
         "one copy of the reference is forgotten",

@@ -23,6 +23,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import RoundSettings
+from megatron_rl.run_folder import STEPS
 from megatron_rl.world import World
 
 SETTINGS = Settings(
@@ -45,7 +46,9 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
     renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    fleet = start.build_fleet(SETTINGS, "task", policy=policy, renderer=renderer, world=world)
+    stop = SimpleNamespace(within_grace="patience")
+    fleet = start.build_fleet(SETTINGS, "task", policy=policy, renderer=renderer, world=world, stop=stop)
+    assert fleet.patience == "patience"
     assert (fleet.index, fleet.num_engines, fleet.task, fleet.renderer, fleet.trainer) == (index, num_engines, "task", renderer, policy)
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10)
     assert fleet.episode == EpisodeSettings(
@@ -80,5 +83,6 @@ def test_a_policy_is_built_of_its_settings(
 
 def test_stages_say_what_they_span_and_read() -> None:
     settings = replace(SETTINGS, run=RunSettings(steps=7), sft=SftSettings(splits=["a", "b"], steps=[30, 4]))
-    found = {name: (stage.steps_key, stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in start.STAGES.items()}
-    assert found == {"rl": ("run.steps", 7, ("train", "eval"), True), "sft": ("sft.steps", 34, ("eval",), False)}
+    found = {name: (stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in start.STAGES.items()}
+    assert found == {"rl": (7, ("train", "eval"), True), "sft": (34, ("eval",), False)}
+    assert start.STAGES.keys() == STEPS.keys()

@@ -1,6 +1,7 @@
 """From the command line to settings and on to a run, with what a user's own file brings along. Hydra outside, plain dataclasses within."""
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -16,12 +17,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.config import Settings
+from megatron_rl.stop import die_with_parent
 from megatron_rl.types import HostFault, RunFailed
 from megatron_rl.world import place
 
 CONFIGS = "pkg://megatron_rl.configs"
 QUIET_S = 20.0
-"""A mistake that every rank sees is told by the main one: the others wait this long before they speak, and torchrun ends them sooner."""
+"""What every rank sees is told by the main one: the others wait this long before they speak or end, and torchrun ends them sooner."""
+STOPPED = os.EX_TEMPFAIL
+"""Exit code of a run that was asked to stop and did: the same command goes on."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a run that was interrupted twice."""
 
 ConfigStore.instance().store(name="schema", node=Settings)
 
@@ -43,6 +49,8 @@ def cli(*, tasks: Mapping[str, type] | None = None) -> None:
 
     The first word may be `doctor`, which looks at what the run needs and does not start it.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/spawn.py, and by no shell that may go home first
+        die_with_parent()
     examines = sys.argv[1:2] == ["doctor"]
     if examines:
         del sys.argv[1]
@@ -54,7 +62,11 @@ def cli(*, tasks: Mapping[str, type] | None = None) -> None:
             sys.exit(examine_and_show(settings))
         from megatron_rl.start import run  # brings Megatron
 
-        run(settings, tasks=tasks)
+        result = run(settings, tasks=tasks)
+        if result is not None and not result.is_finished:
+            if not place().is_main:
+                time.sleep(QUIET_S)
+            sys.exit(STOPPED)
 
     read_and(act)
 
@@ -75,6 +87,9 @@ def read_and(act: Callable[[Settings], None]) -> None:
                 time.sleep(QUIET_S)
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(1)
+        except KeyboardInterrupt:
+            print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
+            sys.exit(INTERRUPTED)
 
     if world.is_main:
         main()

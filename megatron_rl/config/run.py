@@ -27,6 +27,10 @@ class RunSettings:
     """The GPU that the plan is for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141 GB)."""
     world: int = 0
     """Processes that a dry run plans for, one a GPU; 0 takes as many as torchrun started."""
+    overwrite: bool = False
+    """Move a folder aside that holds a run with other settings, or a finished one, and begin anew; otherwise such a folder is refused."""
+    grace_s: float = 60.0
+    """Seconds that a step's rollouts, or an evaluation's, may still take when the run is asked to stop; then they are given up."""
     require_improvement: bool = False
     """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
     record_best: int = 1
@@ -38,6 +42,7 @@ class RunSettings:
         require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
         require(self.world >= 0, "run.world", self.world, "must not be negative; 0 takes what torchrun started")
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
+        require(self.grace_s >= 0, "run.grace_s", self.grace_s, "must not be negative")
         require(0 <= self.max_failed < 1, "run.max_failed", self.max_failed, "must lie in [0, 1): a step needs rollouts that were scored")
         for key in ("eval_every", "record_best", "record_worst"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
@@ -50,7 +55,9 @@ class CheckpointSettings:
     """Complete training states under run.dir/checkpoints: weights, optimizer, schedule, generators, the run's own memory."""
 
     every: int = 0
-    """Steps between checkpoints; 0 writes none."""
+    """Steps between checkpoints; 0 leaves them to checkpoint.every_s."""
+    every_s: float = 1800.0
+    """Seconds after which the first step that ends writes a checkpoint, counted from the last one; 0 sets no such limit."""
     keep_last: int = 2
     """Newest checkpoints that are kept when older ones are removed."""
     keep_best: int = 1
@@ -60,11 +67,10 @@ class CheckpointSettings:
     optimizer: str = "fully_reshardable"
     """Format of the optimizer's state: fully_reshardable resumes at any layout; dp_reshardable is faster to write, and only the
     data-parallel size may change."""
-    resume: bool = True
-    """Continue from the newest complete checkpoint of run.dir, if there is one."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 writes none")
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 leaves it to checkpoint.every_s")
+        require(self.every_s >= 0, "checkpoint.every_s", self.every_s, "must not be negative; 0 sets no such limit")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "must be at least 1")
         require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must not be negative")
         require_choice("checkpoint.optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable"))

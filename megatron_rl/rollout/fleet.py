@@ -5,7 +5,7 @@ with a `gather` that returns what it is given, a fleet is one process.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +19,16 @@ from megatron_rl.rollout.engine import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Example, Rollout, Status
+from megatron_rl.types import Example, Rollout, Status, Stopped
 
 _TRIES = 3
 Gather = Callable[[list[Rollout] | None], list[Rollout]]
 """From this engine's rollouts (None on ranks that do not lead one) to those of all engines, in any order, on every rank."""
+Play = Callable[[], Coroutine[object, object, list[Rollout]]]
+
+
+async def to_the_end(play: Play) -> list[Rollout] | None:
+    return await play()
 
 
 class Trainer(Protocol):
@@ -55,11 +60,15 @@ class Fleet:
     def __init__(
         self, task: Task, *, engine: ColocatedEngine, renderer: Renderer, trainer: Trainer, gather: Gather,
         episode: EpisodeSettings, round_settings: RoundSettings, index: int = 0, num_engines: int = 1,
+        patience: Callable[[Play], Coroutine[object, object, list[Rollout] | None]] = to_the_end,
     ) -> None:  # fmt: skip
-        """`episode` is how training plays, with the run's seed; this process's engine is number `index` of num_engines."""
+        """`episode` is how training plays, with the run's seed; this process's engine is number `index` of num_engines.
+
+        `patience` plays, and returns None where it gave up.
+        """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather, self.episode, self.round_settings = gather, episode, round_settings
-        self.index, self.num_engines = index, num_engines
+        self.index, self.num_engines, self.patience = index, num_engines, patience
         self.rounds = 0
         """Rounds of prompts that `take` has dealt: where the sampler stands. A resumed run sets it."""
         self.is_away = False
@@ -85,7 +94,10 @@ class Fleet:
         return rollouts
 
     def play(self, examples: Sequence[Example], *, samples: int, settings: EpisodeSettings, first_group: int = 0) -> list[Rollout]:
-        """`samples` episodes of each example, ordered by group and sample. A group's number is first_group and its place in `examples`."""
+        """`samples` episodes of each example, ordered by group and sample. A group's number is first_group and its place in `examples`.
+
+        Stopped, on every rank, where the patience of one engine ended before its episodes did.
+        """
         assert not self.is_away, "the device is the trainer's: serve weights before episodes"
 
         async def mine() -> list[Rollout]:
@@ -94,7 +106,10 @@ class Fleet:
             episodes = [self._episode(examples[group], settings, group=first_group + group, sample=sample) for group, sample in places]
             return await asyncio.gather(*episodes)
 
-        return sorted(self.gather(self.engine.run(mine())), key=lambda rollout: (rollout.group, rollout.sample))
+        rollouts = self.gather(self.engine.run(self.patience(mine)))
+        if len(rollouts) < samples * len(examples):
+            raise Stopped
+        return sorted(rollouts, key=lambda rollout: (rollout.group, rollout.sample))
 
     async def _episode(self, example: Example, settings: EpisodeSettings, *, group: int, sample: int) -> Rollout:
         """An episode that fails through our own fault is played again, _TRIES times in all."""
