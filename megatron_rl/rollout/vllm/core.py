@@ -13,6 +13,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,6 +93,9 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
             require(not too_small, f"engine.{key}", value, f"too small for engine.max_model_len={settings.max_model_len}; raise it")
             raise
     torch.set_num_threads = set_num_threads
+    if not cuda and settings.tp > 1:
+        for shared in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+            shared.unlink(missing_ok=True)  # vLLM never does (cpu_communicator.py): all ranks have joined, and need the name no more
     return llm
 
 
