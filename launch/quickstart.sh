@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained policy on two CPU cores: install, tiny checkpoint, supervised warm start, GRPO, a table before and after.
-#   bash launch/quickstart.sh                 what exists in runs/quickstart is used again
-#   bash launch/quickstart.sh run.seed=1      arguments are settings of the GRPO step
+#   bash launch/quickstart.sh                 what is finished in runs/quickstart stays, what was stopped goes on
+#   bash launch/quickstart.sh run.seed=1      arguments are settings of the GRPO step; run.overwrite=true moves an older one aside
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,10 +11,7 @@ started=$SECONDS
 
 say() { echo "quickstart: $*"; }
 
-# finished STAGE: its checkpoint and its evaluation are there.
-finished() { [[ -f $RUNS/$1/final/config.json && -f $RUNS/$1/eval.json ]]; }
-
-train() { torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node 2 launch/train.py "$@"; }
+train() { python launch/spawn.py --standalone --local-addr 127.0.0.1 --nproc_per_node 2 launch/train.py "$@"; }
 
 # percent STAGE KEY: a fraction of the stage's eval.json as NN.N
 percent() { python -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[1]))[sys.argv[2]]:.1f}")' "$RUNS/$1/eval.json" "$2"; }
@@ -22,7 +19,7 @@ percent() { python -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[
 bash launch/install.sh
 export PATH="$PWD/.venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # many short processes import the same 2 GB of packages: compile once
-export OMP_NUM_THREADS=1 # a process a core; torchrun would set the same, with a page of warning
+export OMP_NUM_THREADS=1 # a process a core
 
 if [[ -f $MODEL/config.json ]]; then
     say "1/3 tiny checkpoint: $MODEL is there"
@@ -34,20 +31,11 @@ else
     mv "$MODEL.partial" "$MODEL"
 fi
 
-if finished sft; then
-    say "2/3 supervised warm start: $RUNS/sft is there"
-else
-    say "2/3 supervised warm start"
-    train stage=sft experiment=numberline_sft_cpu
-fi
+say "2/3 supervised warm start"
+train stage=sft experiment=numberline_sft_cpu
 
-if finished grpo; then
-    say "3/3 GRPO: $RUNS/grpo is there"
-    if (($#)); then say "note: $* not applied; remove $RUNS/grpo to train again"; fi
-else
-    say "3/3 GRPO"
-    train experiment=numberline_grpo_cpu run.require_improvement=true "$@"
-fi
+say "3/3 GRPO"
+train experiment=numberline_grpo_cpu run.require_improvement=true "$@"
 
 curve=$(python -m megatron_rl.observe.plot "$RUNS/grpo")
 sft_greedy=$(percent sft greedy_success)

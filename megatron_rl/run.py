@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,15 +11,18 @@ from pathlib import Path
 import torch
 import yaml
 
-from megatron_rl.algo.select import REASONS, kept_groups
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import replace_lines
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import Recorder
 from megatron_rl.observe.recorder import write as write_rollouts
+from megatron_rl.step_metrics import credited_groups
 from megatron_rl.types import Batch, End, NotFinite, Rollout, RunFailed, Status
 from megatron_rl.world import World, on_main_rank
+
+CONFIG, EVALUATION, FINAL = "config.yaml", "eval.json", "final"
+"""Of a run folder: its settings, the mark that it is finished, and the model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class History:
     """Steps in which something was credited."""
     faulty: dict[str, str] = field(default_factory=dict)
     """By example: the fault that waiting cannot mend (End.LASTING_FAULT) which it met first."""
+    owed: dict[str, float] = field(default_factory=dict)
+    """Metrics of a step that is trained but not yet recorded: the run was stopped in the evaluation that belongs to it."""
 
     def add(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
@@ -54,9 +59,16 @@ class Run:
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
         """`first_step` steps were done by an earlier life of the run, with this history; what it left of later ones is forgotten."""
         self.folder = Path(settings.run.dir)
-        self.final = self.folder / "final"
+        self.final = self.folder / FINAL
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
+        self.num_done = first_step
+        """Steps whose updates are made."""
+        self.is_finished = False
+        self.metrics: dict[str, float] = {}
+        """Of the last step that was done in this life."""
+        self.evaluation: dict[str, float] = {}
+        """Of the last evaluation in this life, as in eval.json."""
         self.is_main, self._rank = world.is_main, world.rank
         self._told: set[str] = set()
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
@@ -65,8 +77,9 @@ class Run:
             return
         with self.spans("start"), writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / EVALUATION).unlink(missing_ok=True)  # the run is not finished from here on
             config = asdict(settings)
-            write_text(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            write_text(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
             self.log = MetricsLog(self.folder, settings.wandb, config, start_step=first_step)
             best, worst = settings.run.record_best, settings.run.record_worst
             self.recorder = Recorder(self.folder, best=best, worst=worst, start_step=first_step)
@@ -110,38 +123,48 @@ class Run:
         if self.progress is not None:
             self.progress.tell(line)
 
-    def record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """Close a step: metrics with the step's times, best and worst rollouts, one line on the terminal; another for each example that
-        met its first fault of those that waiting cannot mend."""
-        groups, moving = credited_groups(rollouts)
+    def trained(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
+        """A step's updates are made: best and worst rollouts, and a line for each example that met its first fault of those that waiting
+        cannot mend. Its metrics are owed until `record`."""
+        _, moving = credited_groups(rollouts)
         self.history.learned += bool(moving)
+        metrics["rollout/faulty_prompts"] = float(len(self.history.faulty))
+        self.num_done, self.metrics, self.history.owed = step + 1, metrics, metrics
         if not self.is_main:
             return
-        metrics["rollout/faulty_prompts"] = float(len(self.history.faulty))
         for name in [name for name in self.history.faulty if name not in self._told]:
             self.tell(f"left out, as no further try can mend it: {name}: {self.history.faulty[name]}")
             self._told.add(name)
         with writing(self.folder):
             self.recorder.record(step, rollouts)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Close a step: metrics with the step's times, one line on the terminal."""
+        self.num_done, self.metrics, self.history.owed = step + 1, metrics, {}
+        self.evaluation = _evaluation(metrics) or self.evaluation
+        if not self.is_main:
+            return
+        with writing(self.folder):
             metrics = {**metrics, **self.spans.take()}
             self.log.log(step, metrics)
-        self.progress.step(step, metrics, note="" if moving or not rollouts else f"all {len(groups)} groups alike: nothing learned")
+        taught_nothing = metrics.get("rollout/nothing_learned", 0.0) > 0
+        self.progress.step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
+        values = self.evaluation = _evaluation(metrics)
+        self.is_finished = True
         if not self.is_main:
             return
         if self.history.returns and not self.history.learned:
             remedy = (
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
             )
-            self.tell(
-                f"nothing was learned in any of {len(self.history.returns)} steps: all rewards of a group were always alike; {remedy}"
-            )
-        values = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+            num_steps = len(self.history.returns)
+            self.tell(f"nothing was learned in any of {num_steps} steps: all rewards of a group were always alike; {remedy}")
         with writing(self.folder):
             self.log.log(self.num_steps, {**metrics, **self.spans.take()})
-            write_text(self.folder / "eval.json", json.dumps(values, indent=1) + "\n")
+            write_text(self.folder / EVALUATION, json.dumps(values, indent=1) + "\n")
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
             replace_lines(self.folder / "prompts.jsonl", lines)
@@ -151,6 +174,36 @@ class Run:
         if self.is_main:
             self.progress.close()
             self.log.close()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Result:
+    """How a run ended. The same on every rank."""
+
+    folder: Path
+    step: int
+    """Steps that are done."""
+    num_steps: int
+    metrics: dict[str, float]
+    """Of the last evaluation, as in eval.json (greedy_success, ...); of a stopped run that of its last life, if it had one."""
+    is_finished: bool
+    """False: the run was stopped, and the same settings go on where it was."""
+    is_new: bool = True
+    """False: it was finished before, and nothing was done."""
+
+    def __str__(self) -> str:
+        if not self.is_finished:
+            return f"stopped at step {self.step} of {self.num_steps}; the same command goes on"
+        return f"{'done' if self.is_new else f'{self.folder} is finished'}: {reached(self.metrics)}; {self.folder / FINAL}"
+
+
+def reached(metrics: Mapping[str, float]) -> str:
+    """What an evaluation found, as in `greedy 83.3%, sampled 74.3%`."""
+    return ", ".join(f"{kind} {metrics[f'{kind}_success']:.1%}" for kind in ("greedy", "sampled"))
+
+
+def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
 
 
 @contextmanager
@@ -167,46 +220,6 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
-
-
-def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]:
-    """What happened in a step's episodes, over those that were scored. `rounds` of prompts were rolled out."""
-    scored = [rollout for rollout in rollouts if rollout.is_scored]
-    groups, moving = credited_groups(rollouts)
-    metrics = {
-        "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
-        "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
-        "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
-        "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in scored)),
-        "rollout/degenerate_groups": len(groups - moving) / max(len(groups), 1),
-        "rollout/nothing_learned": float(not moving),
-        "rollout/failed_fraction": 1 - len(scored) / len(rollouts),
-        "rollout/rounds": float(rounds),
-        "rollout/kept_groups": float(len(kept_groups(rollouts))),
-    }
-    metrics |= {f"rollout/dropped_{reason}": float(sum(rollout.dropped == reason for rollout in rollouts)) for reason in REASONS}
-    calls = [turn.call for rollout in scored for turn in rollout.turns if turn.call is not None]
-    metrics["rollout/tool_use"] = statistics.fmean(rollout.used_tool for rollout in scored)
-    metrics["rollout/tool_calls"] = len(calls) / len(scored)
-    metrics["rollout/tool_errors"] = sum(bool(call.error) for call in calls) / max(len(calls), 1)
-    metrics["time/episode"] = statistics.fmean(rollout.wall_s for rollout in scored)
-    metrics["time/episode_max"] = max(rollout.wall_s for rollout in scored)
-    metrics["time/episode_environment"] = statistics.fmean(rollout.environment_s for rollout in scored)
-    metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
-    for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
-        metrics[f"reward/{name}"] = statistics.fmean(rollout.rewards[name] for rollout in scored if name in rollout.rewards)
-    for status in Status:
-        metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
-    for end in End:
-        metrics[f"rollout/end_{end}"] = float(sum(rollout.end is end for rollout in rollouts))
-    return metrics
-
-
-def credited_groups(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
-    """Groups that could be credited, and those of them that were: whose members are not all alike."""
-    scored = [rollout for rollout in rollouts if rollout.is_scored]
-    moving = {rollout.group for rollout in scored for context in rollout.contexts if any(context.advantages)}
-    return {rollout.group for rollout in scored if rollout.dropped != "alone"}, moving
 
 
 def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
@@ -226,25 +239,6 @@ def require_finite(rollouts: list[Rollout]) -> None:
             for place, logprob in enumerate(context.engine_logprobs):
                 if not math.isfinite(logprob):
                     raise NotFinite(f"the engine's logprob of token {place} of context {number} of {name} is {logprob}")
-
-
-def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """One step's metrics from its updates: means, and maxima where the name says so.
-
-    The gap between engine and trainer is that of the first update, whose weights sampled; so is policy/first_ratio, which must be 1. It
-    is left out where a step makes one update, whose old logprobs are its own. Empty where every rollout of the step was dropped.
-    """
-    if not updates:
-        return {}
-    first = updates[0]
-    values = {name: [update[name] for update in updates] for name in first}
-    merged = {name: _largest(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
-    ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
-    return {**merged, **ratio, "engine/logprob_gap_max": first["engine/logprob_gap_max"]}
-
-
-def _largest(values: list[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def check_improvement(returns: list[float]) -> None:

@@ -11,7 +11,8 @@ What is a function of seed and step (who is dealt, how is sampled) needs no stat
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.config import Settings, require
+from megatron_rl.config import Settings
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
 from megatron_rl.run import History, writing
@@ -32,8 +33,6 @@ FOLDER = "checkpoints"
 _STATE = "run/state.json"
 _SUCCESS = "eval/greedy_success"
 _REMEDY = "remove this folder to go on from the checkpoint before it, or from the beginning"
-_FIXED = ("stage", "task.name", "model.dtype", "model.frozen", "lora.rank", "lora.alpha", "lora.targets")
-"""Settings without which a checkpoint is that of another run. The sizes of the model are checked by its tensors."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -69,25 +68,15 @@ def recall(checkpoint: Path) -> RunState:
 
 
 def find(settings: Settings) -> tuple[Path | None, RunState]:
-    """Where a run goes on: its newest checkpoint with its state, or nowhere. All ranks together; leftovers of a kill are removed."""
+    """Where a run goes on: its newest checkpoint with its state, or nowhere. All ranks together; leftovers of a kill are removed.
+
+    Whether it may go on there is run_folder.py's matter.
+    """
     folder = Path(settings.run.dir) / FOLDER
     with writing(folder.parent):
         on_main_rank(partial(_remove_partial, folder))
-    found: list = [published(folder)[-1:] if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    if not found[0]:
-        return None, RunState()
-    (newest,) = found[0]
-    remedy = f"{newest} is there; resume, choose another run.dir, or remove {folder}"
-    require(settings.checkpoint.resume, "checkpoint.resume", False, remedy)
-    state = recall(newest)
-    changes = _changes(state.settings, asdict(settings))
-    for key, (old, new) in changes.items():
-        require(key not in _FIXED, key, new, f"was {old} when {newest} was written; resume with that, or choose another run.dir")
-    if dist.get_rank() == 0:
-        told = ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
-        print(f"resume: {newest}" + (f"; changed since: {told}" if told else ""), flush=True)
-    return newest, state
+    found = on_main_rank(lambda: published(folder)[-1:])
+    return (found[0], recall(found[0])) if found else (None, RunState())
 
 
 def surplus(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
@@ -114,11 +103,12 @@ class _Pending:
 class Checkpoints:
     """Writes the checkpoints of one run. Every rank calls every method, together with the others."""
 
-    def __init__(self, settings: Settings, policy: Policy, *, start: Path | None) -> None:
+    def __init__(self, settings: Settings, policy: Policy, *, start: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         """`start` is the checkpoint that `find` found."""
         self._settings, self._policy, self._start = settings, policy, start
         self._run = Path(settings.run.dir)
         self._pending: _Pending | None = None
+        self._clock, self._last = clock, clock()
 
     def restore(self) -> None:
         """Let the policy go on where the run's last life stopped. After all else is built: that may draw from the generators."""
@@ -127,10 +117,19 @@ class Checkpoints:
 
     def begin(self, step: int) -> None:
         """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
-        settings = self._settings.checkpoint
-        if settings.every == 0 or step % settings.every != 0:
-            return
+        every = self._settings.checkpoint.every
+        if (every and step % every == 0) or self._is_late():
+            self._begin(step)
+
+    def _is_late(self) -> bool:
+        """Whether the last one was begun every_s seconds ago, by rank 0's clock."""
+        limit = self._settings.checkpoint.every_s
+        return limit > 0 and on_main_rank(lambda: self._clock() - self._last >= limit)
+
+    def _begin(self, step: int) -> None:
         self.settle()
+        self._last = self._clock()
+        settings = self._settings.checkpoint
         folder = self._run / FOLDER / _hidden(step)
         with writing(self._run):
             on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path)))
@@ -148,6 +147,15 @@ class Checkpoints:
             pending.state = RunState(step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings))
         if not self._settings.checkpoint.background or pending.save.is_written():
             self.settle()
+
+    def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
+        """Have the checkpoint of `step` done steps, to its end, be it due or not. The policy is awake."""
+        checkpoint = self._run / FOLDER / _name(step)
+        is_begun = self._pending is not None and self._pending.step == step
+        if step > 0 and not is_begun and not on_main_rank(checkpoint.exists):
+            self._begin(step)
+        self.step_done(step, history=history, metrics=metrics)
+        self.settle()
 
     def settle(self) -> None:
         """Wait for the checkpoint that is on its way, if any, and publish it. OSError on every rank where it could not be written."""
@@ -213,15 +221,3 @@ def _make(folder: Path, *, hf: Path) -> None:
     """An empty checkpoint but for its copy of the Hugging Face folder's small files."""
     (folder / Path(_STATE).parent).mkdir(parents=True)
     copy_companions(hf, folder / "hf")
-
-
-def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
-    """{dotted key: (old, new)} of the settings that both know and that differ."""
-    changes: dict[str, tuple[object, object]] = {}
-    for key in sorted(old.keys() & new.keys()):
-        before, after = old[key], new[key]
-        if isinstance(before, dict) and isinstance(after, dict):
-            changes |= _changes(before, after, f"{prefix}{key}.")
-        elif before != after:
-            changes[prefix + key] = (before, after)
-    return changes

@@ -14,6 +14,7 @@ from megatron_rl.rollout.episode import seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Run
 from megatron_rl.run_states import Checkpoints
+from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Demonstration
 
@@ -21,10 +22,13 @@ KEPT_BYTES = 1 << 30
 """Of pictures at their final sizes, a process."""
 
 
-def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints) -> None:
-    """Train stage after stage on each stage's demonstrations, in the order the task gives them, round and round."""
+def warm_start(
+    settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop: Stop
+) -> None:
+    """Train stage after stage on each stage's demonstrations, in the order the task gives them, round and round. Stopped: see train."""
     with run.spans("sync"):
         checkpoints.restore()
+    stop.check()
     sft, seed, begin = settings.sft, settings.run.seed, 0
     for stage, (split, steps) in enumerate(zip(sft.splits, sft.steps, strict=True)):
         done, begin = max(0, run.first_step - begin), begin + steps
@@ -43,10 +47,11 @@ def warm_start(settings: Settings, *, task: Task, policy: Policy, renderer: Rend
             with run.spans("checkpoint"):
                 checkpoints.begin(step + 1)
             with run.spans("record"):
-                run.record(step, [], metrics)
+                run.record(step, metrics)
             if step + 1 < sum(sft.steps):  # the last one is judged by the final evaluation
                 with run.spans("checkpoint"):
                     checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
+            stop.check()
 
 
 class Rendered:

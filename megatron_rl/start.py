@@ -1,49 +1,43 @@
 """The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's task is an argument."""
 
+import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, check_algorithm, needs_reference
-from megatron_rl.config import EngineSettings, Settings, TaskSettings, require, require_choice
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
+from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes
+from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
-from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
-from megatron_rl.models.spec import ModelSpec
 from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.opening import tell_prompts
 from megatron_rl.plan.dry import dry_run
-from megatron_rl.policy.parallel import Layout, build_layout, check_layout
+from megatron_rl.policy.parallel import Layout, build_layout, leave_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rewards.functions import rewarded_by
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import Fleet, RoundSettings
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run import Run, check_improvement, writing
+from megatron_rl.run import Result, Run, check_improvement, writing
+from megatron_rl.run_folder import held
 from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.sft import warm_start
+from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
-from megatron_rl.tasks.gym_cards.task import NumberLineTask
-from megatron_rl.tasks.visual_python.task import VisualPythonTask
-from megatron_rl.tasks.visual_search.task import VisualSearchTask
-from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.train import train
-from megatron_rl.types import Rollout, RunFailed
+from megatron_rl.types import Rollout, RunFailed, Stopped
 from megatron_rl.world import World, connect, disconnect, place
 
-TASKS: Mapping[str, type[Task]] = {
-    "number_line": NumberLineTask,
-    "visual_python": VisualPythonTask,
-    "visual_search": VisualSearchTask,
-    "vqa": VqaTask,
-}
+T = TypeVar("T")
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Parts:
     """What a stage works with on every rank."""
 
@@ -54,24 +48,35 @@ class Parts:
     policy: Policy
     run: Run
     checkpoints: Checkpoints
+    stop: Stop
     closing: ExitStack
     """Closes what was opened, in reverse, however the run ends."""
+    fleet: Fleet | None = None
+    """The engines, from open_fleet on."""
 
     def open_fleet(self, settings: Settings) -> Fleet:
         """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
         with self.run.spans("start"):
             self.policy.sleep()
-            fleet = build_fleet(settings, self.task, policy=self.policy, renderer=self.renderer, world=self.world, tell=self.run.tell)
+            fleet = self.fleet = build_fleet(
+                settings, self.task,
+                policy=self.policy, renderer=self.renderer, world=self.world, stop=self.stop, tell=self.run.tell,
+            )  # fmt: skip
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
         return fleet
+
+    def save_what_is_done(self) -> None:
+        """Have a checkpoint of the steps that are done, for the run's next life."""
+        run = self.run
+        with run.spans("checkpoint"), self.fleet.away() if self.fleet else nullcontext():
+            self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Stage:
     """What a run is for: how long, on which examples, and what it does with its parts."""
 
-    steps_key: str
     num_steps: Callable[[Settings], int]
     splits: tuple[str, ...]
     """Splits of the task that must have examples."""
@@ -86,13 +91,17 @@ def reinforce(settings: Settings, parts: Parts) -> Fleet:
     with parts.run.spans("start"):
         tell_prompts(settings, fleet=fleet, tell=parts.run.tell)
     with parts.checkpoints.settled_on_failure():
-        train(settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints, algorithms=parts.algorithms)
+        train(
+            settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints, stop=parts.stop,
+            algorithms=parts.algorithms,
+        )  # fmt: skip
     return fleet
 
 
 def supervise(settings: Settings, parts: Parts) -> Fleet:
     policy, run = parts.policy, parts.run
-    warm_start(settings, task=parts.task, policy=policy, renderer=parts.renderer, run=run, checkpoints=parts.checkpoints)
+    own = {"task": parts.task, "renderer": parts.renderer, "checkpoints": parts.checkpoints, "stop": parts.stop}
+    warm_start(settings, policy=policy, run=run, **own)
     fleet = parts.open_fleet(settings)
     with run.spans("sync"):
         fleet.serve(policy.hf_weights(), version=0)
@@ -100,48 +109,69 @@ def supervise(settings: Settings, parts: Parts) -> Fleet:
 
 
 STAGES: Mapping[str, Stage] = {
-    "rl": Stage(steps_key="run.steps", num_steps=lambda s: s.run.steps, splits=("train", "eval"), is_rl=True, play=reinforce),
-    "sft": Stage(steps_key="sft.steps", num_steps=lambda s: sum(s.sft.steps), splits=("eval",), is_rl=False, play=supervise),
+    "rl": Stage(num_steps=lambda s: s.run.steps, splits=("train", "eval"), is_rl=True, play=reinforce),
+    "sft": Stage(num_steps=lambda s: sum(s.sft.steps), splits=("eval",), is_rl=False, play=supervise),
 }
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Own:
-    """What a user's own file adds to what ships, by the names that settings choose them by."""
+def run(settings: Settings, own: Own = Own()) -> Result | None:
+    """Run the stage, and say how it ended; None where run.dry asks for the plan alone. On every rank.
 
-    tasks: Mapping[str, type[Task]] = field(default_factory=dict)
-    """By task.name."""
-    rewards: Mapping[str, Callable[..., object]] = field(default_factory=dict)
-    """By task.reward: plain functions (rewards/functions.py)."""
-    algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
-    """By algo.name."""
-
-
-def run(settings: Settings, own: Own = Own()) -> None:
-    """Build the parts on every rank and run the stage."""
+    In a notebook, too, and again in the same process.
+    """
     world = place()
     if settings.run.dry:
         print_plan(settings, world, own)
-        return
+        return None
+    with Stop(grace_s=settings.run.grace_s) as stop:
+        result = outside_of_loops(lambda: live(settings, own, world=world, stop=stop))
+    if world.is_main:
+        print(result, flush=True)
+    return result
+
+
+def outside_of_loops(act: Callable[[], T]) -> T:
+    """A notebook's thread runs an event loop already, and the engine has its own: there the act has a thread to itself."""
+    try:
+        has_loop = asyncio.get_running_loop().is_running()
+    except RuntimeError:
+        has_loop = False
+    if not has_loop:
+        return act()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(act).result()
+
+
+def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
+    """A life of the run, from the building of its parts to their end."""
     task = build_task(settings.task, own)
     check(settings, world.size, own)
     if world.is_main:
         check_wandb(settings.wandb)
-    stage = STAGES[settings.stage]
+    stage, folder = STAGES[settings.stage], Path(settings.run.dir)
     check_examples(task, stage.splits)
+    num_steps = stage.num_steps(settings)
     with ExitStack() as closing:
         connect(world, timeout_s=settings.parallel.timeout_s)
         closing.callback(disconnect)
-        parts = build(settings, stage, task=task, algorithms={**ALGORITHMS, **own.algorithms}, world=world, closing=closing)
-        finish(settings, parts, stage.play(settings, parts))
+        evaluation = closing.enter_context(held(settings))
+        if evaluation is not None:
+            return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=evaluation, is_finished=True, is_new=False)
+        parts = build(settings, stage, task=task, own=own, world=world, stop=stop, closing=closing)
+        try:
+            finish(settings, parts, stage.play(settings, parts))
+        except Stopped:
+            parts.save_what_is_done()
+        record = parts.run
+        return Result(folder=folder, step=record.num_done, num_steps=num_steps, metrics=record.evaluation, is_finished=record.is_finished)
 
 
-def build(settings: Settings, stage: Stage, *, task: Task, algorithms: Mapping[str, Algorithm], world: World, closing: ExitStack) -> Parts:
+def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: World, stop: Stop, closing: ExitStack) -> Parts:
     """All but the engines, on every rank; where the run goes on, it is found here."""
     checkpoint, state = find(settings)
-    num_steps, remedy = stage.num_steps(settings), "ask for as many, or choose another run.dir"
-    require(state.step <= num_steps, stage.steps_key, num_steps, f"{checkpoint} has {state.step} steps; {remedy}")
+    num_steps = stage.num_steps(settings)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
+    closing.callback(leave_layout)
     renderer = Renderer(settings.model)
     policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl)
     closing.callback(policy.close)
@@ -149,14 +179,15 @@ def build(settings: Settings, stage: Stage, *, task: Task, algorithms: Mapping[s
     closing.callback(record.close)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
     return Parts(
-        world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, run=record, checkpoints=checkpoints,
-        closing=closing,
+        world=world, task=task, algorithms={**ALGORITHMS, **own.algorithms}, renderer=renderer, policy=policy, run=record,
+        checkpoints=checkpoints, stop=stop, closing=closing,
     )  # fmt: skip
 
 
 def finish(settings: Settings, parts: Parts, fleet: Fleet) -> None:
     """Evaluate what was trained and save it; it is saved although the evaluation failed."""
     policy, record, checkpoints = parts.policy, parts.run, parts.checkpoints
+    parts.stop.check()
     with record.spans("evaluate"):
         evaluation, failure = evaluated(settings, fleet)
     with record.spans("checkpoint"):
@@ -189,51 +220,6 @@ def print_plan(settings: Settings, world: World, own: Own) -> None:
         dry_run(model, settings, world_size=size)
 
 
-def check(settings: Settings, world_size: int, own: Own = Own()) -> None:
-    """What can be known before any process talks to another; every rank raises the same ValueError."""
-    check_sizes(settings, read_spec(settings.model.path), world_size, own)
-    device, has_cuda = settings.engine.device, torch.cuda.is_available()
-    require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
-
-
-def check_examples(task: Task, splits: tuple[str, ...]) -> None:
-    """Whatever a run will read is looked at when it starts: an evaluation split may be needed only hours later."""
-    for split in splits:
-        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
-
-
-def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own) -> None:
-    """The names in tables; the layout, the frozen parts and the engine against the model and the number of processes."""
-    require_choice("stage", settings.stage, tuple(STAGES))
-    check_algorithm(settings.algo, {**ALGORITHMS, **own.algorithms})
-    check_layout(settings.parallel, model, world_size)
-    remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
-    require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
-    engine: EngineSettings = settings.engine
-    require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
-    heads = model.num_kv_heads
-    require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
-    longest, length = model.max_positions, engine.max_model_len
-    require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")
-
-
-def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
-    """The task with the reward that is chosen, which may be a function of the user's, alone or beside one that ships."""
-    tasks = {**TASKS, **own.tasks}
-    require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
-    task_type = tasks[settings.name]
-    names = settings.reward.split("+") if settings.reward else []
-    shipped = [name for name in names if name not in own.rewards]
-    choices = [*task_type.rewards, *own.rewards]
-    remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}; at most one that ships, with your own joined by +"
-    require({*shipped} <= {*task_type.rewards} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
-    remedy = f"task {settings.name} has no options of its own"
-    require(settings.options is None or task_type.Options is not None, "task.options", settings.options, remedy)
-    task = task_type(replace(settings, reward="".join(shipped)))
-    task.rubric = rewarded_by(settings.reward, task.rubric, own.rewards)
-    return task
-
-
 def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int, is_rl: bool) -> Policy:
     """This rank's share of the model with its optimizer, for the stage's steps."""
     return Policy(
@@ -246,7 +232,9 @@ def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_
     )  # fmt: skip
 
 
-def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World, tell: Callable[[str], None]) -> Fleet:
+def build_fleet(
+    settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World, stop: Stop, tell: Callable[[str], None]
+) -> Fleet:
     """This process's engine and its place in the fleet. All ranks together."""
     batch, size = settings.batch, settings.engine.tp
     return Fleet(
@@ -255,7 +243,7 @@ def build_fleet(settings: Settings, task: Task, *, policy: Policy, renderer: Ren
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
         ),
-        index=world.rank // size, num_engines=world.size // size, patience_s=settings.run.patience_s, tell=tell,
+        index=world.rank // size, num_engines=world.size // size, grace=stop.within_grace, patience_s=settings.run.patience_s, tell=tell,
     )  # fmt: skip
 
 

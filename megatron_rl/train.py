@@ -19,23 +19,31 @@ from megatron_rl.evaluate import evaluate
 from megatron_rl.minibatches import cut_minibatches
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.run import Run, check_failures, merge_updates, require_finite, rollout_metrics
+from megatron_rl.run import Run, check_failures, require_finite
 from megatron_rl.run_states import Checkpoints
+from megatron_rl.step_metrics import merge_updates, rollout_metrics
+from megatron_rl.stop import Stop
 from megatron_rl.types import Batch, Context, Rollout
 from megatron_rl.world import gather
 
 
 def train(
     settings: Settings, *,
-    policy: Policy, fleet: Fleet, run: Run, checkpoints: Checkpoints, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+    policy: Policy, fleet: Fleet, run: Run, checkpoints: Checkpoints, stop: Stop, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
 ) -> None:  # fmt: skip
-    """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights."""
+    """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights.
+
+    Stopped, on every rank: run.num_done says of how many steps the weights are.
+    """
     spans, algorithm, loss = run.spans, algorithms[settings.algo.name], objective(settings.algo, algorithms)
     with spans("sync"):
         with fleet.away():
             checkpoints.restore()
         fleet.rounds = run.history.rounds
         fleet.serve(policy.hf_weights(), version=run.first_step)
+    if run.history.owed:  # stopped in that evaluation
+        close(run.first_step - 1, settings, fleet=fleet, run=run, checkpoints=checkpoints)
+    stop.check()
 
     for step in range(run.first_step, settings.run.steps):
         with run.rolling_out(fleet.busy_s):
@@ -57,15 +65,23 @@ def train(
         with spans("sync"):
             fleet.serve(policy.hf_weights(), version=step + 1)
 
-        metrics = {**rollout_metrics(rollouts, rounds=rounds), **merge_updates(updates)}
-        if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and step + 1 < settings.run.steps:
-            with spans("evaluate"):
-                metrics |= evaluate(fleet.task, settings, fleet=fleet)
         with spans("record"):
-            run.record(step, rollouts, metrics)
-        if step + 1 < settings.run.steps:  # the last one is judged by the final evaluation
-            with spans("checkpoint"):
-                checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
+            run.trained(step, rollouts, {**rollout_metrics(rollouts, rounds=rounds), **merge_updates(updates)})
+        close(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
+        stop.check()
+
+
+def close(step: int, settings: Settings, *, fleet: Fleet, run: Run, checkpoints: Checkpoints) -> None:
+    """What follows a step's updates: the evaluation that may be due, its metrics, and what its checkpoint learns of it."""
+    metrics, is_last = run.history.owed, step + 1 == settings.run.steps
+    if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
+        with run.spans("evaluate"):
+            metrics = metrics | evaluate(fleet.task, settings, fleet=fleet)
+    with run.spans("record"):
+        run.record(step, metrics)
+    if not is_last:  # the last one is judged by the final evaluation
+        with run.spans("checkpoint"):
+            checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
 
 
 def played_enough(rollouts: list[Rollout], *, settings: Settings, algorithm: Algorithm, run: Run, step: int) -> bool:

@@ -40,6 +40,10 @@ class NotFinite(RunFailed):
     """A number is NaN or infinite: it stops the run before any weight takes it."""
 
 
+class Stopped(Exception):
+    """The run was asked to stop (stop.py), and every rank does: nothing of the step that it was in counts."""
+
+
 class Status(StrEnum):
     """How an episode ended, as far as credit is concerned."""
 

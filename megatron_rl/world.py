@@ -37,7 +37,7 @@ def connect(world: World, *, timeout_s: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    if world.size == 1 and "MASTER_ADDR" not in os.environ:
+    if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher, or this process was such a world before
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -57,14 +57,17 @@ def gather(mine: T) -> list[T]:
     return everyones
 
 
-def on_main_rank(write: Callable[[], None]) -> None:
-    """Let rank 0 write something while the others wait; where it cannot, every rank raises the same OSError."""
-    error = [""]
+def on_main_rank(act: Callable[[], T]) -> T:
+    """Let rank 0 do something while the others wait: its result, or the OSError or ValueError that it met, on every rank."""
+    told: list = [None, None]
     if dist.get_rank() == 0:
         try:
-            write()
+            told[0] = act()
         except OSError as reason:
-            error = [str(reason)]
-    dist.broadcast_object_list(error, src=0)
-    if error[0]:
-        raise OSError(error[0])
+            told[1] = OSError(str(reason))
+        except ValueError as reason:
+            told[1] = ValueError(str(reason))
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]

@@ -53,9 +53,11 @@ def torchrun():
     return run
 
 
-def start(num_processes: int, script: str | Path, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a script by torchrun itself; standard error joins standard output. Raises TimeoutExpired with nobody left behind."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes), str(script)]
+def start(
+    num_processes: int, script: str | Path, *arguments: object, timeout_s: float, launcher: str = "-mtorch.distributed.run"
+) -> subprocess.CompletedProcess[str]:
+    """Run a script by torchrun itself, or by our launcher; standard error joins standard output. TimeoutExpired: nobody is left behind."""
+    command = [sys.executable, launcher, "--standalone", "--nproc_per_node", str(num_processes), str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     world = subprocess.Popen(
         [*command, *map(str, arguments)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -91,17 +91,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tool errors count runs",
-        "megatron_rl/run.py",
+        "megatron_rl/step_metrics.py",
         "sum(bool(call.error) for call in calls)",
         "sum(call.ran for call in calls)",
         "tests/test_run.py",
     ),
     Mutant(
         "another lora.alpha is accepted",
-        "megatron_rl/run_states.py",
-        '"lora.rank", "lora.alpha", ',
-        '"lora.rank", ',
-        "tests/test_run_states.py",
+        "megatron_rl/run_folder.py",
+        '"run.max_failed", "run.patience_s"',
+        '"run.max_failed", "lora.alpha", "run.patience_s"',
+        "tests/test_run_folder.py",
     ),
     Mutant(
         "one copy of the reference is forgotten",
@@ -168,7 +168,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "maxima of updates are averaged",
-        "megatron_rl/run.py",
+        "megatron_rl/step_metrics.py",
         '_largest(each) if name.endswith("_max") else sum(each) / len(each)',
         "sum(each) / len(each)",
         "tests/test_run.py",

@@ -1,6 +1,5 @@
 """Which checkpoints are kept, which one a run goes on from, and what is refused; in a world of one, with a policy that writes one file."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -85,7 +84,7 @@ def test_the_last_and_the_best_are_kept(successes: dict, keep_last: int, keep_be
     assert surplus(successes, keep_last=keep_last, keep_best=keep_best) == gone
 
 
-def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings) -> None:
     assert find(settings) == (None, RunState())
     write(settings, [0.2, 0.7, None, 0.1, None])
     assert names(settings) == ["step_00000002", "step_00000005"]
@@ -95,7 +94,6 @@ def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings, 
     assert state.settings["model"]["path"] == settings.model.path
     assert {"tensors", "hf/config.json", "hf/tokenizer.json"} <= state.files.keys() and state.files["tensors"] == 4
     assert not [name for name in state.files if name.endswith(".safetensors")]
-    assert capsys.readouterr().out == f"resume: {checkpoint}\n"
 
 
 def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
@@ -130,6 +128,37 @@ def test_what_a_kill_left_is_removed(settings: Settings) -> None:
     assert names(settings) == ["step_00000001"]
 
 
+def test_a_clock_writes_checkpoints_too(settings: Settings) -> None:
+    """At the end of the first step after 30 s since the last one or the start: steps end at 10, 29, 31, 55, 60, 61 and 200 s."""
+    settings.checkpoint = CheckpointSettings(every=5, every_s=30.0, keep_last=9)
+    now = 0.0
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, clock=lambda: now)
+    for step, now in enumerate((10, 29, 31, 55, 60, 61, 200), start=1):  # noqa: B007 (the clock reads it)
+        checkpoints.begin(step)
+        checkpoints.step_done(step, history=History(), metrics={})
+    checkpoints.settle()
+    assert names(settings) == ["step_00000003", "step_00000005", "step_00000007"]
+    settings.checkpoint = CheckpointSettings(every_s=0.0)
+    checkpoints.begin(8)
+    checkpoints.settle()
+    assert len(names(settings)) == 3
+
+
+def test_a_checkpoint_can_be_had_at_once(settings: Settings) -> None:
+    """Begun or not, once; none where it is there, and none of step 0."""
+    settings.checkpoint = CheckpointSettings(every=2, keep_last=9)
+    policy = SlowPolicy()
+    checkpoints = Checkpoints(settings, policy, start=None)
+    checkpoints.save(0, history=History(), metrics={})
+    assert policy.saves == []
+    for step in (2, 3):  # begun because it was due, and not
+        checkpoints.begin(step)
+        checkpoints.save(step, history=History(returns=[0.25], owed={"loss": 1.5}), metrics={})
+        assert recall(published(Path(settings.run.dir) / "checkpoints")[-1]).history.owed == {"loss": 1.5}
+    checkpoints.save(3, history=History(), metrics={})
+    assert names(settings) == ["step_00000002", "step_00000003"] and len(policy.saves) == 2
+
+
 @pytest.mark.parametrize("damage", ["shorter", "missing", "no state", "half a state"])
 def test_damage_is_told_with_the_folder_and_what_to_do(damage: str, settings: Settings) -> None:
     write(settings, [0.9, None])
@@ -145,58 +174,6 @@ def test_damage_is_told_with_the_folder_and_what_to_do(damage: str, settings: Se
     with pytest.raises(ValueError, match=rf"^{re.escape(str(newest))}: damaged \([^\n]*\); {remedy}$"):
         find(settings)
     assert names(settings) == ["step_00000001", "step_00000002"], "nothing is removed, nothing silently older is taken"
-
-
-def test_starting_anew_over_checkpoints_is_refused(settings: Settings) -> None:
-    write(settings, [None])
-    settings.checkpoint = replace(settings.checkpoint, resume=False)
-    with pytest.raises(ValueError, match=r"^checkpoint.resume=False: .*step_00000001 is there; resume, choose another"):
-        find(settings)
-
-
-def test_settings_that_make_it_another_run_are_refused_and_others_are_told(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
-    write(settings, [None])
-    (newest,) = published(Path(settings.run.dir) / "checkpoints")
-    settings.optim = replace(settings.optim, lr=0.25)
-    settings.run = replace(settings.run, steps=41)
-    find(settings)
-    assert capsys.readouterr().out == f"resume: {newest}; changed since: optim.lr=0.25 (was 1e-06), run.steps=41 (was 40)\n"
-    settings.model = replace(settings.model, frozen=["vision"])
-    told = f"model.frozen=['vision']: was [] when {newest} was written; resume with that, or choose another run.dir"
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
-        find(settings)
-
-
-@pytest.mark.parametrize(
-    ("room", "key", "value"),
-    [
-        ("task", "name", "other"), ("model", "dtype", "bfloat16"), ("model", "frozen", ["merger"]),
-        ("lora", "rank", 8), ("lora", "alpha", 5.0), ("lora", "targets", ["mlp"]),
-    ],
-)  # fmt: skip
-def test_what_makes_a_run_what_it_is_cannot_change(settings: Settings, room: str, key: str, value: object) -> None:
-    write(settings, [None])
-    changed = {"task": settings.task, "model": settings.model, "lora": settings.lora}[room]
-    setattr(changed, key, value)
-    with pytest.raises(ValueError, match=rf"^{room}\.{key}={re.escape(str(value))}: was .* when .* was written"):
-        find(settings)
-
-
-def test_another_stage_is_another_run(settings: Settings) -> None:
-    write(settings, [None])
-    settings.stage = "sft"
-    with pytest.raises(ValueError, match="^stage=sft: was rl when"):
-        find(settings)
-
-
-def test_a_setting_of_a_newer_program_is_no_change(settings: Settings) -> None:
-    write(settings, [None])
-    (newest,) = published(Path(settings.run.dir) / "checkpoints")
-    path = newest / "run" / "state.json"
-    state = json.loads(path.read_text())
-    del state["settings"]["lora"]
-    path.write_text(json.dumps(state))
-    assert find(settings)[1].step == 1
 
 
 def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings: Settings) -> None:

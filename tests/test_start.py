@@ -1,7 +1,6 @@
 """The composition root's wiring: which setting goes where, each with a value of its own. Whole runs: tests/e2e."""
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from megatron_rl import start
 from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
-    DataSettings,
     EngineSettings,
     LoraSettings,
     ModelSettings,
@@ -25,8 +23,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import RoundSettings
-from megatron_rl.tasks.base import Env, Task
-from megatron_rl.types import Example
+from megatron_rl.run_folder import STEPS
 from megatron_rl.world import World
 
 SETTINGS = Settings(
@@ -49,7 +46,9 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
     renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    fleet = start.build_fleet(SETTINGS, "task", policy=policy, renderer=renderer, world=world, tell=print)
+    stop = SimpleNamespace(within_grace="grace")
+    fleet = start.build_fleet(SETTINGS, "task", policy=policy, renderer=renderer, world=world, stop=stop, tell=print)
+    assert fleet.grace == "grace"
     assert (fleet.index, fleet.num_engines, fleet.task, fleet.renderer, fleet.trainer) == (index, num_engines, "task", renderer, policy)
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10)
     assert fleet.episode == EpisodeSettings(
@@ -84,54 +83,6 @@ def test_a_policy_is_built_of_its_settings(
 
 def test_stages_say_what_they_span_and_read() -> None:
     settings = replace(SETTINGS, run=RunSettings(steps=7), sft=SftSettings(splits=["a", "b"], steps=[30, 4]))
-    found = {name: (stage.steps_key, stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in start.STAGES.items()}
-    assert found == {"rl": ("run.steps", 7, ("train", "eval"), True), "sft": ("sft.steps", 34, ("eval",), False)}
-
-
-class OwnTask(Task):
-    @dataclass
-    class Options:
-        size: int = 3
-
-    def examples(self, split: str) -> list[Example]:
-        return []
-
-    def env(self, example: Example) -> Env:
-        raise NotImplementedError
-
-
-OWN = start.Own(tasks={"own": OwnTask}, rewards={"short": lambda reply: -len(reply), "kind": lambda: 1})
-
-
-def parts_of(name: str, reward: str) -> list[str]:
-    data = DataSettings(eval=["held_out.jsonl"])
-    return list(start.build_task(TaskSettings(name=name, reward=reward, data=data, max_turns=3), OWN).rubric.parts)
-
-
-def test_a_reward_is_chosen_by_its_name() -> None:
-    assert parts_of("vqa", "") == parts_of("vqa", "accuracy") == ["accuracy"]
-    assert parts_of("vqa", "short") == parts_of("number_line", "short") == parts_of("own", "short") == ["short"]
-    assert parts_of("vqa", "kind+accuracy+short") == ["accuracy", "kind", "short"]
-    assert parts_of("own", "") == parts_of("number_line", "") == []
-
-
-@pytest.mark.parametrize(
-    ("name", "reward", "remedy"),
-    [
-        ("vqa", "deepeyes", "task vqa takes accuracy, short, kind; at most one that ships, with your own joined by +"),
-        ("visual_python", "accuracy+tapo", "task visual_python takes accuracy, pyvision, deepeyes, codev, tapo, short, kind; "),
-        ("vqa", "accuracy+shrot", "task vqa takes accuracy, short, kind; "),
-        ("number_line", "accuracy", "task number_line takes short, kind; "),
-    ],
-)
-def test_a_reward_that_there_is_not(name: str, reward: str, remedy: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(f'task.reward={reward}: {remedy}')}"):
-        parts_of(name, reward)
-    with pytest.raises(ValueError, match=r"^task.reward=short: task number_line takes none but its own; "):
-        start.build_task(TaskSettings(name="number_line", reward="short"))
-
-
-def test_options_are_of_a_task_that_has_some() -> None:
-    assert start.build_task(TaskSettings(name="own", options=OwnTask.Options(size=4)), OWN).settings.options.size == 4
-    with pytest.raises(ValueError, match=r"^task.options={'size': 4}: task number_line has no options of its own$"):
-        start.build_task(TaskSettings(name="number_line", options={"size": 4}), OWN)
+    found = {name: (stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in start.STAGES.items()}
+    assert found == {"rl": (7, ("train", "eval"), True), "sft": (34, ("eval",), False)}
+    assert start.STAGES.keys() == STEPS.keys()

@@ -14,6 +14,7 @@ from rich.table import Table
 
 import sandbox
 import sandbox.doctor
+from megatron_rl.choices import Own, build_task, check_sizes
 from megatron_rl.config import Settings
 from megatron_rl.data.prompts import Prompts
 from megatron_rl.data.questions import open_questions
@@ -24,7 +25,6 @@ from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.start import Own, build_task, check_sizes
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.world import place
 from sandbox.client import SandboxClient

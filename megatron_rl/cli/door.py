@@ -1,6 +1,7 @@
 """From the command line to settings and on to a run, with what a user's own file brings along. Hydra outside, plain dataclasses within."""
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -23,12 +24,17 @@ from yaml import YAMLError
 from megatron_rl.cli.help import text_of_help
 from megatron_rl.cli.words import refuse_strangers, retold
 from megatron_rl.config import Settings
+from megatron_rl.stop import die_with_parent
 from megatron_rl.types import HostFault, RunFailed
 from megatron_rl.world import World, place
 
 CONFIGS = "pkg://megatron_rl.configs"
 QUIET_S = 20.0
-"""A mistake that every rank sees is told by the main one: the others wait this long before they speak, and torchrun ends them sooner."""
+"""What every rank sees is told by the main one: the others wait this long before they speak or end, and torchrun ends them sooner."""
+STOPPED = os.EX_TEMPFAIL
+"""Exit code of a run that was asked to stop and did: the same command goes on."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a run that was interrupted twice."""
 
 ConfigStore.instance().store(name="schema", node=Settings)
 
@@ -57,20 +63,27 @@ def cli(
     A user's own tasks, rewards and algorithms are chosen by their names here, as those that ship are: {"mine": MyTask} by task=mine,
     {"short": short} by task.reward=short, {"mine": Algorithm(...)} by algo.name=mine (docs/extend.md).
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/spawn.py, and by no shell that may go home first
+        die_with_parent()
     examines = sys.argv[1:2] == ["doctor"]
     if examines:
         del sys.argv[1]
     offer(tasks or {})
 
     def act(settings: Settings) -> None:
-        from megatron_rl.start import Own, run  # brings Megatron
+        from megatron_rl.choices import Own  # brings torch
+        from megatron_rl.start import run  # brings Megatron
 
         own = Own(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
         if examines:
             from megatron_rl.cli.doctor import examine_and_show
 
             sys.exit(examine_and_show(settings, own))
-        run(settings, own)
+        result = run(settings, own)
+        if result is not None and not result.is_finished:
+            if not place().is_main:
+                time.sleep(QUIET_S)
+            sys.exit(STOPPED)
 
     read_and(act, tasks or {}, examines=examines)
 
@@ -96,6 +109,9 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
             act(settings)
         except (ValueError, OSError, RunFailed, HostFault) as error:
             end(str(error), world)
+        except KeyboardInterrupt:
+            print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
+            sys.exit(INTERRUPTED)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra 1.3.2 raises what it would print, _internal/utils.py: run_and_report
     try:

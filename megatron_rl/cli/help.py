@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 CONFIGS = "megatron_rl.configs"
 TRAIN = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.
 
-    torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/mine
-    torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
+    python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/mine
+    python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
     python launch/train.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
 Every word is GROUP=NAME, which takes a yaml, or KEY=VALUE, which sets one setting; the last one wins. Start nothing, and show

@@ -42,5 +42,6 @@ class Settings:
     wandb: WandbSettings = field(default_factory=WandbSettings)
 
     def __post_init__(self) -> None:
+        require_choice("stage", self.stage, ("rl", "sft"))
         is_rl, dropout = self.stage == "rl", self.lora.dropout
         require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the policy that sampled had none")

@@ -32,6 +32,10 @@ class RunSettings:
     """Processes that a dry run plans for, one a GPU; 0 takes as many as torchrun started."""
     host_gb: float = 0.0
     """Main memory of a node in GB, which the plan is compared with; 0 takes this machine's."""
+    overwrite: bool = False
+    """Move a folder aside that holds a run with other settings, or a finished one, and begin anew; otherwise such a folder is refused."""
+    grace_s: float = 60.0
+    """Seconds that a step's rollouts, or an evaluation's, may still take when the run is asked to stop; then they are given up."""
     require_improvement: bool = False
     """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
     record_best: int = 1
@@ -44,6 +48,7 @@ class RunSettings:
         require(self.world >= 0, "run.world", self.world, "must not be negative; 0 takes what torchrun started")
         require(0 <= self.host_gb < math.inf, "run.host_gb", self.host_gb, "must be a number of GB; 0 takes this machine's memory")
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
+        require(self.grace_s >= 0, "run.grace_s", self.grace_s, "must not be negative")
         require(0 <= self.max_failed < 1, "run.max_failed", self.max_failed, "must lie in [0, 1): a step needs rollouts that were scored")
         require(0 <= self.patience_s < math.inf, "run.patience_s", self.patience_s, "must be a number of seconds; 0 waits for nothing")
         for key in ("eval_every", "record_best", "record_worst"):
@@ -57,7 +62,9 @@ class CheckpointSettings:
     """Complete training states under run.dir/checkpoints: weights, optimizer, schedule, generators, the run's own memory."""
 
     every: int = 0
-    """Steps between checkpoints; 0 writes none."""
+    """Steps between checkpoints; 0 leaves them to checkpoint.every_s."""
+    every_s: float = 1800.0
+    """Seconds after which the first step that ends writes a checkpoint, counted from the last one; 0 sets no such limit."""
     keep_last: int = 2
     """Newest checkpoints that are kept when older ones are removed."""
     keep_best: int = 1
@@ -67,11 +74,10 @@ class CheckpointSettings:
     optimizer: str = "fully_reshardable"
     """Format of the optimizer's state: fully_reshardable resumes at any layout; dp_reshardable is faster to write, and only the
     data-parallel size may change."""
-    resume: bool = True
-    """Continue from the newest complete checkpoint of run.dir, if there is one."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 writes none")
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 leaves it to checkpoint.every_s")
+        require(self.every_s >= 0, "checkpoint.every_s", self.every_s, "must not be negative; 0 sets no such limit")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "must be at least 1")
         require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must not be negative")
         require_choice("checkpoint.optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable"))

@@ -68,8 +68,8 @@ class Progress:
             self._bar.stop()
 
     def _left_s(self, step: int) -> float:
-        """The mean time of this life's steps, times the steps that are left."""
-        done = step + 1 - self._first_step
+        """The mean time of this life's steps, times the steps that are left; the first line may be of a step of the life before."""
+        done = max(step + 1 - self._first_step, 1)
         return (self._clock() - self._start) / done * (self._total - step - 1)
 
 

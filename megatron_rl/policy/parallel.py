@@ -89,6 +89,11 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
     )
 
 
+def leave_layout() -> None:
+    """Forget Megatron's process groups: the process may build others. Where they are gone already, their names still are not."""
+    parallel_state.destroy_model_parallel()
+
+
 def seed_generators(seed: int) -> None:
     """Megatron's streams: pipeline stages and data-parallel replicas differ; tensor-parallel ranks share one and own one each."""
     place = 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * parallel_state.get_data_parallel_rank()

@@ -5,7 +5,7 @@ with a `gather` that returns what it is given, a fleet is one process.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +19,18 @@ from megatron_rl.rollout.engine import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Context, End, Example, HostFault, Rollout
+from megatron_rl.types import Context, End, Example, HostFault, Rollout, Stopped
 
 _TRIES = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Before what is down is tried again; each pause is twice the one before."""
 Gather = Callable[[list[Rollout] | None], list[Rollout]]
 """From this engine's rollouts (None on ranks that do not lead one) to those of all engines, in any order, on every rank."""
+Play = Callable[[], Coroutine[object, object, list[Rollout]]]
+
+
+async def to_the_end(play: Play) -> list[Rollout] | None:
+    return await play()
 
 
 class Trainer(Protocol):
@@ -57,15 +62,16 @@ class Fleet:
     def __init__(
         self, task: Task, *, engine: ColocatedEngine, renderer: Renderer, trainer: Trainer, gather: Gather,
         episode: EpisodeSettings, round_settings: RoundSettings, index: int = 0, num_engines: int = 1,
+        grace: Callable[[Play], Coroutine[object, object, list[Rollout] | None]] = to_the_end,
         patience_s: float = 0.0, tell: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         """`episode` is how training plays, with the run's seed; this process's engine is number `index` of num_engines.
 
-        What is down is waited for up to patience_s, and `tell` says so.
+        `grace` plays, and returns None where it gave up. What is down is waited for up to patience_s, and `tell` says so.
         """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather, self.episode, self.round_settings = gather, episode, round_settings
-        self.index, self.num_engines = index, num_engines
+        self.index, self.num_engines, self.grace = index, num_engines, grace
         self.patience_s, self.tell = patience_s, tell
         self.rounds = 0
         """Rounds of prompts that `take` has dealt: where the sampler stands. A resumed run sets it."""
@@ -95,7 +101,8 @@ class Fleet:
         """`samples` episodes of each example, ordered by group and sample. A group's number is first_group and its place in `examples`.
 
         Those that failed because something was down are played again, with their own seeds, until it is back or patience_s have passed.
-        That time is read from the rollouts themselves, which are everywhere the same: all ranks give up together.
+        That time is read from the rollouts themselves, which are everywhere the same: all ranks give up together. Stopped, on every rank,
+        where the grace of one engine ended before its episodes did.
         """
         assert not self.is_away, "the device is the trainer's: serve weights before episodes"
         dealt = {first_group + place: example for place, example in enumerate(examples)}
@@ -124,7 +131,10 @@ class Fleet:
             own = [(group, sample) for group, sample in places if (group - first) % self.num_engines == self.index]
             return await asyncio.gather(*(self._episode(dealt[group], settings, group=group, sample=sample) for group, sample in own))
 
-        return self.gather(self.engine.run(mine()))
+        rollouts = self.gather(self.engine.run(self.grace(mine)))
+        if len(rollouts) < len(places):
+            raise Stopped
+        return rollouts
 
     async def _episode(self, example: Example, settings: EpisodeSettings, *, group: int, sample: int) -> Rollout:
         """An episode that fails because something was down is played again, _TRIES times in all."""

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from megatron_rl.choices import check_sizes
 from megatron_rl.config import Settings
 from megatron_rl.models.released import known_spec
 from megatron_rl.plan.memory import GPUS, plan
-from megatron_rl.start import check_sizes
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 from tests.support import forked

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.start import build_task, check
+from megatron_rl.choices import build_task, check
 from tests.contracts.test_configs import settings_of
 
 MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key/value heads, 4 layers

@@ -19,6 +19,7 @@ TINY = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
     "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2",
 )  # fmt: skip
+TORCHRUN = "-mtorch.distributed.run"
 SAID = re.compile(r"^error: (\S+?)=(\S+): (.+)$", re.MULTILINE)
 
 
@@ -29,11 +30,12 @@ def ranks(*overrides: str, within_s: float) -> str:
     return result.stdout
 
 
-def together(*overrides: str, within_s: float, script: Path = TRAIN) -> str:
-    """The same as two processes of torchrun itself, whose own report has a traceback of its own, but none through our files."""
-    result = start(2, script, *overrides, timeout_s=within_s)
+def together(*overrides: str, within_s: float, script: Path = TRAIN, launcher: str = "launch/spawn.py") -> str:
+    """The same as two processes of a launcher. Ours adds nothing; torchrun's own report has a traceback, but none through our files."""
+    result = start(2, script, *overrides, timeout_s=within_s, launcher=launcher)
     assert result.returncode == 1 and not re.search(r'File "[^"]*(megatron_rl|launch/train)', result.stdout), result.stdout
-    assert not processes_with(*overrides), "torchrun has ended, its workers have not"
+    assert launcher == TORCHRUN or "Traceback" not in result.stdout, result.stdout
+    assert not processes_with(*overrides), "the launcher has ended, its workers have not"
     return result.stdout
 
 
@@ -91,7 +93,9 @@ def test_an_engine_that_is_too_small(override: str, random_model: Path, tmp_path
 
 def test_corrupt_weights_are_told_once(corrupt: Path, tmp_path: Path) -> None:
     """Every rank meets them, after the processes have connected."""
-    key, value, remedy = the_one_error(together(f"model.path={corrupt}", f"run.dir={tmp_path / 'run'}", within_s=120))
+    output = together(f"model.path={corrupt}", f"run.dir={tmp_path / 'run'}", within_s=120)
+    assert output.splitlines()[-1].startswith("error: "), "the last word is ours"
+    key, value, remedy = the_one_error(output)
     assert (key, value) == ("model.path", str(corrupt))
     assert "model.safetensors" in remedy and "corrupt" in remedy and "copy it again" in remedy
 

@@ -1,10 +1,11 @@
-"""A run that is killed with SIGKILL and started again is the run that never was: metrics, rollouts and final weights, bit for bit.
+"""A run that is killed or stopped, and started again, is the run that never was: metrics, rollouts and final weights, bit for bit.
 
 The run to compare with writes no checkpoints at all, so that writing them changes nothing either.
 """
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -21,7 +22,8 @@ from tests.support import forked
 from tools.data.make_tiny_qwen2_5_vl import make
 
 TRAIN = ROOT / "launch" / "train.py"
-SMALL_DISK = SUPPORT / "small_disk.py"
+SMALL_DISK, HELD = SUPPORT / "small_disk.py", SUPPORT / "held_train.py"
+STOPPED = 75
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
@@ -56,6 +58,16 @@ def kill_when_there_is(path: Path, run: forked.Process) -> None:
         time.sleep(0.002)
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
+
+
+def stop_when_there_is(path: Path, run: forked.Process, number: int) -> str:
+    """What a run said that was sent the signal then, and stopped well."""
+    deadline = time.monotonic() + 200
+    while not path.exists():
+        assert time.monotonic() < deadline and run.poll() is None, end(run)
+        time.sleep(0.002)
+    run.send_signal(number)
+    return end(run, code=STOPPED)
 
 
 def names(run: Path) -> set[str]:
@@ -150,7 +162,44 @@ def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> Non
     check_equal(run, unbroken)
     assert names(run) == {"step_00000003", "step_00000006"}
     assert recall(run / "checkpoints" / "step_00000006").success == json.loads((run / "eval.json").read_text())["greedy_success"]
-    assert f"error: run.steps=5: {run}/checkpoints/step_00000006 has 6 steps" in end(begin(*overrides, "run.steps=5"), code=1)
+    told = f"{run} is finished: greedy {json.loads((run / 'eval.json').read_text())['greedy_success']:.1%}, sampled "
+    assert end(begin(*overrides)).splitlines()[-1].startswith(told)
+    told = f"error: run.dir={run}: holds a run with other settings: run.steps=5 (was 6); run.overwrite=true moves it aside"
+    assert told in end(begin(*overrides, "run.steps=5"), code=1)
+    check_equal(run, unbroken)
+
+
+def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None:
+    """After a step; in the rollouts of a step, and in the evaluation that ends one, when their grace was over.
+
+    No checkpoint was due: those that are there were written because the run was asked to stop.
+    """
+    run = tmp_path / "run"
+    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}")
+    output = stop_when_there_is(run / "rollouts" / "step_000001.jsonl", begin(*overrides), signal.SIGTERM)
+    (first,) = names(run)
+    step = int(first.removeprefix("step_"))
+    assert output.endswith(f"\nstopped at step {step} of 6; the same command goes on\n") and 2 <= step <= 3
+    assert not (run / "final").exists() and recall(run / "checkpoints" / first).success is not None
+
+    (tmp_path / "hold_train").touch()
+    hasty = (*overrides, "run.grace_s=0.1")
+    output = stop_when_there_is(tmp_path / "hold_train_is_felt", begin(*hasty, script=HELD), signal.SIGUSR1)
+    assert output.endswith(f"\nstopped at step {step} of 6; the same command goes on\n") and names(run) == {first}
+    assert f"resume: {run}/checkpoints/{first}; changed since: run.grace_s=0.1 (was 60.0)\n" in output
+
+    (tmp_path / "hold_train").unlink()
+    (tmp_path / "hold_eval").touch()
+    output = stop_when_there_is(tmp_path / "hold_eval_is_felt", begin(*hasty, script=HELD), signal.SIGINT)
+    assert output.endswith(f"\nstopped at step {step + 1} of 6; the same command goes on\n")
+    assert names(run) == {first, f"step_{step + 1:08d}"} and len(read_metrics(run / "metrics.jsonl")) == step
+    assert recall(run / "checkpoints" / f"step_{step + 1:08d}").history.owed["reward/mean"] is not None
+
+    (tmp_path / "hold_eval").unlink()
+    done = end(begin(*overrides, script=HELD)).splitlines()[-1]
+    found = json.loads((run / "eval.json").read_text())
+    assert done == f"done: greedy {found['greedy_success']:.1%}, sampled {found['sampled_success']:.1%}; {run}/final"
+    check_equal(run, unbroken)
 
 
 def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) -> None:
@@ -166,9 +215,18 @@ def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, tmp_path: Pat
     run = tmp_path / "sft"
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
-    output = end(begin(*SFT, f"model.path={warm.parent / 'nano'}", f"run.dir={run}"))
+    overrides = (*SFT, f"model.path={warm.parent / 'nano'}", f"run.dir={run}")
+    life = begin(*overrides)
+    while "sft step 37/40" not in life.output.read_text():
+        assert life.poll() is None, end(life)
+        time.sleep(0.002)
+    life.send_signal(signal.SIGTERM)
+    output = end(life, code=STOPPED)
     assert f"resume: {run}/checkpoints/step_00000036; changed since: run.dir={run} (was {warm})\n" in output
-    assert "sft step 37/40" in output and "sft step 36/40" not in output
+    (step,) = (int(number) for number in re.findall(r"^stopped at step (\d+) of 40; the same command goes on$", output, re.MULTILINE))
+    assert "sft step 36/40" not in output and step in (37, 38, 39) and max(names(run)) == f"step_{step:08d}"
+    output = end(begin(*overrides))
+    assert f"sft step {step + 1}/40" in output and f"sft step {step}/40" not in output
     check_equal(run, warm)
 
 

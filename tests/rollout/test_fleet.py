@@ -178,7 +178,9 @@ def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
 def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
     parts: list[list[Rollout]] = []
     for index in range(2):
-        fleet = fleet_of(renderer, index=index, num_engines=2, gather=lambda mine: parts.append(mine) or mine)
+        fleet = fleet_of(
+            renderer, index=index, num_engines=2, gather=lambda mine: parts.append(mine) or mine * 3
+        )  # as if none were missing
         fleet.play(EXAMPLES[:5], samples=2, settings=EPISODE, first_group=10)
     groups = [[(rollout.group, rollout.sample, rollout.example_id) for rollout in part] for part in parts]
     assert groups[0] == [(10 + number, sample, f"{number}") for number in (0, 2, 4) for sample in range(2)]

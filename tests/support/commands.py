@@ -89,8 +89,9 @@ def check(line: str, config: pytest.Config) -> None:
     elif first == "source":
         if rest != [".venv/bin/activate", "&&", "export", "OMP_NUM_THREADS=1"]:
             raise Wrong(f"{line}: is not how the environment that launch/install.sh makes is activated")
-    elif first == "torchrun":
-        given = told_by_argparse(lambda: torchrun.get_args_parser().parse_args(rest))
+    elif first == "torchrun" or (first in PYTHONS and rest[0] == "launch/spawn.py"):
+        words = rest if first == "torchrun" else rest[1:]
+        given = told_by_argparse(lambda: torchrun.get_args_parser().parse_args(words))
         check_script(given.training_script, given.training_script_args)
     elif first in PYTHONS and rest[0] == "-m":
         check_own_parser(rest[1], lambda: runpy.run_module(rest[1], run_name="__main__", alter_sys=True), rest[2:])

@@ -1,0 +1,81 @@
+"""What settings choose by name, with what a user's own file adds, and whether it fits: all that can be known before processes meet."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, check_algorithm
+from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.policy.parallel import check_layout
+from megatron_rl.rewards.functions import rewarded_by
+from megatron_rl.tasks.base import Task
+from megatron_rl.tasks.gym_cards.task import NumberLineTask
+from megatron_rl.tasks.visual_python.task import VisualPythonTask
+from megatron_rl.tasks.visual_search.task import VisualSearchTask
+from megatron_rl.tasks.vqa import VqaTask
+
+TASKS: Mapping[str, type[Task]] = {
+    "number_line": NumberLineTask,
+    "visual_python": VisualPythonTask,
+    "visual_search": VisualSearchTask,
+    "vqa": VqaTask,
+}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Own:
+    """What a user's own file adds to what ships, by the names that settings choose them by."""
+
+    tasks: Mapping[str, type[Task]] = field(default_factory=dict)
+    """By task.name."""
+    rewards: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    """By task.reward: plain functions (rewards/functions.py)."""
+    algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
+    """By algo.name."""
+
+
+def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
+    """The task with the reward that is chosen, which may be a function of the user's, alone or beside one that ships."""
+    tasks = {**TASKS, **own.tasks}
+    require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
+    task_type = tasks[settings.name]
+    names = settings.reward.split("+") if settings.reward else []
+    shipped = [name for name in names if name not in own.rewards]
+    choices = [*task_type.rewards, *own.rewards]
+    remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}; at most one that ships, with your own joined by +"
+    require({*shipped} <= {*task_type.rewards} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
+    remedy = f"task {settings.name} has no options of its own"
+    require(settings.options is None or task_type.Options is not None, "task.options", settings.options, remedy)
+    task = task_type(replace(settings, reward="".join(shipped)))
+    task.rubric = rewarded_by(settings.reward, task.rubric, own.rewards)
+    return task
+
+
+def check(settings: Settings, world_size: int, own: Own = Own()) -> None:
+    """What can be known before any process talks to another; every rank raises the same ValueError."""
+    check_sizes(settings, read_spec(settings.model.path), world_size, own)
+    device, has_cuda = settings.engine.device, torch.cuda.is_available()
+    require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
+
+
+def check_examples(task: Task, splits: tuple[str, ...]) -> None:
+    """Whatever a run will read is looked at when it starts: an evaluation split may be needed only hours later."""
+    for split in splits:
+        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
+
+
+def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own) -> None:
+    """The algorithm; the layout, the frozen parts and the engine against the model and the number of processes."""
+    check_algorithm(settings.algo, {**ALGORITHMS, **own.algorithms})
+    check_layout(settings.parallel, model, world_size)
+    remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
+    require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
+    engine: EngineSettings = settings.engine
+    require(world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
+    heads = model.num_kv_heads
+    require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
+    longest, length = model.max_positions, engine.max_model_len
+    require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")

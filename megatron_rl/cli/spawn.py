@@ -1,0 +1,113 @@
+"""torchrun without its page: the same arguments, processes that are asked to stop instead of ended, and their word as the last one.
+
+torchrun (torch 2.13.0, distributed/elastic/multiprocessing/api.py) answers a signal by leaving its loop: it passes the signal on, waits
+shutdown_timeout, and dies of a SignalException, whatever the processes did. Here the signals of SIGNALS are passed on by handlers of our
+own, and torch's agent goes on watching: it sees how the processes end.
+"""
+
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from megatron_rl.config import RunSettings
+from megatron_rl.stop import SIGNALS
+
+CLOSING_S = 120
+"""Beyond run.grace_s: a step's updates, its checkpoint and the end of the engine."""
+AT_ONCE_S = 5
+"""After a second SIGINT."""
+
+
+class Processes:
+    """What this process has started, and whether it was told to stop them."""
+
+    def __init__(self, *, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._heard: list[int] = []
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on. Who does not end in time is killed."""
+        children = psutil.Process().children()
+        if not children:
+            raise SystemExit(128 + number)
+        if not self._heard:
+            signal.setitimer(signal.ITIMER_REAL, self._patience_s)
+        if number == signal.SIGINT in self._heard:
+            signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
+        self._heard.append(number)
+        _tell(children, number)
+
+    def kill(self, number: int, frame: FrameType | None) -> None:
+        _tell(psutil.Process().children(), signal.SIGKILL)
+
+    def code(self, exitcode: int) -> int:
+        """As a shell tells it. A process that died of the signal itself had not yet begun: it can be started again."""
+        if -exitcode in self._heard:
+            return os.EX_TEMPFAIL
+        return exitcode if exitcode >= 0 else 128 - exitcode
+
+
+def spawn(arguments: Sequence[str]) -> int:
+    """Start the processes and wait for their end. Returns the exit code."""
+    given = parse_args(list(arguments))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable(logging.CRITICAL)  # torch's own report of what the processes report themselves
+    given.signals_to_handle = "SIGHUP,SIGQUIT"
+    patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSING_S
+    processes = Processes(patience_s=patience_s)
+    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, hearing(processes.hear, processes.kill):
+        given.log_dir = given.log_dir or logs
+        try:
+            run(given)
+        except ChildFailedError as failed:
+            rank, first = failed.get_first_failure()
+            code = processes.code(first.exitcode)
+            if first.exitcode < 0 and code != os.EX_TEMPFAIL:
+                print(
+                    f"error: rank {rank} was ended by {signal.Signals(-first.exitcode).name}; was memory short, or did someone?", flush=True
+                )
+            return code
+        except SignalException as ended:
+            return 128 + ended.sigval
+    return 0
+
+
+def grace_s(overrides: Sequence[str]) -> float:
+    """run.grace_s of a command line, where it is given there; what is not a number is told by the run."""
+    given = [override.partition("=")[2] for override in overrides if override.startswith("run.grace_s=")]
+    try:
+        return float(given[-1]) if given else RunSettings().grace_s
+    except ValueError:
+        return 0.0
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def hearing(on_stop: Handler, on_alarm: Handler) -> Iterator[None]:
+    """Inside the block SIGNALS and the alarm have these handlers."""
+    before = {number: signal.signal(number, on_stop) for number in SIGNALS} | {signal.SIGALRM: signal.signal(signal.SIGALRM, on_alarm)}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue

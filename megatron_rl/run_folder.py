@@ -1,0 +1,162 @@
+"""One rule for a run folder: nobody else runs in it, and what a run is about to do there loses nothing.
+
+    no step was recorded in it                               the run begins, whatever the settings were
+    finished, and the settings are the same                  nothing is left to do
+    the same settings, more steps, or changes of FREE        the run goes on from its newest checkpoint, or begins again where there is none
+    any other change                                         refused, unless run.overwrite moves the folder aside
+Settings are compared with those of config.yaml. The lock is one of fcntl's, on RUN/.lock, held by rank 0; on NFS it was not tried.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import yaml
+
+from megatron_rl.config import Settings
+from megatron_rl.run import CONFIG, EVALUATION, FINAL, writing
+from megatron_rl.run_states import FOLDER, published
+from megatron_rl.world import on_main_rank
+
+LOCK = ".lock"
+FREE = (
+    "parallel.", "engine.", "checkpoint.", "wandb.", "run.dir", "run.gpu", "run.world", "run.dry", "run.overwrite", "run.grace_s",
+    "run.max_failed", "run.patience_s", "run.host_gb", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url",
+)  # fmt: skip
+"""Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
+_OPEN = ("optim.part_lr",)
+"""Settings whose keys are the user's: they are compared as a whole."""
+STEPS = {"rl": "run.steps", "sft": "sft.steps"}
+"""By stage: the setting that says how long a run takes."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Standing:
+    """How a folder stands to a run's settings."""
+
+    newest: Path | None = None
+    """The checkpoint to go on from."""
+    changes: dict[str, tuple[object, object]] = field(default_factory=dict)
+    """{dotted key: (old, new)} of the settings that may change, since the folder's run last began or went on."""
+    is_finished: bool = False
+    refusal: str = ""
+    """Why the run cannot go on here."""
+
+
+@contextmanager
+def held(settings: Settings) -> Iterator[dict[str, float] | None]:
+    """Hold the run folder inside the block, ready for the run. All ranks together.
+
+    Yields the evaluation of a run that is finished: there is nothing to do. ValueError: another run holds it, or it holds another run.
+    """
+    with ExitStack() as locks:
+        yield on_main_rank(lambda: _enter(settings, locks))
+
+
+def _enter(settings: Settings, locks: ExitStack) -> dict[str, float] | None:
+    folder = Path(settings.run.dir)
+    with writing(folder):
+        held_by_us = lock(folder)
+        locks.callback(_leave_no_trace, folder)
+        locks.enter_context(held_by_us)
+        standing = look(folder, settings)
+        if settings.run.overwrite and (standing.refusal or standing.is_finished):
+            aside = _aside(folder)
+            folder.absolute().rename(aside)
+            locks.enter_context(lock(folder))
+            print(f"run.overwrite=true: what was in {folder} is now in {aside}; a new run begins", flush=True)
+            return None
+    if standing.refusal:
+        raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
+    if standing.is_finished:
+        return json.loads((folder / EVALUATION).read_text())
+    if standing.newest or standing.changes:
+        begins = f"resume: {standing.newest}" if standing.newest else f"begin again: {folder}"
+        print(begins + (f"; changed since: {_told(standing.changes)}" if standing.changes else ""), flush=True)
+    return None
+
+
+def lock(folder: Path) -> TextIO:
+    """The folder's lock, held until it is closed; its text says by whom."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.seek(0)
+        holder = file.read().strip() or "not yet told which"
+        file.close()
+        raise ValueError(f"run.dir={folder}: a run is under way in it ({holder}); choose another folder") from error
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def _leave_no_trace(folder: Path) -> None:
+    """A folder that came to hold nothing but its lock goes: a model that could not be read begins no run."""
+    if [path.name for path in folder.iterdir()] == [LOCK]:
+        (folder / LOCK).unlink()
+        folder.rmdir()
+
+
+def look(folder: Path, settings: Settings) -> Standing:
+    """What a run with these settings would meet in the folder."""
+    metrics, newest = folder / "metrics.jsonl", next(reversed(published(folder / FOLDER)), None)
+    if newest is None and not (metrics.is_file() and metrics.stat().st_size):
+        return Standing()
+    try:
+        stored = yaml.safe_load((folder / CONFIG).read_text())
+        changes = changed(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        return Standing(refusal=f"holds a run whose {CONFIG} cannot be read ({' '.join(str(error).split())[:200]})")
+    others = {key: values for key, values in changes.items() if not may_change(key, *values)}
+    if others:
+        return Standing(refusal=f"holds a run with other settings: {_told(others)}")
+    if not ((folder / EVALUATION).is_file() and (folder / FINAL / "config.json").is_file()):
+        return Standing(newest=newest, changes=changes)
+    if STEPS[settings.stage] not in changes:
+        return Standing(is_finished=True)
+    if newest is None:
+        return Standing(refusal=f"holds a finished run without a checkpoint to go on from: {_told(changes)}")
+    return Standing(newest=newest, changes=changes)
+
+
+def changed(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
+    """{dotted key: (old, new)} of the settings that both know and that differ."""
+    changes: dict[str, tuple[object, object]] = {}
+    for key in sorted(old.keys() & new.keys()):
+        before, after = old[key], new[key]
+        if isinstance(before, dict) and isinstance(after, dict) and prefix + key not in _OPEN:
+            changes |= changed(before, after, f"{prefix}{key}.")
+        elif before != after:
+            changes[prefix + key] = (before, after)
+    return changes
+
+
+def may_change(key: str, old: object, new: object) -> bool:
+    """Whether a run that goes on with the new value is still that run. Stages of a warm start stand where they did: only the last grows."""
+    if key == "run.steps":
+        return new >= old
+    if key == "sft.steps":
+        return old[:-1] == new[:-1] and new[-1:] >= old[-1:]
+    return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
+
+
+def _told(changes: Mapping[str, tuple[object, object]]) -> str:
+    return ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
+
+
+def _aside(folder: Path) -> Path:
+    """DIR.1, or the next number that is free."""
+    own, number = folder.absolute(), 1
+    while own.with_name(f"{own.name}.{number}").exists():
+        number += 1
+    return own.with_name(f"{own.name}.{number}")

@@ -1,0 +1,77 @@
+"""Two ranks stop together although one alone was asked; a killed launcher leaves nobody; and one process runs twice."""
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
+
+TRAIN, SPAWN = ROOT / "launch" / "train.py", ROOT / "launch" / "spawn.py"
+TINY = (
+    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
+    "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=500",
+)  # fmt: skip
+
+
+def wait_for(path: Path, run: forked.Process, *, lines: int = 0) -> None:
+    deadline = time.monotonic() + 150
+    while not (path.exists() and path.read_text().count("\n") >= lines):
+        assert time.monotonic() < deadline and run.poll() is None, run.output.read_text()
+        time.sleep(0.05)
+
+
+def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
+    """Rank 1 alone hears the signal. Both end with the same word, the engines and the lock are closed, and nothing stays in /dev/shm."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = tmp_path / "run"
+    overrides = (f"model.path={random_model}", f"run.dir={run}", "engine.tp=2", "parallel.pp=2", *TINY)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [forked.Process(TRAIN, *overrides, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    try:
+        wait_for(run / "metrics.jsonl", ranks[0], lines=2)
+        ranks[1].send_signal(signal.SIGTERM)
+        said = [ranks[0].communicate(timeout=60)[0]]
+        assert ranks[1].poll() is None, "who is not the main rank leaves the last word to it"
+        ranks[1].send_signal(signal.SIGTERM)  # as torchrun does when a process ends with a code other than 0
+        said.append(ranks[1].communicate(timeout=5)[0])
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [os.EX_TEMPFAIL, -signal.SIGTERM], said
+    step = int(re.search(r"\nstopped at step (\d+) of 500; the same command goes on\n$", said[0])[1])
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{step:08d}"] and "Traceback" not in "".join(said)
+    assert (run / "metrics.jsonl").read_text().count("\n") == step and not (run / "final").exists()
+    assert not list(Path("/dev/shm").glob("*cpushm*"))
+
+
+def test_a_killed_launcher_leaves_nobody(random_model: Path, tmp_path: Path) -> None:
+    """Not even the one that holds the run folder."""
+    run = tmp_path / "run"
+    launcher = forked.Process(SPAWN, "--nproc_per_node", "1", TRAIN, f"model.path={random_model}", f"run.dir={run}", *TINY)
+    wait_for(run / ".lock", launcher, lines=1)
+    (worker,) = psutil.Process(launcher.pid).children()
+    assert f"pid {worker.pid}," in (run / ".lock").read_text()
+    launcher.kill()
+    psutil.wait_procs([worker], timeout=5)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_process_runs_twice(random_model: Path, tmp_path: Path) -> None:
+    """The second run, in a thread beside an event loop, is the first again, bit for bit; the third has nothing to do."""
+    folders = (tmp_path / "one", tmp_path / "two")
+    result = forked.run(SUPPORT / "two_runs.py", random_model, *folders, timeout_s=240)
+    assert result.returncode == 0, result.stdout
+    ends = [line for line in result.stdout.splitlines() if line.startswith("Result(")]
+    told = [re.sub(r"folder=PosixPath\('.*?'\), ", "", line) for line in ends]
+    assert told[0] == told[1] and told[2] == told[0].replace("is_new=True", "is_new=False") and "step=2, num_steps=2" in told[0]
+    assert f"{folders[0]} is finished: greedy" in result.stdout and result.stdout.count("done: greedy") == 2
+    one, two = ([path.read_bytes() for path in sorted((folder / "final").glob("*.safetensors"))] for folder in folders)
+    assert one == two != [] and one[0] != (random_model / "model.safetensors").read_bytes()

@@ -1,0 +1,32 @@
+"""Three runs in one process: the second in another folder and within an event loop, as in a notebook; the third has nothing to do.
+
+python two_runs.py MODEL_FOLDER RUN_FOLDER OTHER_RUN_FOLDER
+"""
+
+import asyncio
+import sys
+
+from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.start import run
+from tests.support.own_task import TwoLooksTask
+
+
+def settings(folder: str) -> Settings:
+    return Settings(
+        model=ModelSettings(path=sys.argv[1], min_pixels=3136, max_pixels=20000),
+        engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
+        optim=OptimSettings(lr=3e-3),
+        batch=BatchSettings(prompts_per_step=2, group_size=2),
+        task=TaskSettings(name="mine", max_tokens_per_turn=6, eval_samples=2),
+        run=RunSettings(dir=folder, steps=2),
+    )
+
+
+async def cell() -> None:
+    print(repr(run(settings(sys.argv[3]), tasks={"mine": TwoLooksTask})))
+
+
+if __name__ == "__main__":
+    print(repr(run(settings(sys.argv[2]), tasks={"mine": TwoLooksTask})))
+    asyncio.run(cell())
+    print(repr(run(settings(sys.argv[2]), tasks={"mine": TwoLooksTask})))

@@ -1,0 +1,60 @@
+"""What settings choose by name, of what ships and of a user's own."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_rl.choices import Own, build_task
+from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.tasks.base import Env, Task
+from megatron_rl.types import Example
+
+
+class OwnTask(Task):
+    @dataclass
+    class Options:
+        size: int = 3
+
+    def examples(self, split: str) -> list[Example]:
+        return []
+
+    def env(self, example: Example) -> Env:
+        raise NotImplementedError
+
+
+OWN = Own(tasks={"own": OwnTask}, rewards={"short": lambda reply: -len(reply), "kind": lambda: 1})
+
+
+def parts_of(name: str, reward: str) -> list[str]:
+    data = DataSettings(eval=["held_out.jsonl"])
+    return list(build_task(TaskSettings(name=name, reward=reward, data=data, max_turns=3), OWN).rubric.parts)
+
+
+def test_a_reward_is_chosen_by_its_name() -> None:
+    assert parts_of("vqa", "") == parts_of("vqa", "accuracy") == ["accuracy"]
+    assert parts_of("vqa", "short") == parts_of("number_line", "short") == parts_of("own", "short") == ["short"]
+    assert parts_of("vqa", "kind+accuracy+short") == ["accuracy", "kind", "short"]
+    assert parts_of("own", "") == parts_of("number_line", "") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "remedy"),
+    [
+        ("vqa", "deepeyes", "task vqa takes accuracy, short, kind; at most one that ships, with your own joined by +"),
+        ("visual_python", "accuracy+tapo", "task visual_python takes accuracy, pyvision, deepeyes, codev, tapo, short, kind; "),
+        ("vqa", "accuracy+shrot", "task vqa takes accuracy, short, kind; "),
+        ("number_line", "accuracy", "task number_line takes short, kind; "),
+    ],
+)
+def test_a_reward_that_there_is_not(name: str, reward: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'task.reward={reward}: {remedy}')}"):
+        parts_of(name, reward)
+    with pytest.raises(ValueError, match=r"^task.reward=short: task number_line takes none but its own; "):
+        build_task(TaskSettings(name="number_line", reward="short"))
+
+
+def test_options_are_of_a_task_that_has_some() -> None:
+    assert build_task(TaskSettings(name="own", options=OwnTask.Options(size=4)), OWN).settings.options.size == 4
+    with pytest.raises(ValueError, match=r"^task.options={'size': 4}: task number_line has no options of its own$"):
+        build_task(TaskSettings(name="number_line", options={"size": 4}), OWN)

@@ -1,0 +1,178 @@
+"""The rule of a run folder, as a table of what lies there and what is changed; its lock, held by a process; and what is moved aside."""
+
+import json
+import multiprocessing
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.config import ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
+from megatron_rl.run_folder import FREE, LOCK, held, lock, look
+from tests.support.one_process import world_of_one
+
+
+def hold(folder: Path) -> None:
+    """In a process of its own, until that is killed."""
+    kept = lock(folder)
+    (folder / "is mine").touch()
+    time.sleep(60)
+    kept.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def settings_of(folder: Path, *, stage: str = "rl", **changes: object) -> Settings:
+    """Settings whose rooms are changed as in `optim={"lr": 0.25}`."""
+    settings = Settings(
+        stage=stage, model=ModelSettings(path="model"), task=TaskSettings(name="number_line"), optim=OptimSettings(part_lr={"vision": 0.5}),
+        run=RunSettings(dir=str(folder), steps=40), sft=SftSettings(splits=["a", "b"], steps=[30, 10]),
+    )  # fmt: skip
+    for room, values in changes.items():
+        settings = replace(settings, **{room: replace(getattr(settings, room), **values)})
+    return settings
+
+
+def leave(folder: Path, state: str, *, stage: str = "rl") -> None:
+    """What a run with the settings above has left: 'config', then also 'steps', 'checkpoint', 'finished', in words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of(folder, stage=stage)), sort_keys=False))
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n' if "steps" in state else "")
+    if "checkpoint" in state:
+        (folder / "checkpoints" / "step_00000020").mkdir(parents=True)
+    if "finished" in state:
+        (folder / "final").mkdir()
+        (folder / "final" / "config.json").write_text("{}")
+        (folder / "eval.json").write_text(json.dumps({"greedy_success": 0.5, "sampled_success": 0.25}))
+
+
+LR, LONGER, SHORTER, FREELY = {"optim": {"lr": 0.25}}, {"run": {"steps": 60}}, {"run": {"steps": 30}}, {"parallel": {"tp": 2}}
+MANY = {**FREELY, "engine": {"kv_cache_mib": 7}, "checkpoint": {"every": 3}, "wandb": {"mode": "offline"}, "run": {"gpu": "l4"}}
+BEGINS, RESUMES, FINISHED, REFUSED = "begins", "resumes", "finished", "refused"
+TABLE = [  # what lies there, what is changed, what becomes of it
+    ("config", {}, BEGINS), ("config", LR, BEGINS), ("config", LONGER, BEGINS),
+    ("steps", {}, BEGINS), ("steps", MANY, BEGINS), ("steps", LONGER, BEGINS), ("steps", SHORTER, REFUSED), ("steps", LR, REFUSED),
+    ("steps checkpoint", {}, RESUMES), ("steps checkpoint", MANY, RESUMES), ("steps checkpoint", LONGER, RESUMES),
+    ("steps checkpoint", SHORTER, REFUSED), ("steps checkpoint", LR, REFUSED), ("checkpoint", LR, REFUSED),
+    ("steps checkpoint", {"optim": {"part_lr": {"merger": 0.5}}}, REFUSED), ("steps checkpoint", {"lora": {"alpha": 5.0}}, REFUSED),
+    ("steps checkpoint", {"model": {"frozen": ["vision"]}}, REFUSED), ("steps checkpoint", {"task": {"name": "other"}}, REFUSED),
+    ("steps checkpoint finished", {}, FINISHED), ("steps finished", {}, FINISHED), ("steps finished", MANY, FINISHED),
+    ("steps checkpoint finished", LONGER, RESUMES), ("steps finished", LONGER, REFUSED), ("steps finished", SHORTER, REFUSED),
+    ("steps finished", LR, REFUSED), ("steps checkpoint finished", {**LONGER, **LR}, REFUSED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "changes", "expected"), TABLE, ids=str)
+def test_the_rule(state: str, changes: dict, expected: str, tmp_path: Path) -> None:
+    leave(tmp_path, state)
+    assert outcome(tmp_path, settings_of(tmp_path, **changes)) == expected
+
+
+def outcome(folder: Path, settings: Settings) -> str:
+    found = look(folder, settings)
+    return REFUSED if found.refusal else FINISHED if found.is_finished else RESUMES if found.newest else BEGINS
+
+
+@pytest.mark.parametrize(
+    ("steps", "splits", "expected"),
+    [
+        ([30, 10], ["a", "b"], FINISHED), ([30, 15], ["a", "b"], RESUMES), ([30, 5], ["a", "b"], REFUSED), ([35, 10], ["a", "b"], REFUSED),
+        ([30, 15], ["a", "c"], REFUSED),
+    ],
+)  # fmt: skip
+def test_of_a_warm_start_only_the_last_stage_grows(steps: list[int], splits: list[str], expected: str, tmp_path: Path) -> None:
+    leave(tmp_path, "steps checkpoint finished", stage="sft")
+    assert outcome(tmp_path, settings_of(tmp_path, stage="sft", sft={"steps": steps, "splits": splits})) == expected
+    assert outcome(tmp_path, settings_of(tmp_path, stage="rl", sft={"steps": steps, "splits": splits})) == REFUSED
+
+
+def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_path: Path) -> None:
+    assert outcome(tmp_path / "new", settings_of(tmp_path / "new")) == BEGINS
+    leave(tmp_path, "steps checkpoint")
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del stored["lora"]  # an older program did not know it
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    assert outcome(tmp_path, settings_of(tmp_path)) == RESUMES
+    ran = tmp_path / "ran"
+    for text in (f"!!python/object/apply:pathlib.Path.touch [{ran}]", "- a list", "{half"):
+        (tmp_path / "config.yaml").write_text(text)
+        assert "whose config.yaml cannot be read" in look(tmp_path, settings_of(tmp_path)).refusal
+    assert not ran.exists()
+    (tmp_path / "config.yaml").unlink()
+    assert outcome(tmp_path, settings_of(tmp_path)) == REFUSED
+
+
+def test_every_free_key_is_a_setting() -> None:
+    stored = asdict(Settings())
+    for free in FREE:
+        place = stored
+        for part in free.rstrip(".").split("."):
+            place = place[part]
+
+
+def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, "steps checkpoint")
+    told = (
+        f"run.dir={tmp_path}: holds a run with other settings: optim.lr=0.25 (was 1e-06), run.steps=30 (was 40); "
+        "run.overwrite=true moves it aside, or choose another folder"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), held(settings_of(tmp_path, **LR, **SHORTER)):
+        pass
+    for changes, line in (({}, ""), ({**LONGER, **FREELY}, "; changed since: parallel.tp=2 (was 1), run.steps=60 (was 40)")):
+        with held(settings_of(tmp_path, **changes)) as evaluation:
+            assert evaluation is None
+        assert capsys.readouterr().out == f"resume: {tmp_path}/checkpoints/step_00000020{line}\n"
+
+
+def test_a_finished_run_is_told_by_its_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, "steps finished")
+    with held(settings_of(tmp_path)) as evaluation:
+        assert evaluation == {"greedy_success": 0.5, "sampled_success": 0.25}
+    assert capsys.readouterr().out == ""
+
+
+def test_overwriting_moves_aside_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other settings, and a finished run; a run that can go on does, so that a command that is given again is no new run."""
+    folder = tmp_path / "run"
+    (tmp_path / "run.1").mkdir()
+    for number, (state, changes) in enumerate((("steps checkpoint", LR), ("steps finished", {})), start=2):
+        leave(folder, state)
+        before = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+        with held(settings_of(folder, run={"overwrite": True}, **changes)) as evaluation:
+            assert evaluation is None and [path.name for path in folder.iterdir()] == [LOCK]
+        aside = tmp_path / f"run.{number}"
+        after = {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file() and path.name != LOCK}
+        assert before == after
+        assert capsys.readouterr().out == f"run.overwrite=true: what was in {folder} is now in {aside}; a new run begins\n"
+    leave(folder, "steps checkpoint")
+    with held(settings_of(folder, run={"overwrite": True})):
+        assert (folder / "checkpoints").exists()
+    assert not (tmp_path / "run.4").exists()
+
+
+def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
+    """By one that lives: when it is killed the folder is free, whatever the file says."""
+    folder = tmp_path / "run"
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=[folder])
+    holder.start()
+    try:
+        while not (folder / "is mine").exists():
+            assert holder.is_alive()
+            time.sleep(0.02)
+        told = rf"^run.dir={folder}: a run is under way in it \(host \S+, pid {holder.pid}, since [-0-9]+ [:0-9]+\); choose another folder$"
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=told), held(settings_of(folder, run={"overwrite": overwrite})):
+                pass
+    finally:
+        holder.kill()
+        holder.join()
+    with held(settings_of(folder)):
+        pass
