@@ -42,6 +42,7 @@ def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
     tasks = {**TASKS, **own.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
     task_type = tasks[settings.name]
+    require(issubclass(task_type, Task), f"tasks[{settings.name!r}]", task_type, "must be a class below megatron_rl.tasks.base.Task")
     names = settings.reward.split("+") if settings.reward else []
     shipped = [name for name in names if name not in own.rewards]
     choices = [*task_type.rewards, *own.rewards]

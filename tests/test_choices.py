@@ -54,6 +54,14 @@ def test_a_reward_that_there_is_not(name: str, reward: str, remedy: str) -> None
         build_task(TaskSettings(name="number_line", reward="short"))
 
 
+def test_a_task_is_a_subclass() -> None:
+    class Looks:
+        pass
+
+    with pytest.raises(ValueError, match=r"^tasks\['looks'\]=<class .*Looks'>: must be a class below megatron_rl.tasks.base.Task$"):
+        build_task(TaskSettings(name="looks"), Own(tasks={"looks": Looks}))
+
+
 def test_options_are_of_a_task_that_has_some() -> None:
     assert build_task(TaskSettings(name="own", options=OwnTask.Options(size=4)), OWN).settings.options.size == 4
     with pytest.raises(ValueError, match=r"^task.options={'size': 4}: task number_line has no options of its own$"):

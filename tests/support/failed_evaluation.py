@@ -5,6 +5,7 @@ python failed_evaluation.py MODEL_FOLDER RUN_FOLDER
 
 import sys
 
+from megatron_rl.choices import Own
 from megatron_rl.config import (
     BatchSettings,
     CheckpointSettings,
@@ -15,7 +16,7 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
-from megatron_rl.start import Own, run
+from megatron_rl.start import run
 from megatron_rl.types import Example, HostFault, Message
 from tests.support.own_task import TwoLooks, TwoLooksTask
 

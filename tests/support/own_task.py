@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
+from megatron_rl.choices import Own
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
-from megatron_rl.start import Own, run
-from megatron_rl.tasks.base import Step
-from megatron_rl.types import Demonstration, Example, Message, Rollout
+from megatron_rl.start import run
+from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.types import Example, Message, Rollout
 
 COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
@@ -31,7 +32,7 @@ def show(color: str, size: tuple[int, int], question: str) -> Message:
 
 
 @dataclass
-class TwoLooks:
+class TwoLooks(Env):
     """First one picture, then a second of another size in the same context, then a question in words alone."""
 
     color: str
@@ -53,29 +54,14 @@ class TwoLooks:
         self.said.clear()
 
 
-class TwoLooksTask:
-    def __init__(self, settings: TaskSettings) -> None:
-        self.name = settings.name
-        self.rubric = Rubric(parts={"vowels": Part(vowels)}, turn_parts={"brevity": TurnPart(environment_rewards, weight=0.5, mean=False)})
-        self.stop = ()
-
-    async def start(self) -> None:
-        """Nothing is shared by the episodes."""
-
-    async def close(self) -> None:
-        """Nothing was taken."""
+class TwoLooksTask(Task):
+    rubric = Rubric(parts={"vowels": Part(vowels)}, turn_parts={"brevity": TurnPart(environment_rewards, weight=0.5, mean=False)})
 
     def examples(self, split: str) -> list[Example]:
         return [Example(id=color, payload={"color": color}) for color in (COLORS if split == "train" else ["green"])]
 
     def env(self, example: Example) -> TwoLooks:
         return TwoLooks(str(example.payload["color"]))
-
-    def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
-        raise NotImplementedError("this task has no warm start")
-
-    def gold(self, example: Example) -> list[str]:
-        return ["a", "e", "i"]
 
     def success(self, rollout: Rollout) -> bool:
         return rollout.reward > 0.5

@@ -6,6 +6,7 @@ python two_runs.py MODEL_FOLDER RUN_FOLDER OTHER_RUN_FOLDER
 import asyncio
 import sys
 
+from megatron_rl.choices import Own
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.start import run
 from tests.support.own_task import TwoLooksTask
@@ -23,10 +24,10 @@ def settings(folder: str) -> Settings:
 
 
 async def cell() -> None:
-    print(repr(run(settings(sys.argv[3]), tasks={"mine": TwoLooksTask})))
+    print(repr(run(settings(sys.argv[3]), Own(tasks={"mine": TwoLooksTask}))))
 
 
 if __name__ == "__main__":
-    print(repr(run(settings(sys.argv[2]), tasks={"mine": TwoLooksTask})))
+    print(repr(run(settings(sys.argv[2]), Own(tasks={"mine": TwoLooksTask}))))
     asyncio.run(cell())
-    print(repr(run(settings(sys.argv[2]), tasks={"mine": TwoLooksTask})))
+    print(repr(run(settings(sys.argv[2]), Own(tasks={"mine": TwoLooksTask}))))
