@@ -68,9 +68,13 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
 
 
-def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own) -> None:
+def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own = Own()) -> None:
     """The algorithm; the layout, the frozen parts and the engine against the model and the number of processes."""
-    check_algorithm(settings.algo, {**ALGORITHMS, **own.algorithms})
+    algorithms = {**ALGORITHMS, **own.algorithms}
+    check_algorithm(settings.algo, algorithms)
+    compares, drop = algorithms[settings.algo.name].needs_peers, settings.select.drop
+    remedy = f"algo.name={settings.algo.name} learns from groups whose members are all alike, too; leave zero_std out"
+    require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)

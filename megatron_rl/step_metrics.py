@@ -19,7 +19,7 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
         "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in scored)),
         "rollout/degenerate_groups": len(groups - moving) / max(len(groups), 1),
         "rollout/nothing_learned": float(not moving),
-        "rollout/failed_fraction": 1 - len(scored) / len(rollouts),
+        "rollout/failed_fraction": (len(rollouts) - len(scored)) / len(rollouts),
         "rollout/rounds": float(rounds),
         "rollout/kept_groups": float(len(kept_groups(rollouts))),
     }

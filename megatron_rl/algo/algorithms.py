@@ -25,6 +25,8 @@ class Algorithm:
     """Credit compares the members of a group: a rollout whose peers all failed is not trained on."""
     by_turn: bool = False
     """algo.turns may be other than broadcast."""
+    dual_clips: bool = False
+    """The surrogate reads algo.dual_clip."""
 
     def reads(self, algo: AlgoSettings) -> tuple[str, ...]:
         """Columns of Context that networks must fill before `credit`."""
@@ -32,11 +34,13 @@ class Algorithm:
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "grpo": Algorithm(credit=credit.group_relative, by_turn=True),
-    "rloo": Algorithm(credit=credit.leave_one_out),
-    "opo": Algorithm(credit=credit.length_weighted),
-    "reinforce_pp": Algorithm(credit=credit.whitened_returns, needs_peers=False),
-    "gspo": Algorithm(credit=credit.group_relative, surrogate=surrogates.sequence_clipped, bounds=surrogates.sequence_ratio_bounds),
+    "grpo": Algorithm(credit=credit.group_relative, by_turn=True, dual_clips=True),
+    "rloo": Algorithm(credit=credit.leave_one_out, dual_clips=True),
+    "opo": Algorithm(credit=credit.length_weighted, dual_clips=True),
+    "reinforce_pp": Algorithm(credit=credit.whitened_returns, needs_peers=False, dual_clips=True),
+    "gspo": Algorithm(
+        credit=credit.group_relative, surrogate=surrogates.sequence_clipped, bounds=surrogates.sequence_ratio_bounds, dual_clips=True
+    ),
     "cispo": Algorithm(credit=credit.group_relative, surrogate=surrogates.stopped_ratio, by_turn=True),
     "sapo": Algorithm(credit=credit.group_relative, surrogate=surrogates.sigmoid_gated, by_turn=True, bounds=surrogates.no_bounds),
     "gmpo": Algorithm(credit=credit.group_relative, surrogate=surrogates.geometric, bounds=surrogates.log_ratio_bounds),
@@ -56,6 +60,8 @@ def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = AL
     by_turn = [name for name, row in algorithms.items() if row.by_turn]
     remedy = f"algo.name={algo.name} credits whole episodes; use broadcast, or one of {', '.join(by_turn)}"
     require(algo.turns == "broadcast" or algo.name in by_turn, "algo.turns", algo.turns, remedy)
+    clips = algo.dual_clip == 0 or algorithms[algo.name].dual_clips
+    require(clips, "algo.dual_clip", algo.dual_clip, f"has no part in algo.name={algo.name}; leave it at 0")
 
 
 def needs_old(algo: AlgoSettings, *, num_updates: int) -> bool:

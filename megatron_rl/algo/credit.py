@@ -101,7 +101,8 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
 
     G_t = outcome + sum over s >= t of turn_discount^(s - t) * gain_s (process supervision, arXiv 2402.03300, section 4.1.3). A baseline of
     others' returns depends on nothing that the turn decides, so the expected gradient is that of the reward. A turn that nobody else
-    reached is compared with what the others earned in all: its credit is the episode's, R_i - mean(R).
+    reached is compared with what the others earned in all: its credit is the episode's, R_i - mean(R). A KL penalty in the reward is part
+    of the outcome: the whole episode's is taken off every turn.
     """
     returns = [_returns(rollout, algo) for rollout in members]
     credits = broadcast(members, algo)
@@ -119,7 +120,8 @@ TURN_SCHEMES: Mapping[str, Callable[[Sequence[Rollout], AlgoSettings], list[list
     "outcome_and_turn": outcome_and_turn,
     "return_to_go": return_to_go,
 }
-"""Credit of each turn of each member of a group, before it is normalized. One turn an episode: all three are R_i - mean(R)."""
+"""Credit of each turn of each member of a group, before it is normalized. Where each episode is one turn, and that
+is a step for all of them or for none, all three are R_i - mean(R)."""
 
 
 def spreads(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:

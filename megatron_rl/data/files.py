@@ -18,34 +18,34 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def files_of(name: str) -> list[Path]:
-    """In order of their names. ValueError: there are none, or a folder holds several splits and none is chosen."""
+def files_of(name: str, *, key: str) -> list[Path]:
+    """In order of their names. ValueError, under `key`: there are none, or a folder holds several splits and none is chosen."""
     path, split = Path(name), ""
     if path.is_file():
         return [path]
     if not path.is_dir() and ":" in name:
         start, _, split = name.rpartition(":")
         path = Path(start)
-    folder = path if path.is_dir() else _cached(str(path), name)
+    folder = path if path.is_dir() else _cached(str(path), name, key=key)
     within = [found.relative_to(folder) for found in sorted(folder.rglob("*")) if found.suffix in FORMATS and _is_data(found)]
     files = [found for found in within if found.suffix == min((found.suffix for found in within), key=FORMATS.index)]
     splits = sorted({word for found in files for word in _words(found)} & set(SPLITS))
     choose = f"holds the splits {', '.join(splits)}; take one of them, {path}:{splits[0] if splits else ''}"
-    require(bool(split) or len(splits) < 2, "task.data", name, choose)
+    require(bool(split) or len(splits) < 2, key, name, choose)
     chosen = [folder / found for found in files if not split or split in _words(found)]
     remedy = f"has no files of the split {split}" if split and files else f"has no files that end in {', '.join(FORMATS)}"
-    require(bool(chosen), "task.data", name, remedy)
+    require(bool(chosen), key, name, remedy)
     return chosen
 
 
-def _cached(hub_name: str, name: str) -> Path:
+def _cached(hub_name: str, name: str, *, key: str) -> Path:
     """The folder of a data set in Hugging Face's cache."""
-    require(_HUB_NAME.fullmatch(hub_name) is not None, "task.data", name, "no such file")
+    require(_HUB_NAME.fullmatch(hub_name) is not None, key, name, "no such file")
     try:
         return Path(snapshot_download(hub_name, repo_type="dataset", local_files_only=True))
     except LocalEntryNotFoundError as error:
         remedy = f"no such file, and no such data set in the cache of Hugging Face; get it by: hf download --repo-type dataset {hub_name}"
-        raise ValueError(f"task.data={name}: {remedy}") from error
+        raise ValueError(f"{key}={name}: {remedy}") from error
 
 
 def _is_data(path: Path) -> bool:

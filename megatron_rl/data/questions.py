@@ -54,7 +54,7 @@ class Questions(Sequence[Example]):
 
 def open_questions(paths: Sequence[str], *, images_root: str, name: str, columns: ColumnSettings | None = None) -> Questions:
     """The questions of the files, not looked at yet."""
-    return Questions(Records(paths, images_root=images_root, columns=columns), name=name)
+    return Questions(Records(paths, images_root=images_root, key=f"task.data.{name}", columns=columns), name=name)
 
 
 def questions(paths: Sequence[str], *, images_root: str, name: str, columns: ColumnSettings | None = None) -> Questions:

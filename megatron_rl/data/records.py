@@ -64,13 +64,13 @@ class Record:
 class Records(Sequence[Record]):
     """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them.
 
-    Raises ValueError: no file, one that is not there or not of its format, no rows.
+    Raises ValueError, under the setting `key`: no file, one that is not there or not of its format, no rows.
     """
 
-    def __init__(self, paths: Sequence[str], *, images_root: str, columns: ColumnSettings | None = None) -> None:
-        self._files = [(path, open_rows(path)) for name in paths for path in files_of(name)]
+    def __init__(self, paths: Sequence[str], *, images_root: str, key: str = "task.data", columns: ColumnSettings | None = None) -> None:
+        self._files = [(path, open_rows(path, key=key)) for name in paths for path in files_of(name, key=key)]
         self._folder, self._columns = images_root, chosen_names(columns) if columns else {}
-        require(len(self) > 0, "task.data", list(paths), "has no rows")
+        require(len(self) > 0, key, list(paths), "has no rows")
 
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self._files)

@@ -28,12 +28,19 @@ _ARROW_MAGIC = b"ARROW1"
 _SPACE = " \t\r\n"
 
 
-def open_rows(path: Path) -> Sequence[JsonRow]:
-    """The file's rows; a row that is no JSON object raises when it is read. ValueError: no such file, or not of its format."""
-    require(path.is_file(), "task.data", path, "no such file")
-    if path.suffix == ".arrow":
-        return ArrowRows(path)
-    return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
+def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
+    """The file's rows; a row that is no JSON object raises when it is read. ValueError, under `key`: no such file, or not of its format."""
+    require(path.is_file(), key, path, "no such file")
+    try:
+        if path.suffix == ".arrow":
+            return ArrowRows(path)
+        return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
+    except NoRows as error:
+        raise ValueError(f"{key}={path}: {error}") from error
+
+
+class NoRows(ValueError):
+    """What keeps a file from being read, in words."""
 
 
 class JsonRows(Sequence[JsonRow]):
@@ -94,7 +101,7 @@ class ArrowRows(Sequence[JsonRow]):
             source.seek(0)
             self._table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"task.data={path}: could not be read as Arrow ({error})") from error
+            raise NoRows(f"could not be read as Arrow ({error})") from error
 
     def __reduce__(self) -> tuple:
         return ArrowRows, (self.path,)
@@ -111,7 +118,7 @@ def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
     end = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
-            _check_length(path, len(line))
+            _check_length(len(line))
             start, end = end, end + len(line)
             mark = 3 if start == 0 and line.startswith(b"\xef\xbb\xbf") else 0
             if line[mark:].strip():
@@ -132,9 +139,10 @@ def _list_spans(path: Path) -> Iterator[tuple[int, int]]:
                 _, end = decoder.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
                 more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
-                require(bool(more), "task.data", path, f"is cut off or no JSON list: byte {base + at} begins no complete row ({error})")
+                if not more:
+                    raise NoRows(f"is cut off or no JSON list: byte {base + at} begins no complete row ({error})") from error
                 text, base, at = text[at:] + more, base + at, 0
-                _check_length(path, len(text) - len(more))
+                _check_length(len(text) - len(more))
                 continue
             yield base + at, base + end
             at = end
@@ -146,8 +154,9 @@ def _skip(text: str, at: int, characters: str) -> int:
     return at
 
 
-def _check_length(path: Path, length: int) -> None:
-    require(length <= MAX_ROW_BYTES, "task.data", path, f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+def _check_length(length: int) -> None:
+    if length > MAX_ROW_BYTES:
+        raise NoRows(f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
 
 
 def _arrow_copy(path: Path) -> Path:
@@ -167,7 +176,7 @@ def _arrow_copy(path: Path) -> Path:
             except (pa.ArrowException, OSError) as error:
                 partial.unlink(missing_ok=True)
                 remedy = f"could not be read as Parquet and copied to {folder} ({error}); check the file and that folder's free space"
-                raise ValueError(f"task.data={path}: {remedy}") from error
+                raise NoRows(remedy) from error
             partial.replace(copy)
     return copy
 

@@ -57,7 +57,7 @@ class Transcripts(Sequence[list[Message]]):
 
 def transcripts(paths: Sequence[str], *, images_root: str) -> Transcripts:
     """The files' conversations, after a look at every row and the header of every picture. ValueError names file and row."""
-    opened = Transcripts(Records(paths, images_root=images_root))
+    opened = Transcripts(Records(paths, images_root=images_root, key="task.data.demonstrations"))
     for place in range(len(opened)):
         for message in opened.stored(place):
             for part in message["content"]:

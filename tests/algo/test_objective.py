@@ -262,7 +262,9 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
     value, base, rows = WIRING[field]
     assert value != getattr(AlgoSettings(), field), "a default moves nothing"
     moved = set()
-    for name in BY_TURN if field in ("turns", "turn_discount") else ALGORITHMS:  # others refuse them
+    dual_clipped = [name for name, row in ALGORITHMS.items() if row.dual_clips]
+    takers = {"turns": BY_TURN, "turn_discount": BY_TURN, "dual_clip": dual_clipped}
+    for name in takers.get(field, ALGORITHMS):  # others refuse them
         before = AlgoSettings(name=name, **base)
         after = dataclasses.replace(before, **{field: value})
         check_algorithm(after)

@@ -42,6 +42,9 @@ def broken(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     for name, text in YAMLS.items():
         (folder / "configs" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
     (folder / "good.jsonl").write_text(QUESTION)
+    (folder / "true.jsonl").write_text('{"question": "?", "answer": true}\n')
+    (folder / "nan.jsonl").write_text('{"question": "?", "answer": NaN}\n')
+    (folder / "web.jsonl").write_text('{"question": "?", "answer": "a", "image": "https://example.com/a.png"}\n')
     (folder / "half.jsonl").write_text(QUESTION + QUESTION[:20])
     (folder / "table.csv").write_text("question,answer\nHow many?,4\n")
     (folder / "file").touch()

@@ -138,7 +138,7 @@ def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
         str(hub / "datasets--me--colors" / "refs"): "has no files that end in .parquet, .arrow, .jsonl, .json",
         "no.jsonl": "no such file",
     }.items():
-        with pytest.raises(ValueError, match=re.escape(f"task.data={name}: {said}")):
+        with pytest.raises(ValueError, match=re.escape(f"task.data.train={name}: {said}")):
             answers(name)
     with pytest.raises(ValueError, match=r"^one.arrow row 0: answer: is missing"):
         answers(str(file_format))

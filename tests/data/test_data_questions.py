@@ -239,7 +239,7 @@ def test_slices_are_views_that_travel(tmp_path: Path) -> None:
 
 def test_files_without_rows(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"^task.data=\['.*empty.jsonl'\]: has no rows"):
+    with pytest.raises(ValueError, match=r"^task.data.train=\['.*empty.jsonl'\]: has no rows"):
         questions([str(tmp_path / "empty.jsonl")], images_root="", name="train")
 
 

@@ -113,12 +113,25 @@ def test_an_option_that_there_is_not(home: Path) -> None:
 
 
 def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
-    """Beside the reward of the other file. At the first update every ratio is 1: the loss is minus the mean advantage of the tokens."""
+    """Beside the reward of the other file, each context a micro-batch of its own.
+
+    At the first update every ratio is 1: the loss is minus the mean advantage of the tokens.
+    """
     own = "import gradient, short\nfrom megatron_rl.algo.algorithms import Algorithm\nfrom megatron_rl.algo import credit\n"
     own += "row = Algorithm(credit=credit.leave_one_out, surrogate=gradient.policy_gradient)\n"
     (home / "both.py").write_text(own + "short.cli(rewards={'short': short.short}, algorithms={'gradient': row})\n")
     data = ("task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]")
-    run(home, "both", "task=vqa", "task.reward=short", "algo.name=gradient", "experiment=mine", "run.dir=out", *data)
+    run(
+        home,
+        "both",
+        "task=vqa",
+        "task.reward=short",
+        "algo.name=gradient",
+        "experiment=mine",
+        "run.dir=out",
+        "batch.micro_batch_tokens=8",
+        *data,
+    )
     (step, _) = read_metrics(home / "out" / "metrics.jsonl")
     rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
     total = {group: sum(rollout.reward for rollout in rollouts if rollout.group == group) for group in (0, 1)}
