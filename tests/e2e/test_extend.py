@@ -72,20 +72,30 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+def installed(home: Path, site: Path, *words: str) -> str:
+    """What a fresh interpreter says that sees the wheel, and not this repository."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_a_wheel_holds_what_a_run_reads(site: Path) -> None:
+    for room, pattern in (("configs", "**/*.yaml"), ("megatron_rl/tasks", "**/*.ttf"), ("megatron_rl/rewards", "**/*.yaml")):
+        held = {path.relative_to(ROOT / room) for path in (ROOT / room).glob(pattern)}
+        target = site / ("megatron_rl/configs" if room == "configs" else room)
+        assert held and {path.relative_to(target) for path in target.glob(pattern)} == held, room
+    scripts = {path.name for path in (site / "bin").iterdir()}
+    assert {"megatron-rl", "merger", "converter_hf_to_mcore", "extract_images_from_parquet"} <= scripts
+
+
 def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None:
-    """In a fresh interpreter that sees the wheel and not this repository; the experiment is found beside the file."""
+    """The experiment is found beside the file."""
     data = ["task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]"]
     arguments = ["short.py", "task=vqa", "experiment=mine", "task.reward=accuracy+short", "run.dir=out", *data]
-
-    def told(*words: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *words]
-        result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=200, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
-
-    assert told("-c", "import megatron_rl, sandbox, tools; print(megatron_rl.__file__)").startswith(str(site))
-    told(*arguments)
+    assert installed(home, site, "-c", "import megatron_rl, sandbox, tools; print(megatron_rl.__file__)").startswith(str(site))
+    installed(home, site, *arguments)
     rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert len(rollouts) == 8
     for rollout in rollouts:
@@ -93,12 +103,10 @@ def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None
         assert rollout.reward == pytest.approx(rollout.rewards["accuracy"] + rollout.rewards["short"])
     (step, _) = read_metrics(home / "out" / "metrics.jsonl")
     assert step["reward/short"] == pytest.approx(sum(rollout.rewards["short"] for rollout in rollouts) / 8)
-    scripts = {path.name for path in (site / "bin").iterdir()}
-    assert {"megatron-rl", "merger", "converter_hf_to_mcore", "extract_images_from_parquet"} <= scripts
 
 
-def test_a_task_with_options_of_its_own(home: Path) -> None:
-    run(home, "echo", "task=echo", "experiment=mine", "task.options.words=2", "run.dir=out")
+def test_a_task_of_fifteen_lines_runs_from_a_wheel(home: Path, site: Path) -> None:
+    installed(home, site, "echo.py", "task=echo", "experiment=mine", "task.options.words=2", "run.dir=out")
     rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert {rollout.example_id for rollout in rollouts} == {"red", "green"} and {rollout.task for rollout in rollouts} == {"echo"}
     assert [rollout.reward for rollout in rollouts] == [float(rollout.example_id in rollout.turns[0].text) for rollout in rollouts]
@@ -110,6 +118,21 @@ def test_an_option_that_there_is_not(home: Path) -> None:
     (home / "configs" / "task" / "echo.yaml").write_text("name: echo\noptions: {word: 2}\n")
     said = forked.run(home / "echo.py", "task=echo", "experiment=mine", "run.dir=out", cwd=home, timeout_s=100)
     assert said.returncode == 1 and re.search(r"^error: .*word\b", said.stdout, re.MULTILINE), said.stdout
+
+
+def test_a_mistake_in_one_reply_fails_that_rollout(home: Path) -> None:
+    """Of two prompts a step one is of the kind that the function cannot read; the other's rollouts are trained on."""
+    own = "from megatron_rl.cli import cli\ndef picky(reply, answer):\n    return len(reply) / {'0': 1, '1': 2}[answer]\n"
+    (home / "picky.py").write_text(own + "cli(rewards={'picky': picky})\n")
+    rows = [{"question": f"Say {number}.", "answer": str(number)} for number in (1, 2)]
+    (home / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (home / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    given = ("task=vqa", "task.reward=picky", "experiment=mine", "run.dir=out", "run.max_failed=0.5")
+    said = run(home, "picky", *given, "task.data.train=[two.jsonl]", "task.data.eval=[one.jsonl]")
+    assert re.search(r"^left out, .*: train/1: reward picky on train/1: KeyError: '2' \(.*picky.py:3\)$", said, re.MULTILINE), said
+    (step, _) = read_metrics(home / "out" / "metrics.jsonl")
+    assert (step["rollout/failed"], step["rollout/completed"] + step["rollout/truncated"]) == (4.0, 4.0)
+    assert step["rollout/end_lasting_fault"] == 4.0 and step["reward/picky"] == step["reward/mean"]
 
 
 def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
