@@ -1,9 +1,10 @@
 """What settings choose by name, with what a user's own file adds, and whether it fits: all that can be known before processes meet."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 
 import torch
+import yaml
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, check_algorithm
 from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
@@ -11,7 +12,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.rewards.functions import rewarded_by
-from megatron_rl.tasks.base import Task
+from megatron_rl.tasks.base import Task, require_task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
@@ -42,17 +43,29 @@ def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
     tasks = {**TASKS, **own.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
     task_type = tasks[settings.name]
-    require(issubclass(task_type, Task), f"tasks[{settings.name!r}]", task_type, "must be a class below megatron_rl.tasks.base.Task")
+    require_task(settings.name, task_type)
     names = settings.reward.split("+") if settings.reward else []
     shipped = [name for name in names if name not in own.rewards]
     choices = [*task_type.rewards, *own.rewards]
-    remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}; at most one that ships, with your own joined by +"
+    joined = "; at most one that ships, with your own joined by +" if task_type.rewards else ""
+    remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}{joined}"
     require({*shipped} <= {*task_type.rewards} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
     remedy = f"task {settings.name} has no options of its own"
     require(settings.options is None or task_type.Options is not None, "task.options", settings.options, remedy)
+    require(_is_plain(settings.options), "task.options", settings.options, "is kept as yaml; use numbers, text, lists and mappings of them")
     task = task_type(replace(settings, reward="".join(shipped)))
+    asks = task.judge is not None or not (settings.judge.model or settings.judge.urls)
+    require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} asks no judge; leave it out")
     task.rubric = rewarded_by(settings.reward, task.rubric, own.rewards)
     return task
+
+
+def _is_plain(options: object) -> bool:
+    try:
+        yaml.safe_dump(asdict(options) if is_dataclass(options) else options)
+    except yaml.YAMLError:
+        return False
+    return True
 
 
 def check(settings: Settings, world_size: int, own: Own = Own()) -> None:

@@ -9,7 +9,7 @@ from megatron_rl.data.questions import Questions
 from megatron_rl.data.survey import survey
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.types import Context
-from megatron_rl.world import place
+from megatron_rl.world import on_main_rank
 
 SHOWN_CHARACTERS = 500
 """Of the first prompt, from its begin and from its end."""
@@ -18,10 +18,12 @@ SHOWN_MISFITS = 5
 
 
 def tell_prompts(settings: Settings, *, fleet: Fleet, tell: Callable[[str], None]) -> None:
-    """On every rank; the main one does the looking. ValueError: more questions do not fit than run.max_failed allows."""
+    """On every rank; the main one does the looking. ValueError, on all: more questions cannot be played than run.max_failed allows."""
     prompt = fleet.first_prompt()
-    if not place().is_main or prompt is None:
-        return
+    on_main_rank(lambda: None if prompt is None else _look(settings, prompt, fleet=fleet, tell=tell))
+
+
+def _look(settings: Settings, prompt: Context, *, fleet: Fleet, tell: Callable[[str], None]) -> None:
     words = fleet.renderer.shown(prompt)
     short = words if len(words) <= 2 * SHOWN_CHARACTERS else f"{words[:SHOWN_CHARACTERS]} ... {words[-SHOWN_CHARACTERS:]}"
     tell(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
@@ -34,10 +36,10 @@ def tell_misfits(
     settings: Settings, questions: dict[str, Questions], prompt: Context, *, fleet: Fleet, tell: Callable[[str], None]
 ) -> None:
     """Name by file and row what cannot be played. What stands around a question is taken to be as long as in the first prompt."""
-    first = Prompts(settings, fleet.renderer)
+    first = Prompts(settings, fleet.renderer, reply=1)
     survey(questions["train"][:1], look=first.look)
     for split, of_split in questions.items():
-        prompts = Prompts(settings, fleet.renderer, around=len(prompt.token_ids) - first.longest)
+        prompts = Prompts(settings, fleet.renderer, around=len(prompt.token_ids) - first.longest, reply=1)
         found = survey(of_split, look=prompts.look)
         for line in found.warnings[:SHOWN_MISFITS]:
             tell(f"warning: task.data.{split}: {line}")

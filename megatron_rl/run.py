@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.jsonl import replace_lines
+from megatron_rl.jsonl import replace_bytes, replace_lines
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import Recorder
@@ -70,7 +70,7 @@ class Run:
         self.evaluation: dict[str, float] = {}
         """Of the last evaluation in this life, as in eval.json."""
         self.is_main, self._rank = world.is_main, world.rank
-        self._told: set[str] = set()
+        self._told = set(self.history.faulty)
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
         if not self.is_main:
@@ -79,8 +79,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / EVALUATION).unlink(missing_ok=True)  # the run is not finished from here on
             config = asdict(settings)
-            write_text(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
-            self.log = MetricsLog(self.folder, settings.wandb, config, start_step=first_step)
+            replace_bytes(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
+            self.log = MetricsLog(self.folder, settings.wandb, config, start_step=first_step - bool(self.history.owed))
             best, worst = settings.run.record_best, settings.run.record_worst
             self.recorder = Recorder(self.folder, best=best, worst=worst, start_step=first_step)
 
@@ -133,7 +133,7 @@ class Run:
         if not self.is_main:
             return
         for name in [name for name in self.history.faulty if name not in self._told]:
-            self.tell(f"left out, as no further try can mend it: {name}: {self.history.faulty[name]}")
+            self.tell(f"no further try can mend it: {name}: {self.history.faulty[name]}")
             self._told.add(name)
         with writing(self.folder):
             self.recorder.record(step, rollouts)
@@ -164,7 +164,7 @@ class Run:
             self.tell(f"nothing was learned in any of {num_steps} steps: all rewards of a group were always alike; {remedy}")
         with writing(self.folder):
             self.log.log(self.num_steps, {**metrics, **self.spans.take()})
-            write_text(self.folder / EVALUATION, json.dumps(values, indent=1) + "\n")
+            replace_bytes(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
             replace_lines(self.folder / "prompts.jsonl", lines)
@@ -213,13 +213,6 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(f"run.dir={folder}: could not be written ({error}); free space or choose another folder") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it is the old one or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def check_failures(rollouts: list[Rollout], *, limit: float) -> None:

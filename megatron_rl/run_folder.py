@@ -31,7 +31,7 @@ FREE = (
     "run.max_failed", "run.patience_s", "run.host_gb", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url",
 )  # fmt: skip
 """Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
-_OPEN = ("optim.part_lr",)
+_OPEN = ("optim.part_lr", "task.options")
 """Settings whose keys are the user's: they are compared as a whole."""
 STEPS = {"rl": "run.steps", "sft": "sft.steps"}
 """By stage: the setting that says how long a run takes."""
@@ -63,9 +63,8 @@ def held(settings: Settings) -> Iterator[dict[str, float] | None]:
 def _enter(settings: Settings, locks: ExitStack) -> dict[str, float] | None:
     folder = Path(settings.run.dir)
     with writing(folder):
-        held_by_us = lock(folder)
-        locks.callback(_leave_no_trace, folder)
-        locks.enter_context(held_by_us)
+        locks.enter_context(lock(folder))
+        locks.callback(_leave_no_trace, folder)  # while it is still held
         standing = look(folder, settings)
         if settings.run.overwrite and (standing.refusal or standing.is_finished):
             aside = _aside(folder)

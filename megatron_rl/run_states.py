@@ -22,9 +22,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.config import Settings
+from megatron_rl.jsonl import replace_bytes
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
-from megatron_rl.run import History, writing
+from megatron_rl.run import History, Run, writing
 from megatron_rl.types import RunFailed
 from megatron_rl.weights.formats.files import copy_companions, flush
 from megatron_rl.world import on_main_rank
@@ -172,14 +173,30 @@ class Checkpoints:
                 raise
 
     @contextmanager
-    def settled_on_failure(self) -> Iterator[None]:
-        """A run that stops by its own judgement (RunFailed, which every rank sees alike) keeps the checkpoint that is on its way."""
+    def settled_on_failure(self, run: Run) -> Iterator[None]:
+        """A run that stops by its own judgement (RunFailed, which every rank sees alike) keeps the checkpoint that is on its way.
+
+        Where the evaluation of its own step failed, that is still owed.
+        """
         try:
             yield
         except RunFailed:
+            if self._pending is not None and self._pending.state is None and self._pending.step == run.num_done:
+                self.step_done(run.num_done, history=run.history, metrics=run.metrics)
             if self._pending is not None and self._pending.state is not None:
                 self.settle()
             raise
+
+    def paid(self, *, history: History, metrics: Mapping[str, float]) -> None:
+        """The evaluation that was owed when the run's last life ended is made: its checkpoint learns of it."""
+
+        def write() -> None:
+            path = self._start / _STATE
+            state = json.loads(path.read_text()) | {"history": asdict(history), "success": metrics.get(_SUCCESS)}
+            replace_bytes(path, json.dumps(state, indent=1).encode())
+
+        with writing(self._run):
+            on_main_rank(write)
 
     def _publish(self, pending: _Pending) -> None:
         """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""

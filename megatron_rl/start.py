@@ -90,7 +90,7 @@ def reinforce(settings: Settings, parts: Parts) -> Fleet:
     fleet = parts.open_fleet(settings)
     with parts.run.spans("start"):
         tell_prompts(settings, fleet=fleet, tell=parts.run.tell)
-    with parts.checkpoints.settled_on_failure():
+    with parts.checkpoints.settled_on_failure(parts.run):
         train(
             settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints, stop=parts.stop,
             algorithms=parts.algorithms,

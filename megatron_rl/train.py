@@ -43,6 +43,7 @@ def train(
         fleet.serve(policy.hf_weights(), version=run.first_step)
     if run.history.owed:  # stopped in that evaluation
         close(run.first_step - 1, settings, fleet=fleet, run=run, checkpoints=checkpoints)
+        checkpoints.paid(history=run.history, metrics=run.metrics)
     stop.check()
 
     for step in range(run.first_step, settings.run.steps):

@@ -1,5 +1,7 @@
 """The two records that travel: Rollout, what people and judges read, and Batch, what the trainer computes on.
 
+Over 300 lines: the records, and the words that all rooms share, are one vocabulary.
+
 Shape suffixes used in this project:
     T  tokens of one packed micro-batch        S  segments in it (S1 = S + 1)       L  tokens of one context
     P  vision patches    C  numbers in a patch (of its channels, frames, rows and columns)    I  images
@@ -41,7 +43,7 @@ class NotFinite(RunFailed):
 
 
 class Stopped(Exception):
-    """The run was asked to stop (stop.py), and every rank does: nothing of the step that it was in counts."""
+    """The run was asked to stop (stop.py), and every rank does. What was given up for it is done again by the run's next life."""
 
 
 class Status(StrEnum):

@@ -2,11 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.choices import Own, build_task
-from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.config import DataSettings, JudgeSettings, TaskSettings
 from megatron_rl.tasks.base import Env, Task
 from megatron_rl.types import Example
 
@@ -44,13 +45,13 @@ def test_a_reward_is_chosen_by_its_name() -> None:
         ("vqa", "deepeyes", "task vqa takes accuracy, short, kind; at most one that ships, with your own joined by +"),
         ("visual_python", "accuracy+tapo", "task visual_python takes accuracy, pyvision, deepeyes, codev, tapo, short, kind; "),
         ("vqa", "accuracy+shrot", "task vqa takes accuracy, short, kind; "),
-        ("number_line", "accuracy", "task number_line takes short, kind; "),
+        ("number_line", "accuracy", "task number_line takes short, kind"),
     ],
 )
 def test_a_reward_that_there_is_not(name: str, reward: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'task.reward={reward}: {remedy}')}"):
         parts_of(name, reward)
-    with pytest.raises(ValueError, match=r"^task.reward=short: task number_line takes none but its own; "):
+    with pytest.raises(ValueError, match=r"^task.reward=short: task number_line takes none but its own$"):
         build_task(TaskSettings(name="number_line", reward="short"))
 
 
@@ -60,6 +61,26 @@ def test_a_task_is_a_subclass() -> None:
 
     with pytest.raises(ValueError, match=r"^tasks\['looks'\]=<class .*Looks'>: must be a class below megatron_rl.tasks.base.Task$"):
         build_task(TaskSettings(name="looks"), Own(tasks={"looks": Looks}))
+
+
+def test_half_a_task() -> None:
+    class Half(Task):
+        def examples(self, split: str) -> list[Example]:
+            return []
+
+    with pytest.raises(ValueError, match=r"^tasks\['half'\]=Half: lacks env$"):
+        build_task(TaskSettings(name="half"), Own(tasks={"half": Half}))
+
+
+def test_options_that_cannot_be_kept() -> None:
+    """Those of a run are in its config.yaml, and compared when it goes on."""
+    with pytest.raises(ValueError, match=r"^task.options=.*PosixPath.*: is kept as yaml; use numbers, text, lists and mappings of them$"):
+        build_task(TaskSettings(name="own", options=OwnTask.Options(size=Path("/"))), OWN)
+
+
+def test_a_judge_that_nobody_asks() -> None:
+    with pytest.raises(ValueError, match=r"^task.judge.model=judge: task number_line asks no judge; leave it out$"):
+        build_task(TaskSettings(name="number_line", judge=JudgeSettings(model="judge", urls=["http://a"])))
 
 
 def test_options_are_of_a_task_that_has_some() -> None:

@@ -1,6 +1,7 @@
 """What a run says of its prompts before it begins. Oracle: prompts that the renderer makes of every question."""
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatron_rl.config import DataSettings, EngineSettings, ModelSettings, RunS
 from megatron_rl.opening import tell_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import VqaTask
+from tests.support.one_process import world_of_one
 from tests.support.scripted_fleet import EPISODE, Scripted, fleet_of
 from tests.support.tables import png, write
 
@@ -25,9 +27,15 @@ def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model)))
 
 
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
 def settings_of(path: Path, *, room: int, max_failed: float) -> Settings:
     return Settings(
-        engine=EngineSettings(max_images=2, max_model_len=room + 10),
+        engine=EngineSettings(max_images=2, max_model_len=room + 1),
         task=TaskSettings(name="vqa", max_tokens_per_turn=10, data=DataSettings(train=[str(path)], eval=[str(path)])),
         run=RunSettings(dir="nowhere", max_failed=max_failed),
     )

@@ -12,7 +12,7 @@ from megatron_rl.algo.select import REASONS, select
 from megatron_rl.config import AlgoSettings, RunSettings, SelectSettings, Settings
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import Progress
-from megatron_rl.run import Run, check_failures, check_improvement
+from megatron_rl.run import History, Run, check_failures, check_improvement
 from megatron_rl.step_metrics import merge_updates, rollout_metrics
 from megatron_rl.types import End, Rollout, RunFailed, Status, ToolCall
 from megatron_rl.world import World
@@ -113,7 +113,7 @@ def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) 
         return shown.getvalue().splitlines()
 
     lines = played("some", alike, unlike, alike)
-    assert lines[0] == f"left out, as no further try can mend it: train/7: {lost.reason}", "once, with its file and row"
+    assert lines[0] == f"no further try can mend it: train/7: {lost.reason}", "once, with its file and row"
     assert ["all groups alike: nothing learned" in line for line in lines[1:]] == [True, False, True]
     *_, last = played("never", alike, alike)
     assert last.startswith("nothing was learned in any of 2 steps: ") and "task" not in last
@@ -124,3 +124,13 @@ def test_a_run_must_improve() -> None:
     check_improvement([0.0] * 10 + [0.1] * 10)
     with pytest.raises(RunFailed, match="no improvement: mean return 0.000 over the last 10 steps, 0.000 over the first 10"):
         check_improvement([0.0] * 20)
+
+
+def test_a_step_whose_evaluation_is_owed_is_recorded_once(tmp_path: Path) -> None:
+    """By the life that pays it, also where that ended before a checkpoint of its own."""
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(3)))
+    history = History(owed={"loss": 1.0})
+    run = Run(Settings(run=RunSettings(dir=str(tmp_path))), World(0, 1, 0, torch.device("cpu")), num_steps=9, first_step=3, history=history)
+    run.record(2, {"loss": 1.0})
+    run.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]

@@ -1,9 +1,11 @@
 """Which checkpoints are kept, which one a run goes on from, and what is refused; in a world of one, with a policy that writes one file."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -177,13 +179,27 @@ def test_damage_is_told_with_the_folder_and_what_to_do(damage: str, settings: Se
 
 
 def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings: Settings) -> None:
-    """Published, when its step was recorded; one that was begun in the step that failed is no checkpoint."""
-    for num_recorded, expected in ((1, ["step_00000001"]), (0, [".step_00000001.partial"])):
-        changed = replace(settings, run=replace(settings.run, dir=f"{settings.run.dir}/{num_recorded}"))
+    """Published, when its step was recorded or its evaluation failed; one that was begun in the step that failed is no checkpoint."""
+    for name, num_recorded, num_done, expected in (
+        ("recorded", 1, 1, "step_00000001"), ("evaluation", 0, 1, "step_00000001"), ("step", 0, 0, ".step_00000001.partial"),
+    ):  # fmt: skip
+        changed = replace(settings, run=replace(settings.run, dir=f"{settings.run.dir}/{name}"))
         checkpoints = Checkpoints(changed, SlowPolicy(), start=None)
         checkpoints.begin(1)
         for _ in range(num_recorded):
-            checkpoints.step_done(1, history=History(), metrics={})
-        with pytest.raises(RunFailed, match="judges are down"), checkpoints.settled_on_failure():
+            checkpoints.step_done(1, history=History(), metrics={"eval/greedy_success": 0.75})
+        run = SimpleNamespace(num_done=num_done, history=History(owed={"loss": 1.0}), metrics={"loss": 1.0})
+        with pytest.raises(RunFailed, match="judges are down"), checkpoints.settled_on_failure(run):
             raise RunFailed("judges are down")
-        assert names(changed) == expected
+        assert names(changed) == [expected]
+        if name != "step":
+            state = json.loads((Path(changed.run.dir) / "checkpoints" / expected / "run" / "state.json").read_text())
+            assert (state["success"], state["history"]["owed"]) == ((0.75, {}) if name == "recorded" else (None, {"loss": 1.0}))
+
+
+def test_an_evaluation_that_was_owed_is_paid_once(settings: Settings) -> None:
+    write(settings, [None])
+    (newest,) = (Path(settings.run.dir) / "checkpoints").iterdir()
+    Checkpoints(settings, SlowPolicy(), start=newest).paid(history=History(rounds=7), metrics={"eval/greedy_success": 0.5})
+    _, state = find(settings)
+    assert (state.step, state.success, state.history) == (1, 0.5, History(rounds=7))

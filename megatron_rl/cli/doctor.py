@@ -129,7 +129,7 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
     for split, paths in given.items():
         if split == "demonstrations" or not paths:
             continue
-        prompts = Prompts(settings, renderer) if renderer else None
+        prompts = Prompts(settings, renderer, reply=settings.task.max_tokens_per_turn) if renderer else None
         try:
             found = survey(
                 open_questions(paths, images_root=data.images, name=split, columns=data.columns), look=prompts.look if prompts else None

@@ -23,8 +23,9 @@ from yaml import YAMLError
 
 from megatron_rl.cli.help import text_of_help
 from megatron_rl.cli.words import refuse_strangers, retold
-from megatron_rl.config import Settings
+from megatron_rl.config import Settings, require
 from megatron_rl.stop import die_with_parent
+from megatron_rl.tasks.base import require_task
 from megatron_rl.types import HostFault, RunFailed
 from megatron_rl.world import World, place
 
@@ -68,7 +69,6 @@ def cli(
     examines = sys.argv[1:2] == ["doctor"]
     if examines:
         del sys.argv[1]
-    offer(tasks or {})
 
     def act(settings: Settings) -> None:
         from megatron_rl.choices import Own  # brings torch
@@ -91,6 +91,7 @@ def cli(
 def offer(tasks: Mapping[str, type]) -> None:
     """Let task=NAME choose one of these, with its options; a yaml of that name beside the user's file does so itself."""
     for name, task in tasks.items():
+        require_task(name, task)
         if not (beside_the_file() / "task" / f"{name}.yaml").exists():
             ConfigStore.instance().store(group="task", name=name, node={"name": name, "options": task.Options})
 
@@ -118,6 +119,8 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
         flags = get_args_parser()
         flags.error = refuse_flags
         given = flags.parse_intermixed_args()
+        require(not given.multirun, "--multirun", True, "all would run in one run.dir; start one command for each")
+        offer(tasks)
         if not given.help:
             flags.parse_args()  # as hydra will: it wants all of key=value together
             main()

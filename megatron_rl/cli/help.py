@@ -15,6 +15,8 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from megatron_rl.cli.words import refuse_strangers
+
 CONFIGS = "megatron_rl.configs"
 TRAIN = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.
 
@@ -53,6 +55,7 @@ def text_of_help(words: Sequence[str], *, examines: bool) -> str:
     asked = [word for word in words if "=" not in word]
     with initialize_config_module(CONFIGS, version_base="1.3"):
         chosen = compose("train", overrides=[word for word in words if "=" in word])
+        refuse_strangers(chosen)
         groups = list(_groups())
     keys = list(listed(chosen))
     if not asked:

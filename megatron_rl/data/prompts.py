@@ -7,6 +7,9 @@ from megatron_rl.data.records import PLACE
 from megatron_rl.data.survey import Size
 from megatron_rl.types import Example
 
+HIDDEN = "pyvision_gym_wo_image_hint"
+"""The `env_name` of examples whose pictures only the code sees."""
+
 
 class Measures(Protocol):
     """What is needed of a renderer."""
@@ -22,22 +25,23 @@ class Measures(Protocol):
 class Prompts:
     """Looks at one question after the other (survey.Look)."""
 
-    def __init__(self, settings: Settings, measures: Measures, *, around: int = 0) -> None:
-        """`around`: tokens that the task and the chat template write around a question."""
+    def __init__(self, settings: Settings, measures: Measures, *, around: int = 0, reply: int) -> None:
+        """`around`: tokens that the task and the chat template write around a question; `reply`: tokens that must be left for a reply."""
         self.longest = 0
         """Tokens of the longest question with its pictures."""
         self.misfits = 0
-        """Questions that do not fit: none of their episodes can be played."""
+        """Questions that do not fit."""
         self.max_images = settings.engine.max_images
-        self.room = settings.engine.max_model_len - settings.task.max_tokens_per_turn - around
+        self.room = settings.engine.max_model_len - reply - around
         self._measures, self._around = measures, around
 
     def length(self, example: Example, sizes: list[Size]) -> int:
+        sizes = [] if example.payload["env_name"] == HIDDEN else sizes
         text = str(example.payload["question"]).replace(PLACE, "<|vision_start|><|vision_end|>")
         return self._measures.num_tokens(text) + sum(map(self._vision_tokens, sizes))
 
     def look(self, example: Example, sizes: list[Size]) -> list[str]:
-        """What keeps a question from being played, or its replies from being as long as they may be."""
+        """What keeps a question from being played, or its first reply from being so long."""
         length = self.length(example, sizes)
         self.longest = max(self.longest, length)
         wrong = []

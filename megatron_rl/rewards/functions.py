@@ -44,8 +44,9 @@ def rewarded_by(chosen: str, rubric: Rubric, own: Mapping[str, Callable[..., obj
 
 def reward_of(name: str, function: Callable[..., object]) -> Reward:
     """ValueError: it is no function, or asks for what there is not."""
-    require(callable(function), f"rewards[{name!r}]", function, "is no function")
-    asked = [argument for argument in inspect.signature(function).parameters.values() if argument.default is inspect.Parameter.empty]
+    require(inspect.isfunction(function) or inspect.ismethod(function), f"rewards[{name!r}]", function, "is no function written in Python")
+    parameters = inspect.signature(function).parameters.values()
+    asked = [argument for argument in parameters if argument.name in ARGUMENTS or argument.default is inspect.Parameter.empty]
     for argument in asked:
         known = argument.name in ARGUMENTS and argument.kind is not inspect.Parameter.POSITIONAL_ONLY
         require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"its arguments may be {', '.join(ARGUMENTS)}")
@@ -58,8 +59,9 @@ def reward_of(name: str, function: Callable[..., object]) -> Reward:
         except HostFault:
             raise
         except Exception as error:  # the user's code may raise whatever it likes, and one reply of a thousand does not end a run
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            frames = traceback.extract_tb(error.__traceback__)
+            place = [frame for frame in frames if frame.filename == inspect.getsourcefile(function)] or frames
+            told = f"{type(error).__name__}: {error} ({place[-1].filename}:{place[-1].lineno})"
             raise LastingFault(f"reward {name} on {outcome.rollout.example_id}: {told}") from error
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
             raise LastingFault(f"reward {name} on {outcome.rollout.example_id}: gave {value!r}; a finite number or None is needed")

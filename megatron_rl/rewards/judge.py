@@ -74,6 +74,8 @@ class Judge:
         self._refuses_schemas: set[str] = set()
         """Servers that have refused a JSON schema and gone on without."""
         self._asked: dict[str, asyncio.Task[float]] = {}
+        self._verdicts: Verdicts | None = None
+        """From `start` on."""
 
     async def start(self) -> None:
         """In the event loop that will ask. HostFault: no server answers, or none serves the model. Where only some do, a line says so."""
@@ -117,7 +119,8 @@ class Judge:
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
-        self._verdicts.close()
+        if self._verdicts is not None:
+            self._verdicts.close()
 
     async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
         """Raises HostFault, naming server and reason, after the last try."""

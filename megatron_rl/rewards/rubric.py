@@ -101,11 +101,11 @@ class Rubric:
             asyncio.gather(*(self.parts[name].reward(outcome) for name in free)),
             asyncio.gather(*(part.reward(outcome) for part in self.turn_parts.values())),
         )
-        rewards = {name: value for name, value in zip(free, values, strict=True) if value is not None}
+        rewards = {name: float(value) for name, value in zip(free, values, strict=True) if value is not None}
         earned = [name for name, part in self.parts.items() if part.needs and rewards.get(part.needs, 0.0) >= CORRECT]
         rewards |= dict.fromkeys((name for name, part in self.parts.items() if part.needs), 0.0)
         bonuses = await asyncio.gather(*(self.parts[name].reward(outcome) for name in earned))
-        rewards |= {name: value for name, value in zip(earned, bonuses, strict=True) if value is not None}
+        rewards |= {name: float(value) for name, value in zip(earned, bonuses, strict=True) if value is not None}
         if self.parts and not self.turn_parts and not rewards:
             raise LastingFault(
                 f"rewards {', '.join(self.parts)}: none has an opinion on {outcome.rollout.example_id}; one must give a number"
@@ -118,7 +118,7 @@ class Rubric:
         for (name, part), given in zip(self.turn_parts.items(), turn_values, strict=True):
             if len(given) != len(turns):
                 raise ValueError(f"rubric: {name} gave {len(given)} values for {len(turns)} turns")
-            steps = [None if value is None else min(value, 0.0) if held else value for value in given]
+            steps = [None if value is None else min(float(value), 0.0) if held else float(value) for value in given]
             so_far = running(steps, mean=part.mean)
             rewards[name] = so_far[-1] if so_far else 0.0
             for number, step in enumerate(steps):

@@ -79,7 +79,7 @@ async def _play(rollout: Rollout, env: Env, conversation: Conversation, *, setti
         step = await env.step(text)
         rollout.environment_s += time.monotonic() - asked
         turn = rollout.turns[-1]
-        turn.reward, turn.call = step.reward, step.call
+        turn.reward, turn.call = float(step.reward), step.call
         if step.done:
             rollout.reason = step.reason
             return End.DONE

@@ -149,9 +149,11 @@ class Fleet:
         return rollout
 
     def first_prompt(self) -> Context | None:
-        """How the first training example will begin; None on ranks that lead no engine, and where it cannot."""
+        """How the first training example will begin, on the leader of the first engine; None elsewhere, and where it cannot."""
 
         async def opened() -> Context | None:
+            if self.index != 0:
+                return None
             env = self.task.env(self._examples[0])
             try:
                 return self.renderer.prompt(await env.reset(seed_of(self.episode.seed, 0)))
@@ -194,11 +196,13 @@ class Fleet:
 
         in_step: all ranks are here. After a failure others may be elsewhere or gone, and nobody is waited for.
         """
-        if in_step:
-            self.engine.run(self.task.close())
-        else:
-            self.engine.run_alone(self.task.close())
-        self.engine.close()
+        try:
+            if in_step:
+                self.engine.run(self.task.close())
+            else:
+                self.engine.run_alone(self.task.close())
+        finally:
+            self.engine.close()
 
 
 def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, round_number: int) -> list[Example]:

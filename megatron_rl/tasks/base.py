@@ -5,12 +5,15 @@ A task of your own is a subclass that has `examples` and `env`; all else has def
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from megatron_rl.config import TaskSettings
+from megatron_rl.config import TaskSettings, require
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
+
+if TYPE_CHECKING:  # it brings openai
+    from megatron_rl.rewards.judge import Judge
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +55,8 @@ class Task(ABC):
     """Names that task.reward may have besides those of a user's own functions. Empty: the task is scored in one way only."""
     rubric: Rubric = Rubric(turn_parts={"return": TurnPart(environment_rewards, mean=False)})
     """The undiscounted sum of what the environment gives, where a task does not say otherwise."""
+    judge: "Judge | None" = None
+    """Whom its rubric asks."""
     stop: Sequence[str] = ()
     """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""
 
@@ -81,3 +86,12 @@ class Task(ABC):
     def success(self, rollout: Rollout) -> bool:
         """Whether a scored episode counts as solved in evaluations."""
         return self.rubric.solves(rollout)
+
+
+def require_task(name: str, task: object) -> None:
+    """ValueError: what a user's own file calls a task is none, or only half of one."""
+    key = f"tasks[{name!r}]"
+    require(isinstance(task, type) and issubclass(task, Task), key, task, "must be a class below megatron_rl.tasks.base.Task")
+    lacking = ", ".join(sorted(task.__abstractmethods__))
+    require(not lacking, key, task.__name__, f"lacks {lacking}")
+    require(task.Options is None or is_dataclass(task.Options), f"{key}.Options", task.Options, "must be a dataclass")

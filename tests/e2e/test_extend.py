@@ -129,7 +129,9 @@ def test_a_mistake_in_one_reply_fails_that_rollout(home: Path) -> None:
     (home / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
     given = ("task=vqa", "task.reward=picky", "experiment=mine", "run.dir=out", "run.max_failed=0.5")
     said = run(home, "picky", *given, "task.data.train=[two.jsonl]", "task.data.eval=[one.jsonl]")
-    assert re.search(r"^left out, .*: train/1: reward picky on train/1: KeyError: '2' \(.*picky.py:3\)$", said, re.MULTILINE), said
+    assert re.search(
+        r"^no further try can mend it: train/1: reward picky on train/1: KeyError: '2' \(.*picky.py:3\)$", said, re.MULTILINE
+    ), said
     (step, _) = read_metrics(home / "out" / "metrics.jsonl")
     assert (step["rollout/failed"], step["rollout/completed"] + step["rollout/truncated"]) == (4.0, 4.0)
     assert step["rollout/end_lasting_fault"] == 4.0 and step["reward/picky"] == step["reward/mean"]

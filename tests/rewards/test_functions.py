@@ -30,7 +30,7 @@ def test_arguments_are_picked_by_name() -> None:
     assert scored(every, outcome) == 1.0
     assert seen == {"rollout": outcome.rollout, "turns": TURNS, "reply": "red", **PAYLOAD}
     assert scored(lambda: 0.25) == 0.25
-    assert scored(lambda answer, scale=4: scale * len(answer)) == 12.0, "what has a default is left alone"
+    assert scored(lambda answer=None, scale=4: scale * len(answer)) == 12.0, "a default is for what we do not have"
 
 
 def test_a_coroutine_is_awaited() -> None:
@@ -77,7 +77,8 @@ def test_our_own_faults_stay_what_they_are() -> None:
         (lambda solution: 0, r"^rewards\['mine'\]=\(solution\): its arguments may be question, reply, answer, turns, rollout, extra$"),
         (lambda reply, /: 0, r"^rewards\['mine'\]=\(reply\): its arguments"),
         (lambda **columns: 0, r"^rewards\['mine'\]=\(\*\*columns\): its arguments"),
-        (0.5, r"^rewards\['mine'\]=0.5: is no function"),
+        (0.5, r"^rewards\['mine'\]=0.5: is no function written in Python$"),
+        (len, r"^rewards\['mine'\]=<built-in function len>: is no function written in Python$"),
     ],
 )
 def test_what_asks_for_something_else_is_refused_at_the_start(function: object, said: str) -> None:

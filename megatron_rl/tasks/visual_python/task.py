@@ -7,6 +7,7 @@ from PIL.Image import Image as Picture
 
 import sandbox
 from megatron_rl.config import SandboxSettings, TaskSettings
+from megatron_rl.data.prompts import HIDDEN
 from megatron_rl.data.questions import split_of
 from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.rewards import rubrics
@@ -24,8 +25,6 @@ from sandbox.client import SandboxClient
 INPUT_BYTES = 512 << 20
 """Of an episode's pictures as PNG: two of the largest that are read (data/images.py), as noise."""
 Payload = Mapping[str, object]
-HIDDEN = "pyvision_gym_wo_image_hint"
-"""The `env_name` of examples whose pictures only the code sees."""
 OBSERVED_CHARACTERS = 8192
 """Of what a call prints, on each of its two streams: the first half and the last. Some 3,000 tokens."""
 
