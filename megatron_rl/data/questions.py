@@ -62,8 +62,11 @@ def questions(paths: Sequence[str], *, images_root: str, name: str, columns: Col
     opened = open_questions(paths, images_root=images_root, name=name, columns=columns)
     found = survey(opened)
     found.require_sound()
-    images = columns.images if columns else ""
-    require(not images or found.num_images > 0, "task.data.columns.images", images, f"no row of {', '.join(paths)} has pictures there")
+    given = columns or ColumnSettings()
+    files = ", ".join(paths)
+    require(not given.images or found.num_images > 0, "task.data.columns.images", given.images, f"no row of {files} has pictures there")
+    has_sources = {*found.sources} != {""}
+    require(not given.data_source or has_sources, "task.data.columns.data_source", given.data_source, f"no row of {files} has that column")
     return opened
 
 

@@ -52,8 +52,13 @@ def reward_of(name: str, function: Callable[..., object]) -> Reward:
         require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"its arguments may be {', '.join(ARGUMENTS)}")
 
     async def reward(outcome: Outcome) -> float | None:
+        example = outcome.rollout.example_id
         try:
-            value = function(**{argument.name: ARGUMENTS[argument.name](outcome) for argument in asked})
+            given = {argument.name: ARGUMENTS[argument.name](outcome) for argument in asked}
+        except KeyError as lacking:
+            raise LastingFault(f"reward {name} on {example}: the task's examples have no {lacking}") from lacking
+        try:
+            value = function(**given)
             if inspect.isawaitable(value):
                 value = await value
         except HostFault:
@@ -62,9 +67,9 @@ def reward_of(name: str, function: Callable[..., object]) -> Reward:
             frames = traceback.extract_tb(error.__traceback__)
             place = [frame for frame in frames if frame.filename == inspect.getsourcefile(function)] or frames
             told = f"{type(error).__name__}: {error} ({place[-1].filename}:{place[-1].lineno})"
-            raise LastingFault(f"reward {name} on {outcome.rollout.example_id}: {told}") from error
+            raise LastingFault(f"reward {name} on {example}: {told}") from error
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            raise LastingFault(f"reward {name} on {outcome.rollout.example_id}: gave {value!r}; a finite number or None is needed")
+            raise LastingFault(f"reward {name} on {example}: gave {value!r}; a finite number or None is needed")
         return None if value is None else float(value)
 
     return reward

@@ -158,3 +158,12 @@ def test_pictures_that_are_cut_off_are_refused_at_the_start(tmp_path: Path) -> N
                 found = survey(open_questions([str(path)], images_root="", name="train"))
                 assert bool(found.errors) != is_whole, (form, number)
                 assert all(line.startswith("own.jsonl row 0: image: ") for line in found.errors)
+
+
+def test_a_source_column_that_no_row_has(tmp_path: Path) -> None:
+    """Its rule of comparison would be another one, in silence."""
+    path = str(write(tmp_path / "mine.jsonl", [{"question": "?", "answer": "1", "kind": "vstar"}]))
+    named = ColumnSettings(data_source="kind")
+    assert questions([path], images_root="", name="train", columns=named)[0].payload["data_source"] == "vstar"
+    with pytest.raises(ValueError, match=r"^task.data.columns.data_source=kinds: no row of .*mine.jsonl has that column$"):
+        questions([path], images_root="", name="train", columns=ColumnSettings(data_source="kinds"))

@@ -59,7 +59,7 @@ def test_an_exception_names_function_line_and_example() -> None:
     line = broken.__code__.co_firstlineno + 1
     with pytest.raises(LastingFault, match=rf"^reward mine on e0: KeyError: 'red' \(.*test_functions.py:{line}\)$"):
         scored(broken)
-    with pytest.raises(LastingFault, match=r"^reward mine on e0: KeyError: 'answer'"):
+    with pytest.raises(LastingFault, match=r"^reward mine on e0: the task's examples have no 'answer'$"):
         scored(broken, outcome_of(*TURNS))
 
 
