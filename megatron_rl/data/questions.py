@@ -82,7 +82,7 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
     """ValueError, naming file, row and field: something is missing, of the wrong type, or does not fit together."""
     row = record.row
     extra = record.mapping(row.get("extra_info", {}), "extra_info")
-    images = _images(record)
+    images = _images(record) or _shown_in_messages(record, extra)
     index = extra.get("index", row.get("id", place))
     if not isinstance(index, str | int):
         raise record.error("index", f"must be text or a whole number, is {type(index).__name__}")
@@ -139,7 +139,23 @@ def _text_of(record: Record, message: Mapping[str, object], name: str) -> str:
     if not isinstance(content, list):
         return record.text(content, name)
     parts = [record.mapping(part, name) for part in content]
-    return "".join(PLACE if part.get("type") == "image" else record.text(part.get("text"), name) for part in parts)
+    return "".join(PLACE if part.get("type") in ("image", "image_url") else record.text(part.get("text"), name) for part in parts)
+
+
+def _shown_in_messages(record: Record, extra: Mapping[str, object]) -> tuple[StoredImage, ...]:
+    """Pictures that stand in the question's message itself, where it has parts: as `image`, or as OpenAI's image_url."""
+    name = next((name for name in MESSAGE_COLUMNS if isinstance(record.row.get(name), list)), "")
+    if not name or "question" in extra or any(column in record.row for column in QUESTION_COLUMNS):
+        return ()
+    asked = [message for message in record.row[name] if isinstance(message, Mapping) and message.get("role") == "user"]
+    content = asked[-1].get("content") if asked else None
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    values = [
+        part["image"] if "image" in part else record.mapping(part["image_url"], name).get("url")
+        for part in parts
+        if {"image", "image_url"} & part.keys()
+    ]
+    return tuple(record.image(value, name) for value in values)
 
 
 def _answer(record: Record, extra: Mapping[str, object]) -> str:

@@ -3,6 +3,7 @@
 Oracles: payloads by hand, files written by pyarrow and Pillow themselves.
 """
 
+import base64
 import pickle
 import re
 import tempfile
@@ -17,6 +18,7 @@ from PIL import Image
 from megatron_rl.config import ColumnSettings
 from megatron_rl.data.questions import open_questions, questions, unwrapped
 from megatron_rl.data.survey import survey
+from megatron_rl.types import Example
 from tests.support.tables import png, write
 
 
@@ -167,3 +169,21 @@ def test_a_source_column_that_no_row_has(tmp_path: Path) -> None:
     assert questions([path], images_root="", name="train", columns=named)[0].payload["data_source"] == "vstar"
     with pytest.raises(ValueError, match=r"^task.data.columns.data_source=kinds: no row of .*mine.jsonl has that column$"):
         questions([path], images_root="", name="train", columns=ColumnSettings(data_source="kinds"))
+
+
+def test_pictures_inside_of_messages(tmp_path: Path) -> None:
+    """As in transcripts: each where its part stands; a web address is named as one."""
+    (tmp_path / "a.png").write_bytes(png(size=(30, 20)))
+    url = f"data:image/png;base64,{base64.b64encode(png(size=(8, 9))).decode()}"
+
+    def asked(*parts: dict[str, object]) -> Example:
+        row = {"messages": [{"role": "user", "content": list(parts)}], "solution": "1"}
+        (example,) = questions([str(write(tmp_path / "mine.jsonl", [row]))], images_root="", name="train")
+        return example
+
+    first, second = {"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": url}}
+    example = asked(first, {"type": "text", "text": "or "}, second, {"type": "text", "text": "?"})
+    assert example.payload["question"] == "<image>or <image>?"
+    assert [image.size() for image in example.payload["images"]] == [(30, 20), (8, 9)]
+    with pytest.raises(ValueError, match=r"^mine.jsonl row 0: messages: .*URLs are not read"):
+        asked({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, {"type": "text", "text": "?"})
