@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "stop", "tasks", *DATA},
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "step_metrics", "stop", "tasks", *DATA},
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
-    "cli": {"choices", "configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "stop", "weights", *DATA},
+    "cli": {"choices", "configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "stop", "tasks", "weights", *DATA},
     "opening": {"data", "rollout", *DATA},
     "start": {
         "algo", "choices", "evaluate", "models", "observe", "opening", "plan", "policy", "rollout", "run", "run_folder", "run_states",
