@@ -27,7 +27,7 @@ from megatron_rl.tasks.gym_cards.number_line import (
     start_probabilities,
 )
 from megatron_rl.tasks.gym_cards.replies import Invalid, read_json
-from megatron_rl.tasks.options import NumberLineOptions
+from megatron_rl.tasks.options import GameOptions, NumberLineOptions
 from megatron_rl.types import Demonstration, Example, Message
 
 PROMPT = (
@@ -76,6 +76,18 @@ def state_of(payload: Mapping[str, object]) -> State:
     return current, target
 
 
+class NumberLineEnv(GameEnv):
+    """One episode from this start."""
+
+    def __init__(self, start: State, *, options: GameOptions = GameOptions(), max_number: int = MAX_NUMBER) -> None:
+        (current, target), self.line = start, NumberLine(max_number=max_number)
+        super().__init__(self.line, {"current": current, "target": target}, actions=ACTIONS, options=options, show=self._show)
+
+    def _show(self) -> Shown:
+        assert self.line.state is not None
+        return picture(self.line.state), PROMPT
+
+
 class NumberLineTask(GameTask):
     """NumberLine for the trainer. An episode succeeds when its return is above 0: at the goal, and no wrong move on the way."""
 
@@ -97,14 +109,8 @@ class NumberLineTask(GameTask):
             return [example_of(state, max_number=self.max_number) for state in starts]
         return [example_of(state, probability=float(probability)) for state, probability in start_probabilities().items()]
 
-    def env(self, example: Example) -> GameEnv:
-        game, (current, target) = NumberLine(max_number=example.payload.get("max_number", MAX_NUMBER)), state_of(example.payload)
-
-        def show() -> Shown:
-            assert game.state is not None
-            return picture(game.state), PROMPT
-
-        return GameEnv(game, {"current": current, "target": target}, actions=ACTIONS, options=self.options, show=show)
+    def env(self, example: Example) -> NumberLineEnv:
+        return NumberLineEnv(state_of(example.payload), options=self.options, max_number=example.payload.get("max_number", MAX_NUMBER))
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
         """Single turns in the 30 states, dealt in shuffled rounds of all 30; the numbers are always read right. Fewer are a prefix of more.
