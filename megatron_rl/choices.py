@@ -13,13 +13,18 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.rewards.functions import rewarded_by
 from megatron_rl.tasks.base import Task, require_task
+from megatron_rl.tasks.gym_cards.blackjack_task import BlackjackTask
+from megatron_rl.tasks.gym_cards.points_task import EZPointsTask, Points24Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
 
 TASKS: Mapping[str, type[Task]] = {
+    "blackjack": BlackjackTask,
+    "ez_points": EZPointsTask,
     "number_line": NumberLineTask,
+    "points24": Points24Task,
     "visual_python": VisualPythonTask,
     "visual_search": VisualSearchTask,
     "vqa": VqaTask,

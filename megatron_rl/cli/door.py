@@ -26,6 +26,7 @@ from megatron_rl.cli.words import refuse_strangers, retold
 from megatron_rl.config import Settings, require
 from megatron_rl.stop import die_with_parent
 from megatron_rl.tasks.base import require_task
+from megatron_rl.tasks.options import OPTIONS
 from megatron_rl.types import HostFault, RunFailed
 from megatron_rl.world import World, place
 
@@ -38,6 +39,8 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a run that was interrupted twice."""
 
 ConfigStore.instance().store(name="schema", node=Settings)
+for name, options in OPTIONS.items():  # the yaml of such a task takes them by its defaults
+    ConfigStore.instance().store(group="task/options", name=name, node=options)
 
 
 def beside_the_file() -> Path:

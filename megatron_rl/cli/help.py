@@ -85,7 +85,8 @@ def listed(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str
 
 def documented(schema: type) -> dict[str, str]:
     """{field: the string below it in the source}; of a field that holds another settings dataclass, that one's docstring."""
-    body = [*ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0].body, ast.Pass()]
+    sources = [inspect.getsource(each) for each in schema.__mro__ if is_dataclass(each)]
+    body = [node for source in sources for node in [*ast.parse(textwrap.dedent(source)).body[0].body, ast.Pass()]]
     docs = {field.name: str(field.type.__doc__) if is_dataclass(field.type) else "" for field in fields(schema)}
     for node, below in pairwise(body):
         is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)

@@ -13,6 +13,7 @@ import pytest
 from megatron_rl.cli.help import USED_MOST, text_of_help
 from megatron_rl.cli.words import ELSEWHERE, keys_of, nearest
 from megatron_rl.config import Settings
+from megatron_rl.tasks.options import NumberLineOptions
 from tests.cli.mistakes import MISTAKES
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
@@ -102,7 +103,8 @@ def test_help_is_one_screen_with_examples_and_names() -> None:
 def test_help_all_lists_every_key_with_its_value_and_meaning() -> None:
     text = text_of_help(["all", "experiment=numberline_grpo_cpu", "optim.lr=0.5"], examines=False)
     listed = re.findall(r"^([a-z_0-9.]+)=(.*)\n    (.+)$", text, re.MULTILINE)
-    assert sorted(key for key, _, _ in listed) == sorted(keys_of(Settings))
+    every = {*keys_of(Settings)} - {"task.options"} | {*keys_of(NumberLineOptions, "task.options.")}
+    assert sorted(key for key, _, _ in listed) == sorted(every), "those of the task that is chosen, too"
     said = {key: (value, meaning) for key, value, meaning in listed}
     assert said["optim.lr"] == ("0.5", "Peak learning rate of the schedule.")
     assert said["checkpoint.background"][0] == "true" and said["lora.targets"][0] == "[attention,mlp]" and said["lora.path"][0] == "''"

@@ -1,6 +1,7 @@
 """NumberLine of GymCards: the rules as pure functions, their picture, and the gymnasium environment over both.
 
-A state is (current, target), each in 0..5. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
+A state is (current, target), each in 0..5, or in 0..max_number where a policy is tested beyond its training. Actions are indices into
+ACTIONS: 0 is "-", 1 is "+".
 The rules are those of RL4VLM (arXiv 2405.10292) with two differences: randomness is the environment's own, so reset(seed) repeats,
 and the font (DejaVu Sans Bold, licence beside it) is a file of this package.
 """
@@ -42,10 +43,10 @@ def start_probabilities() -> dict[State, Fraction]:
     return {state: Fraction(dealt.count(state), len(dealt)) for state in STATES}
 
 
-def move(state: State, action: int) -> tuple[State, int]:
+def move(state: State, action: int, *, max_number: int = MAX_NUMBER) -> tuple[State, int]:
     """The next state and the reward: 1 at the target, -1 if the distance did not shrink (a wall included), else 0."""
     current, target = state
-    moved = min(max(current + (1 if action == 1 else -1), 0), MAX_NUMBER)
+    moved = min(max(current + (1 if action == 1 else -1), 0), max_number)
     if moved == target:
         return (moved, target), 1
     return (moved, target), -1 if abs(moved - target) >= abs(current - target) else 0
@@ -89,33 +90,34 @@ def picture(state: State) -> Image.Image:
 
 
 class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
-    """`gym_cards/NumberLine-v0`: walk from the current number to the target by one a step, within 10 steps.
+    """`gym_cards/NumberLine-v0`: walk from the current number to the target by one a step, within 10 steps (twice the largest number).
 
     Observations are uint8 [300, 300, 3]. reset(options={"current": c, "target": t}) fixes the start instead of dealing it.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
 
-    def __init__(self, *, render_mode: str | None = None) -> None:
+    def __init__(self, *, max_number: int = MAX_NUMBER, render_mode: str | None = None) -> None:
         self.observation_space = gymnasium.spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
         self.action_space = gymnasium.spaces.Discrete(len(ACTIONS))
-        self.render_mode = render_mode
+        self.max_number, self.render_mode = max_number, render_mode
         self.state: State | None = None
         self.num_steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[NDArray[np.uint8], dict[str, int]]:
         super().reset(seed=seed)
         self.num_steps = 0
-        self.state = _fixed_start(options) if options else deal(*self.np_random.integers(MAX_NUMBER + 1, size=2).tolist())
+        dealt = deal(*self.np_random.integers(MAX_NUMBER + 1, size=2).tolist())
+        self.state = _fixed_start(options, self.max_number) if options else dealt
         return self.render(), self._info()
 
     def step(self, action: int) -> tuple[NDArray[np.uint8], int, bool, bool, dict[str, int]]:
         assert self.state is not None, "step before reset"
         require(self.action_space.contains(action), "action", action, "use 0 for '-' or 1 for '+'")
-        self.state, reward = move(self.state, action)
+        self.state, reward = move(self.state, action, max_number=self.max_number)
         self.num_steps += 1
         terminated = reward == 1
-        return self.render(), reward, terminated, not terminated and self.num_steps >= MAX_STEPS, self._info()
+        return self.render(), reward, terminated, not terminated and self.num_steps >= 2 * self.max_number, self._info()
 
     def render(self) -> NDArray[np.uint8]:
         """The observation, as an array of the caller's own."""
@@ -128,8 +130,9 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
         return {"Current": current, "Target": target}
 
 
-def _fixed_start(options: Mapping[str, object]) -> State:
+def _fixed_start(options: Mapping[str, object], max_number: int) -> State:
     require(options.keys() == {"current", "target"}, "options", dict(options), "give both current and target, and nothing else")
-    chosen = [state for state in STATES if state == (options["current"], options["target"])]
-    require(len(chosen) == 1, "options", dict(options), f"current and target are different numbers in 0..{MAX_NUMBER}")
+    numbers = range(max_number + 1)
+    chosen = [state for state in product(numbers, repeat=2) if state == (options["current"], options["target"]) and state[0] != state[1]]
+    require(len(chosen) == 1, "options", dict(options), f"current and target are different numbers in 0..{max_number}")
     return chosen[0]

@@ -4,20 +4,20 @@ The policy is told the rules and shown the picture, and replies with one JSON ob
     {"current number": 2, "target number": 5, "thoughts": "Raise it.", "action": "+"}
 The picture is the whole state, so every turn is a new context: one user message with the picture and the prompt.
 
-An invalid reply costs what a wrong move costs (-1), leaves the state where it is and uses up a turn. RL4VLM instead searches the text
-for anything like an action and plays a random one when it finds none: a policy that writes nonsense then earns what chance earns, the
-reward of a turn depends on a draw that is in nobody's logprobs, and nobody sees how many replies were read by guessing.
+An invalid reply costs what a wrong move costs (-1), leaves the state where it is and uses up a turn, unless task.options say otherwise
+(game.py).
 """
 
 import json
 import random
 from collections.abc import Mapping
-from enum import StrEnum
+from itertools import product
 
-from megatron_rl.config import TaskSettings, require, require_choice
-from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.config import TaskSettings, require_choice
+from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, asked
 from megatron_rl.tasks.gym_cards.number_line import (
     ACTIONS,
+    MAX_NUMBER,
     MAX_STEPS,
     STATES,
     NumberLine,
@@ -26,7 +26,9 @@ from megatron_rl.tasks.gym_cards.number_line import (
     right_action,
     start_probabilities,
 )
-from megatron_rl.types import Demonstration, Example, Message, ToolCall
+from megatron_rl.tasks.gym_cards.replies import Invalid, read_json
+from megatron_rl.tasks.options import GameOptions, NumberLineOptions
+from megatron_rl.types import Demonstration, Example, Message
 
 PROMPT = (
     'NumberLine: move the current number to the target. "-" subtracts one, "+" adds one. '
@@ -38,54 +40,11 @@ BIASED_TARGETS = (1, 4)
 """In split "biased" the demonstrator goes the wrong way in states with these targets..."""
 BIASED_ERROR = 0.75
 """...with this probability, and never elsewhere."""
-MAX_REPLY_CHARS = 4096
-"""Longer replies are not read: no honest one is, and it bounds how deep a reply can nest in the JSON reader."""
-
-
-class Invalid(StrEnum):
-    """What keeps a reply from being an action."""
-
-    TOO_LONG = "too long"
-    NOT_JSON = "not JSON"
-    NOT_AN_OBJECT = "not an object"
-    REPEATED_KEY = "repeated key"
-    NO_ACTION = "no action"
-
-
-class _RepeatedKey(ValueError):
-    pass
-
-
-def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    read = dict(pairs)
-    if len(read) < len(pairs):
-        raise _RepeatedKey
-    return read
-
-
-def _not_a_number(constant: str) -> float:
-    raise ValueError(f"{constant} is Python, not JSON")
 
 
 def parse_reply(text: str) -> int | Invalid:
-    """The index into ACTIONS that a reply names, or why it names none. Never raises, whatever the text.
-
-    Valid is: one JSON object (RFC 8259, so no NaN), white space around it at most, no key twice, "action" exactly "-" or "+".
-    Other keys are not looked at: what the policy says it read is not rewarded, only where it goes.
-    """
-    if len(text) > MAX_REPLY_CHARS:
-        return Invalid.TOO_LONG
-    try:
-        read = json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_not_a_number)
-    except _RepeatedKey:
-        return Invalid.REPEATED_KEY
-    except (ValueError, RecursionError):  # malformed, or an integer beyond Python's digit limit; nested too deep
-        return Invalid.NOT_JSON
-    if not isinstance(read, dict):
-        return Invalid.NOT_AN_OBJECT
-    if read.get("action") not in ACTIONS:
-        return Invalid.NO_ACTION
-    return ACTIONS.index(read["action"])
+    """The index into ACTIONS that a reply names, or why it names none (replies.read_json)."""
+    return read_json(text, ACTIONS)
 
 
 def write_reply(state: State, action: int) -> str:
@@ -96,7 +55,7 @@ def write_reply(state: State, action: int) -> str:
 
 def observation(state: State) -> Message:
     """What the user says in a state: the picture and the prompt."""
-    return {"role": "user", "content": [{"type": "image", "image": picture(state)}, {"type": "text", "text": PROMPT}]}
+    return asked(picture(state), PROMPT)
 
 
 def wrong_probability(split: str, state: State) -> float:
@@ -105,57 +64,53 @@ def wrong_probability(split: str, state: State) -> float:
     return BIASED_ERROR if split == "biased" and state[1] in BIASED_TARGETS else 0.0
 
 
+def example_of(state: State, *, probability: float | None = None, max_number: int | None = None) -> Example:
+    current, target = state
+    payload = {"current": current, "target": target} | ({} if max_number is None else {"max_number": max_number})
+    return Example(id=f"current{current}_target{target}", payload=payload, probability=probability)
+
+
 def state_of(payload: Mapping[str, object]) -> State:
     current, target = payload["current"], payload["target"]
     assert isinstance(current, int) and isinstance(target, int), f"payload {dict(payload)}"
     return current, target
 
 
-class NumberLineEnv(Env):
-    """One episode of the gymnasium environment, in messages. A reply that is no action is a call that went wrong."""
+class NumberLineEnv(GameEnv):
+    """One episode from this start."""
 
-    def __init__(self, start: State) -> None:
-        self.start = start
-        self.game = NumberLine()
+    def __init__(self, start: State, *, options: GameOptions = GameOptions(), max_number: int = MAX_NUMBER) -> None:
+        (current, target), self.line = start, NumberLine(max_number=max_number)
+        super().__init__(self.line, {"current": current, "target": target}, actions=ACTIONS, options=options, show=self._show)
 
-    async def reset(self, seed: int) -> list[Message]:
-        current, target = self.start
-        self.game.reset(seed=seed, options={"current": current, "target": target})
-        return self._observe()
-
-    async def step(self, text: str) -> Step:
-        action = parse_reply(text)
-        if isinstance(action, Invalid):
-            call = ToolCall(tool="move", source=text, error=str(action), ran=False)
-            return Step(messages=self._observe(), reward=-1.0, done=False, call=call, new_context=True)
-        call = ToolCall(tool="move", source=ACTIONS[action])
-        _, reward, reached, _, _ = self.game.step(action)
-        if reached:
-            return Step(messages=[], reward=float(reward), done=True, reason="goal", call=call)
-        return Step(messages=self._observe(), reward=float(reward), done=False, call=call, new_context=True)
-
-    def _observe(self) -> list[Message]:
-        assert self.game.state is not None
-        return [observation(self.game.state)]
+    def _show(self) -> Shown:
+        assert self.line.state is not None
+        return picture(self.line.state), PROMPT
 
 
-class NumberLineTask(Task):
+class NumberLineTask(GameTask):
     """NumberLine for the trainer. An episode succeeds when its return is above 0: at the goal, and no wrong move on the way."""
 
+    Options = NumberLineOptions
+
     def __init__(self, settings: TaskSettings) -> None:
-        require(settings.max_turns <= MAX_STEPS, "task.max_turns", settings.max_turns, f"NumberLine has {MAX_STEPS} steps, use no more")
         super().__init__(settings)
-        settings.require_no_words()
+        self.max_number = self.options.eval_max_number
+        self.require_turns(MAX_STEPS, eval_max_steps=2 * self.max_number)
 
     def examples(self, split: str) -> list[Example]:
-        """The 30 starts, each with its exact probability. There are no others, so every split is the same: train is test."""
-        return [
-            Example(id=f"current{current}_target{target}", payload={"current": current, "target": target}, probability=float(probability))
-            for (current, target), probability in start_probabilities().items()
-        ]
+        """The 30 starts, each with its exact probability. There are no others, so every split is the same: train is test.
+
+        With task.options.eval_max_number split eval has the starts of that line that have a number beyond 5, equally likely.
+        """
+        if split == "eval" and self.max_number > MAX_NUMBER:
+            pairs = product(range(self.max_number + 1), repeat=2)
+            starts = [(current, target) for current, target in pairs if current != target and max(current, target) > MAX_NUMBER]
+            return [example_of(state, max_number=self.max_number) for state in starts]
+        return [example_of(state, probability=float(probability)) for state, probability in start_probabilities().items()]
 
     def env(self, example: Example) -> NumberLineEnv:
-        return NumberLineEnv(state_of(example.payload))
+        return NumberLineEnv(state_of(example.payload), options=self.options, max_number=example.payload.get("max_number", MAX_NUMBER))
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
         """Single turns in the 30 states, dealt in shuffled rounds of all 30; the numbers are always read right. Fewer are a prefix of more.

@@ -1,0 +1,178 @@
+"""EZPoints and Points24 as tasks: prompts, examples, demonstrations and the replies that earn full marks.
+
+The policy sees the picture, the formula as text and the tokens that it may append, and replies with one JSON object, e.g.
+    {"cards": ["2", "K"], "current formula": "2+", "thoughts": "2+10=12", "action": "10"}
+Beside what the options change in evaluations, train and eval differ in the cards: EZPoints has all its hands in both, drawn with suits that
+the other has not; Points24 holds a fifth of all four numbers out.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config import TaskSettings, require, require_choice
+from megatron_rl.tasks.gym_cards.cards import SUITS, Card, drawing_is_held_out
+from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, Transcripts, asked
+from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24, RANK_TOKENS, Points, Rules, Table, deal_four, picture
+from megatron_rl.tasks.gym_cards.solvers import hands_of_four, solution, solution_of_pair, starts_of_pairs
+from megatron_rl.tasks.options import EZPointsOptions, Points24Options
+from megatron_rl.types import Example, Message
+
+HELD_OUT = 5
+"""One in so many of the four numbers of Points24 is for evaluation."""
+
+
+def prompt_of(rules: Rules, table: Table) -> str:
+    name, faces = ("EZPoints", "10") if rules.num_cards == 2 else ("Points24", "10" if rules.faces_are_ten else "11, 12 and 13")
+    return (
+        f"{name}: write a formula that makes {rules.target} and uses each card once; J, Q and K count {faces}. "
+        f'Current formula: "{table.text}". Append one of {" ".join(rules.tokens)}, of which = is the end. '
+        'Answer with one JSON object: {"cards": list of text, "current formula": text, "thoughts": text, "action": text}'
+    )
+
+
+def solved(rules: Rules, cards: Sequence[Card]) -> tuple[str, ...] | None:
+    """The tokens that win, "=" included, or None where the hand has no solution."""
+    numbers: Any = tuple(map(rules.number, cards))
+    found = (solution_of_pair if rules.num_cards == 2 else solution)(numbers, rules.target)
+    return found and (*found, "=")
+
+
+def write_reply(rules: Rules, table: Table, action: str) -> str:
+    """The reply that reads the state right, has the solution in mind and appends this token."""
+    plan = "".join(solved(rules, table.cards) or ()) + str(rules.target)
+    symbols = [card.symbol for card in table.cards]
+    return json.dumps({"cards": symbols, "current formula": table.text, "thoughts": plan, "action": action})
+
+
+@cache
+def held_out_numbers(*, faces_are_ten: bool) -> frozenset[tuple[int, ...]]:
+    """The four numbers of Points24 that only evaluations see."""
+    hands = sorted(hands_of_four(faces_are_ten=faces_are_ten))
+    return frozenset(random.Random(24).sample(hands, len(hands) // HELD_OUT))
+
+
+class PointsTask(GameTask):
+    """What both tasks are. An episode succeeds when its return is above 0: the target made, at fewer than ten penalties."""
+
+    def __init__(self, settings: TaskSettings, rules: Rules) -> None:
+        """ValueError: a number of turns or an option that the game does not take."""
+        super().__init__(settings)
+        self.require_turns(rules.max_steps, eval_max_steps=rules.max_steps)
+        self.rules = replace(rules, is_legacy=self.options.legacy_rules)
+        self.eval_rules = replace(self.rules, target=self.options.eval_target)
+
+    def example_of(self, name: str, cards: Sequence[Card], *, split: str, probability: float | None = None) -> Example:
+        is_eval = split == "eval"
+        look = (self.options.eval_art, self.options.eval_card_scale) if is_eval else ("large", 1.0)
+        payload = {"cards": list(map(str, cards)), "target": (self.eval_rules if is_eval else self.rules).target, "look": look}
+        return Example(id=name, payload=payload, probability=probability)
+
+    def rules_of(self, example: Example) -> Rules:
+        return replace(self.rules, target=example.payload["target"])
+
+    def env(self, example: Example) -> GameEnv:
+        rules, look = self.rules_of(example), example.payload["look"]
+        game = Points(rules, look=look)
+
+        def show() -> Shown:
+            assert game.table is not None
+            return picture(rules, game.table, look), prompt_of(rules, game.table)
+
+        return GameEnv(game, {"cards": example.payload["cards"]}, actions=rules.tokens, options=self.options, show=show)
+
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[tuple[Table, str]]:
+        """Single turns on the way to a solution, in hands of split train that have one. Fewer are a prefix of more."""
+        require_choice("sft.splits", split, ("correct",))
+        hands, dice = self.training_hands(np.random.default_rng(seed)), random.Random(seed)
+        plans: list[tuple[Table, str]] = []
+        while len(plans) < num:
+            cards = next(hands)
+            tokens = solved(self.rules, cards)
+            if tokens:
+                place = dice.randrange(len(tokens))
+                plans.append((Table(cards, tokens[:place]), tokens[place]))
+        return Transcripts(plans, self._transcript)
+
+    def training_hands(self, dice: np.random.Generator) -> Iterator[tuple[Card, ...]]:
+        """Hands as split train has them, without end."""
+        raise NotImplementedError
+
+    def _transcript(self, plan: tuple[Table, str]) -> list[Message]:
+        table, token = plan
+        reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(self.rules, table, token)}]}
+        return [asked(picture(self.rules, table), prompt_of(self.rules, table)), reply]
+
+    def gold(self, example: Example) -> list[str]:
+        """Replies that earn full marks, turn by turn; none where the hand has no solution."""
+        rules, cards = self.rules_of(example), tuple(map(Card.named, example.payload["cards"]))
+        tokens = solved(rules, cards) or ()
+        return [write_reply(rules, Table(cards, tokens[:place]), token) for place, token in enumerate(tokens)]
+
+
+class EZPointsTask(PointsTask):
+    """EZPoints: 19 hands of two ranks in their order, each in twelve drawings to train on and in four to evaluate on."""
+
+    Options = EZPointsOptions
+
+    def __init__(self, settings: TaskSettings) -> None:
+        super().__init__(settings, EZPOINTS)
+        target = self.options.eval_target
+        require(target > 0 and bool(starts_of_pairs(target)), "task.options.eval_target", target, "no two cards make it by + or *")
+
+    def examples(self, split: str) -> list[Example]:
+        """All hands, with their exact probabilities in the split."""
+        examples = []
+        for ranks, share in starts_of_pairs((self.eval_rules if split == "eval" else self.rules).target).items():
+            hands = [tuple(map(Card, ranks, suits)) for suits in product(SUITS, repeat=2)]
+            hands = [hand for hand in hands if drawing_is_held_out(hand) == (split == "eval")]
+            for hand in hands:
+                name = "_".join(map(str, hand))
+                examples.append(self.example_of(name, hand, split=split, probability=float(share / len(hands))))
+        return examples
+
+    def training_hands(self, dice: np.random.Generator) -> Iterator[tuple[Card, ...]]:
+        examples = self.examples("train")
+        shares = [example.probability for example in examples]
+        while True:
+            yield tuple(map(Card.named, examples[dice.choice(len(examples), p=shares)].payload["cards"]))
+
+
+class Points24Task(PointsTask):
+    """Points24: as many dealt hands as task.options say, of numbers that only their split has."""
+
+    Options = Points24Options
+
+    def __init__(self, settings: TaskSettings) -> None:
+        super().__init__(settings, POINTS24)
+        if self.options.faces == "rank":
+            self.rules = replace(self.rules, tokens=RANK_TOKENS, faces_are_ten=False)
+            self.eval_rules = replace(self.rules, target=self.options.eval_target)
+        remedy = "must be in 1..100"
+        require(self.options.eval_target in range(1, 101), "task.options.eval_target", self.options.eval_target, remedy)
+
+    def examples(self, split: str) -> list[Example]:
+        """Dealt as the game deals, but for what the other split has; with task.options.solvable, only what has a solution."""
+        is_eval = split == "eval"
+        hands = self.hands(np.random.default_rng(int(is_eval)), is_held_out=is_eval)
+        num = self.options.eval_hands if is_eval else self.options.train_hands
+        return [self.example_of(f"{split}{number}", hand, split=split) for number, hand in zip(range(num), hands, strict=False)]
+
+    def hands(self, dice: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
+        rules = self.eval_rules if is_held_out else self.rules
+        held_out = held_out_numbers(faces_are_ten=rules.faces_are_ten)
+        while True:
+            cards = deal_four(dice)
+            if (tuple(sorted(map(rules.number, cards))) in held_out) != is_held_out:
+                continue
+            if not self.options.solvable or solved(rules, cards):
+                yield cards
+
+    def training_hands(self, dice: np.random.Generator) -> Iterator[tuple[Card, ...]]:
+        return self.hands(dice, is_held_out=False)

@@ -1,0 +1,111 @@
+"""Settings that a task of ours alone has, as task.options. They lie outside gym_cards/ so that the door knows them without gymnasium."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.config import require, require_choice
+
+ARTS = ("large", "classic", "night")
+
+
+@dataclass
+class GameOptions:
+    """What every game takes."""
+
+    reading: str = "json"
+    """How a reply is read: json takes one JSON object with an action, token the only action that is named in a free text."""
+    invalid: str = "penalize"
+    """What a reply without an action does: penalize pays -1, noop and repeat pay 0 (repeat says why), random plays any action (RL4VLM)."""
+
+    def __post_init__(self) -> None:
+        require_choice("task.options.reading", self.reading, ("json", "token"))
+        require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "noop", "random"))
+
+
+@dataclass
+class NumberLineOptions(GameOptions):
+    """What NumberLine takes besides."""
+
+    eval_max_number: int = 5
+    """Largest number of the line in evaluations; above 5 they hold the starts that training never deals: a number beyond 5 in each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(5 <= self.eval_max_number <= 20, "task.options.eval_max_number", self.eval_max_number, "must be in 5..20")
+
+
+@dataclass
+class CardOptions(GameOptions):
+    """What every game of cards takes besides."""
+
+    eval_art: str = "large"
+    """How cards are drawn in evaluations: large (as in training), classic or night."""
+    eval_card_scale: float = 1.0
+    """Size of a card in evaluations, as a share of its size in training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("task.options.eval_art", self.eval_art, ARTS)
+        require(0.25 <= self.eval_card_scale <= 1, "task.options.eval_card_scale", self.eval_card_scale, "must be in 0.25..1")
+
+
+@dataclass
+class EZPointsOptions(CardOptions):
+    """What EZPoints takes besides."""
+
+    legacy_rules: bool = False
+    """Whether a formula is read as Python reads its text, as RL4VLM does: neighbors concatenate."""
+    eval_target: int = 12
+    """What is to be made in evaluations; in training it is 12."""
+
+
+@dataclass
+class Points24Options(CardOptions):
+    """What Points24 takes besides."""
+
+    legacy_rules: bool = False
+    """Whether a formula is read as Python reads its text, as RL4VLM does: 2 and 4 are 24, ** is a power, // divides without rest."""
+    faces: str = "ten"
+    """What J, Q and K count: ten, or rank (11, 12, 13)."""
+    solvable: bool = False
+    """Whether only hands are dealt that have a solution."""
+    train_hands: int = 4096
+    """Hands to train on."""
+    eval_hands: int = 500
+    """Hands to evaluate on, of numbers that no hand of training has."""
+    eval_target: int = 24
+    """What is to be made in evaluations; in training it is 24."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("task.options.faces", self.faces, ("ten", "rank"))
+        for key, value in (("train_hands", self.train_hands), ("eval_hands", self.eval_hands)):
+            require(value >= 1, f"task.options.{key}", value, "must be at least 1")
+
+
+@dataclass
+class BlackjackOptions(CardOptions):
+    """What Blackjack takes besides."""
+
+    natural: bool = False
+    """Whether a win with an ace and a ten-valued card as dealt pays 1.5."""
+    sab: bool = False
+    """Whether the rules are those of Sutton and Barto: such a hand wins unless the dealer has one too; natural then has no say."""
+    train_hands: int = 4096
+    """Starts to train on: the player's two cards and the one that the dealer shows."""
+    eval_hands: int = 500
+    """Starts to evaluate on, in drawings (suits) that no start of training has."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in (("train_hands", self.train_hands), ("eval_hands", self.eval_hands)):
+            require(value >= 1, f"task.options.{key}", value, "must be at least 1")
+
+
+OPTIONS: Mapping[str, type] = {
+    "number_line": NumberLineOptions,
+    "ez_points": EZPointsOptions,
+    "points24": Points24Options,
+    "blackjack": BlackjackOptions,
+}
+"""By task.name."""
