@@ -32,10 +32,10 @@ def measure(name: str, given: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings, Settings
+    from megatron_rl.parts import build_engine
     from megatron_rl.policy.parallel import build_layout
     from megatron_rl.policy.policy import Policy
     from megatron_rl.rollout.renderer import Renderer
-    from megatron_rl.start import build_engine
     from megatron_rl.world import connect, place
 
     tp, pp, engine_tp = LAYOUTS[name]

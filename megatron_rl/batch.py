@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.minibatches import WeightedContext
-from megatron_rl.types import Batch, Image, Origin, Rollout, Rows
+from megatron_rl.types import ATTACHED, Batch, Image, Origin, Rollout, Rows, ValueRows
 
 Positions = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
 """(token_ids, images) -> rotary positions [3, L] of a context: ModelSpec.positions."""
@@ -50,7 +50,8 @@ def pack(
 
 def empty_batch(length: int, *, device: torch.device | None = None) -> Batch:
     """The micro-batch of a rank without work: zeros without weight."""
-    return _join([Segment.zeros(length)], denominator=0, device=device)
+    batch = _join([Segment.zeros(length)], denominator=0, device=device)
+    return replace(batch, old_value_T=torch.zeros_like(batch.weight_T), return_T=torch.zeros_like(batch.weight_T))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Segment:
     position_3L: torch.Tensor
     vision: list[tuple[Image, int] | None]
     """For a placeholder, its image and which of the image's tokens it stands for."""
-    weight: float
+    weights: list[float]
     prefix: int = -1
     origin: Origin | None = None
 
@@ -81,7 +82,7 @@ class Segment:
             advantages=[*context.advantages[1:], 0.0] if context.advantages else [0.0] * len(context.token_ids),
             position_3L=positions(context.token_ids, context.images),
             vision=[next(shown) if token == image_token_id else None for token in context.token_ids],
-            weight=weighted.weight,
+            weights=[*weighted.token_weights()[1:], 0.0],
             origin=None if origin is None else Origin(*origin, start=0),
         )
 
@@ -90,7 +91,7 @@ class Segment:
         zeros, nothing = [0] * length, [0.0] * length
         return cls(
             token_ids=zeros, targets=zeros, mask=zeros, engine_logprobs=nothing, advantages=nothing,
-            position_3L=torch.zeros(3, length, dtype=torch.long), vision=[None] * length, weight=0.0,
+            position_3L=torch.zeros(3, length, dtype=torch.long), vision=[None] * length, weights=nothing,
         )  # fmt: skip
 
     def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
@@ -98,7 +99,7 @@ class Segment:
         return Segment(
             token_ids=self.token_ids[part], targets=self.targets[part], mask=self.mask[part],
             engine_logprobs=self.engine_logprobs[part], advantages=self.advantages[part],
-            position_3L=self.position_3L[:, part], vision=self.vision[part], weight=self.weight, prefix=prefix,
+            position_3L=self.position_3L[:, part], vision=self.vision[part], weights=self.weights[part], prefix=prefix,
             origin=None if self.origin is None else replace(self.origin, start=start),
         )  # fmt: skip
 
@@ -126,7 +127,7 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
         token_T=column(lambda s: s.token_ids, torch.long),
         target_T=column(lambda s: s.targets, torch.long),
         mask_T=column(lambda s: s.mask, torch.bool),
-        weight_T=column(lambda s: [s.weight * m for m in s.mask], torch.float32),
+        weight_T=column(lambda s: s.weights, torch.float32),
         position_3T=torch.cat([segment.position_3L for segment in segments], 1).to(device),
         cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32, device=device),
         prefix_S=[segment.prefix for segment in segments],
@@ -141,9 +142,11 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
     )
 
 
-def loss_rows(batch: Batch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor) -> Rows:
+def loss_rows(
+    batch: Batch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueRows | None = None
+) -> Rows:
     """What a loss sees of a batch; rows_R are the entries whose target was sampled. Without old logprobs the current ones are the old."""
-    reference_T, old_T = batch.reference_logprob_T, batch.old_logprob_T
+    reference_T, old_T, coefficient_T = batch.reference_logprob_T, batch.old_logprob_T, batch.coefficient_T
     return Rows(
         logprob_R=logprob_R,
         entropy_R=entropy_R,
@@ -153,7 +156,16 @@ def loss_rows(batch: Batch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entro
         advantage_R=batch.advantage_T[rows_R],
         weight_R=batch.weight_T[rows_R],
         segment_R=torch.searchsorted(batch.cu_seqlens_S1[1:], rows_R.int(), right=True),
+        turn_R=turns_of(rows_R),
+        coefficient_R=None if coefficient_T is None else coefficient_T[rows_R],
+        values=values,
     )
+
+
+def turns_of(rows_R: torch.Tensor) -> torch.Tensor:
+    """Which turn each row is in, from 0. What was observed lies between two turns, and the last entry of a segment predicts nothing: the
+    rows of a turn are neighbors, those of two turns are not."""
+    return (rows_R.diff(prepend=rows_R.new_tensor([-2])) != 1).cumsum(0) - 1
 
 
 Columns = dict[tuple[int, int], list[float]]
@@ -178,12 +190,13 @@ def read_back(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Se
     return columns
 
 
-def take_advantages(rollouts: Sequence[Rollout], batch: Batch) -> None:
-    """Fill advantage_T from the contexts, which were credited after they were packed."""
+def take(rollouts: Sequence[Rollout], batch: Batch, column: str) -> torch.Tensor:
+    """A column of the contexts (one of ATTACHED) that became known after they were packed, as [T]; 0 where the mask is 0."""
+    assert column in ATTACHED, column
     borders = batch.cu_seqlens_S1.tolist()
-    advantages = [0.0] * batch.num_tokens
+    numbers = [0.0] * batch.num_tokens
     for origin, first, last in zip(batch.origin_S, borders[:-1], borders[1:], strict=True):
         if origin is not None:
-            context = rollouts[origin.rollout].contexts[origin.context]
-            advantages[first : last - 1] = context.advantages[origin.start + 1 : origin.start + last - first]
-    batch.advantage_T = torch.tensor(advantages, dtype=torch.float32, device=batch.mask_T.device) * batch.mask_T
+            known = getattr(rollouts[origin.rollout].contexts[origin.context], column)
+            numbers[first : last - 1] = known[origin.start + 1 : origin.start + last - first]
+    return torch.tensor(numbers, dtype=torch.float32, device=batch.mask_T.device) * batch.mask_T

@@ -92,7 +92,10 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     check_algorithm(settings.algo, algorithms)
     compares, drop = algorithms[settings.algo.name].needs_peers, settings.select.drop
     remedy = f"algo.name={settings.algo.name} learns from groups whose members are all alike, too; leave zero_std out"
+    size = settings.batch.group_size
+    require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
     require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
+    _check_critic(settings, algorithms[settings.algo.name])
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
@@ -102,3 +105,16 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
     longest, length = model.max_positions, engine.max_model_len
     require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")
+
+
+def _check_critic(settings: Settings, algorithm: Algorithm) -> None:
+    critic, optim = settings.critic, settings.optim
+    if settings.stage != "rl" or not algorithm.needs_values:
+        return
+    remedy = f"must be at least optim.min_lr={optim.min_lr}"
+    require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
+    moves = critic.trunk == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
+    remedy = "would move the shared trunk while critic.warmup_steps train the head alone; set it to 0, or critic.trunk=own"
+    require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
+    left = settings.run.steps - critic.warmup_steps
+    require(left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves none of run.steps={settings.run.steps} to the policy")

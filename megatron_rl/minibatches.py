@@ -13,7 +13,9 @@ class WeightedContext:
 
     context: Context
     weight: float = 1.0
-    """What each sampled token counts."""
+    """What each sampled token counts, or each turn."""
+    by_turn: bool = False
+    """The weight is a turn's: its sampled tokens share it."""
     denominator: int = 1
     """This context's share of the global denominator: an episode's share goes with its first context that is packed."""
     origin: tuple[int, int] | None = None
@@ -28,6 +30,15 @@ class WeightedContext:
         """Tokens before the one that predicts the first sampled token."""
         return self.context.loss_mask.index(1) - 1
 
+    def token_weights(self) -> list[float]:
+        """What each token counts; 0 where the mask is 0."""
+        if not self.by_turn:
+            return [self.weight * sampled for sampled in self.context.loss_mask]
+        weights = [0.0] * self.num_tokens
+        for start, stop in turns_in(self.context):
+            weights[start:stop] = [self.weight / (stop - start)] * (stop - start)
+        return weights
+
     def prompt_key(self, image_token_id: int) -> tuple:
         """Equal for contexts whose prompts are the same tokens and the same images."""
         tokens = tuple(self.context.token_ids[: self.prompt_length])
@@ -40,16 +51,24 @@ class WeightedContext:
         return tokens, tuple(keys)
 
 
+def turns_in(context: Context) -> list[tuple[int, int]]:
+    """First and one-past-last token of each run of sampled tokens."""
+    mask = [0, *context.loss_mask, 0]
+    borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
+    return list(zip(borders[::2], borders[1::2], strict=True))
+
+
 def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, int]:
     """The weight of each sampled token of an episode, and the episode's share of the integer the loss sum is divided by.
 
-    token_mean: the mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). sequence_mean: the mean over episodes of each one's
-    token mean (GRPO, arXiv 2402.03300, eq. 3). fixed_length: the sum over tokens divided by episodes * fixed_length
-    (Dr. GRPO, arXiv 2503.20783). num_sampled counts all turns of the episode, over all its contexts.
+    token_mean: the mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). turn_mean: that over all turns of each one's token
+    mean; here the weight is a turn's, and num_sampled counts turns. sequence_mean: the mean over episodes of each one's token mean (GRPO,
+    arXiv 2402.03300, eq. 3). fixed_length: the sum over tokens divided by episodes * fixed_length (Dr. GRPO, arXiv 2503.20783).
+    num_sampled counts all turns of the episode, over all its contexts.
     """
     assert num_sampled >= 1, "an episode without sampled tokens has no loss and must not be packed"
     match settings.aggregation:
-        case "token_mean":
+        case "token_mean" | "turn_mean":
             return 1.0, num_sampled
         case "sequence_mean":
             return 1.0 / num_sampled, 1
@@ -60,9 +79,11 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
 
 def weighted_contexts(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[WeightedContext]:
     """The contexts of rollout number `index` that have sampled tokens, weighted so that the loss is the stated mean."""
-    weight, denominator = episode_weight(rollout.num_sampled, settings)
+    by_turn = settings.aggregation == "turn_mean"
+    num = sum(len(turns_in(context)) for context in rollout.contexts) if by_turn else rollout.num_sampled
+    weight, denominator = episode_weight(num, settings)
     weighted = [
-        WeightedContext(context, weight=weight, denominator=0, origin=(index, number))
+        WeightedContext(context, weight=weight, by_turn=by_turn, denominator=0, origin=(index, number))
         for number, context in enumerate(rollout.contexts)
         if any(context.loss_mask)
     ]

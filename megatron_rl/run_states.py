@@ -1,6 +1,7 @@
 """A run's checkpoints: begun after a step's updates, published when they are complete, thinned out, found again by the run's next life.
 
     RUN/checkpoints/step_00000003/            complete, after 3 steps: the policy's training state (policy/training_state.py) beside
+        critic/                               of a run whose critic has a trunk of its own: the critic's
         hf/                                   the Hugging Face folder without its weights, for tools/convert/merger.py
         adapter/                              of a run that trains a LoRA adapter: this, in PEFT's format
         run/state.json                        what the run itself remembers, and the size of every other file
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import replace_bytes
+from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
 from megatron_rl.run import History, Run, writing
@@ -31,6 +33,7 @@ from megatron_rl.weights.formats.files import copy_companions, flush
 from megatron_rl.world import on_main_rank
 
 FOLDER = "checkpoints"
+_CRITIC = "critic"
 _STATE = "run/state.json"
 _SUCCESS = "eval/greedy_success"
 _REMEDY = "remove this folder to go on from the checkpoint before it, or from the beginning"
@@ -97,16 +100,19 @@ class _Pending:
 
     folder: Path
     step: int
-    save: Save
+    saves: list[Save]
     state: RunState | None = None
 
 
 class Checkpoints:
     """Writes the checkpoints of one run. Every rank calls every method, together with the others."""
 
-    def __init__(self, settings: Settings, policy: Policy, *, start: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
+        start: Path | None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """`start` is the checkpoint that `find` found."""
-        self._settings, self._policy, self._start = settings, policy, start
+        self._settings, self._policy, self._critic, self._start = settings, policy, critic, start
         self._run = Path(settings.run.dir)
         self._pending: _Pending | None = None
         self._clock, self._last = clock, clock()
@@ -115,6 +121,8 @@ class Checkpoints:
         """Let the policy go on where the run's last life stopped. After all else is built: that may draw from the generators."""
         if self._start is not None:
             self._policy.load(self._start, seed=self._settings.run.seed)
+            if self._critic is not None:
+                self._critic.load(self._start / _CRITIC, seed=self._settings.run.seed)
 
     def begin(self, step: int) -> None:
         """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
@@ -133,11 +141,14 @@ class Checkpoints:
         settings = self._settings.checkpoint
         folder = self._run / FOLDER / _hidden(step)
         with writing(self._run):
-            on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path)))
+            on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path), with_critic=self._critic is not None))
             if self._settings.lora.rank:
                 self._policy.save_adapter(folder / "adapter")
-        save = self._policy.save(folder, optimizer=settings.optimizer, background=settings.background)
-        self._pending = _Pending(folder, step, save)
+        how = {"optimizer": settings.optimizer, "background": settings.background}
+        saves = [self._policy.save(folder, **how)]
+        if self._critic is not None:
+            saves.append(self._critic.save(folder / _CRITIC, **how))
+        self._pending = _Pending(folder, step, saves)
 
     def step_done(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """A step is recorded: what was begun learns how it ended, and is published as soon as it is written."""
@@ -146,7 +157,7 @@ class Checkpoints:
             return
         if pending.step == step:
             pending.state = RunState(step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings))
-        if not self._settings.checkpoint.background or pending.save.is_written():
+        if not self._settings.checkpoint.background or all([save.is_written() for save in pending.saves]):
             self.settle()
 
     def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
@@ -165,7 +176,8 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         with writing(self._run):
             try:
-                pending.save.finish()
+                for save in pending.saves:
+                    save.finish()
                 on_main_rank(lambda: self._publish(pending))
             except OSError:
                 if dist.get_rank() == 0:
@@ -234,7 +246,9 @@ def _remove_partial(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _make(folder: Path, *, hf: Path) -> None:
+def _make(folder: Path, *, hf: Path, with_critic: bool) -> None:
     """An empty checkpoint but for its copy of the Hugging Face folder's small files."""
     (folder / Path(_STATE).parent).mkdir(parents=True)
+    if with_critic:
+        (folder / _CRITIC).mkdir()
     copy_companions(hf, folder / "hf")

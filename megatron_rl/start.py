@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch.distributed as dist
-
-from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.models.released import known_spec
 from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.opening import tell_prompts
+from megatron_rl.parts import Trained, build_critic, build_fleet, build_policy
 from megatron_rl.plan.dry import dry_run
-from megatron_rl.policy.parallel import Layout, build_layout, leave_layout
+from megatron_rl.policy.critic import Critic
+from megatron_rl.policy.parallel import build_layout, leave_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.fleet import Fleet, RoundSettings
-from megatron_rl.rollout.local import LocalEngine
+from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Result, Run, check_improvement, writing
 from megatron_rl.run_folder import held
@@ -31,7 +29,7 @@ from megatron_rl.sft import warm_start
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.train import train
-from megatron_rl.types import Rollout, RunFailed, Stopped
+from megatron_rl.types import RunFailed, Stopped
 from megatron_rl.world import World, connect, disconnect, place
 
 T = TypeVar("T")
@@ -46,6 +44,8 @@ class Parts:
     algorithms: Mapping[str, Algorithm]
     renderer: Renderer
     policy: Policy
+    critic: Critic | None
+    """Of algorithms that need values, where its trunk is its own."""
     run: Run
     checkpoints: Checkpoints
     stop: Stop
@@ -57,10 +57,11 @@ class Parts:
     def open_fleet(self, settings: Settings) -> Fleet:
         """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
         with self.run.spans("start"):
-            self.policy.sleep()
+            trainer = Trained(self.policy, self.critic) if self.critic else self.policy
+            trainer.sleep()
             fleet = self.fleet = build_fleet(
                 settings, self.task,
-                policy=self.policy, renderer=self.renderer, world=self.world, stop=self.stop, tell=self.run.tell,
+                trainer=trainer, renderer=self.renderer, world=self.world, stop=self.stop, tell=self.run.tell,
             )  # fmt: skip
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
@@ -92,8 +93,8 @@ def reinforce(settings: Settings, parts: Parts) -> Fleet:
         tell_prompts(settings, fleet=fleet, tell=parts.run.tell)
     with parts.checkpoints.settled_on_failure(parts.run):
         train(
-            settings, policy=parts.policy, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints, stop=parts.stop,
-            algorithms=parts.algorithms,
+            settings, policy=parts.policy, critic=parts.critic, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints,
+            stop=parts.stop, algorithms=parts.algorithms,
         )  # fmt: skip
     return fleet
 
@@ -173,13 +174,18 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
     renderer = Renderer(settings.model)
-    policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl)
+    algorithms = {**ALGORITHMS, **own.algorithms}
+    has_values = stage.is_rl and algorithms[settings.algo.name].needs_values
+    policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl, has_values=has_values)
     closing.callback(policy.close)
+    critic = build_critic(settings, layout, num_steps=num_steps) if has_values and settings.critic.trunk == "own" else None
+    if critic is not None:
+        closing.callback(critic.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
-    checkpoints = Checkpoints(settings, policy, start=checkpoint)
+    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint)
     return Parts(
-        world=world, task=task, algorithms={**ALGORITHMS, **own.algorithms}, renderer=renderer, policy=policy, run=record,
+        world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
         checkpoints=checkpoints, stop=stop, closing=closing,
     )  # fmt: skip
 
@@ -218,61 +224,3 @@ def print_plan(settings: Settings, world: World, own: Own) -> None:
     check_sizes(settings, model, size, own)
     if world.is_main:
         dry_run(model, settings, world_size=size)
-
-
-def build_policy(settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int, is_rl: bool) -> Policy:
-    """This rank's share of the model with its optimizer, for the stage's steps."""
-    return Policy(
-        settings.model, layout,
-        parallel=settings.parallel, optim=settings.optim, num_steps=num_steps,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
-        temperature=settings.algo.temperature if is_rl else 1.0,
-        keep_reference=is_rl and needs_reference(settings.algo), bucket_mib=settings.engine.bucket_mib,
-        lora=settings.lora, seed=settings.run.seed,
-    )  # fmt: skip
-
-
-def build_fleet(
-    settings: Settings, task: Task, *, policy: Policy, renderer: Renderer, world: World, stop: Stop, tell: Callable[[str], None]
-) -> Fleet:
-    """This process's engine and its place in the fleet. All ranks together."""
-    batch, size = settings.batch, settings.engine.tp
-    return Fleet(
-        task, engine=build_engine(settings, renderer, world), renderer=renderer, trainer=policy, gather=gather_rollouts,
-        episode=episode_settings(settings),
-        round_settings=RoundSettings(
-            num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
-        ),
-        index=world.rank // size, num_engines=world.size // size, grace=stop.within_grace, patience_s=settings.run.patience_s, tell=tell,
-    )  # fmt: skip
-
-
-def build_engine(settings: Settings, renderer: Renderer, world: World) -> LocalEngine:
-    """This process's engine: one alone, or a part of one that spans engine.tp neighboring ranks. All ranks together."""
-    group, size = None, settings.engine.tp
-    if size > 1:
-        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
-        group = groups[world.rank // size]
-    return LocalEngine(
-        settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
-    )  # fmt: skip
-
-
-def episode_settings(settings: Settings) -> EpisodeSettings:
-    """How training plays an episode."""
-    task, engine = settings.task, settings.engine
-    return EpisodeSettings(
-        temperature=settings.algo.temperature, seed=settings.run.seed,
-        max_turns=task.max_turns, max_tokens_per_turn=task.max_tokens_per_turn, max_seconds=task.max_seconds, errors_end=task.errors_end,
-        max_context=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
-    )  # fmt: skip
-
-
-def gather_rollouts(mine: list[Rollout] | None) -> list[Rollout]:
-    """The rollouts of all ranks on every rank. In a world of more than one, images come without their patches (Renderer.restore)."""
-    parts = [mine]
-    if dist.get_world_size() > 1:
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-    return [rollout for part in parts if part is not None for rollout in part]

@@ -59,8 +59,25 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     first = updates[0]
     values = {name: [update[name] for update in updates] for name in first}
     merged = {name: _largest(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
+    if "policy/ratio" not in first:  # a critic alone was trained
+        return merged
     ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
     return {**merged, **ratio, "engine/logprob_gap_max": first["engine/logprob_gap_max"]}
+
+
+def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str, float]:
+    """What a critic expected of a step's actions, and what they earned. explained_variance = 1 - var(return - value) / var(return): 1 for a
+    critic that knows, 0 for one that says the mean; left out where all returns are equal. Empty where nothing was trained on."""
+    if not returns:
+        return {}
+    errors = [earned - value for value, earned in zip(values, returns, strict=True)]
+    metrics = {
+        "value/mean": statistics.fmean(values),
+        "value/return": statistics.fmean(returns),
+        "value/error": math.sqrt(statistics.fmean(error * error for error in errors)),
+    }
+    spread = statistics.pvariance(returns)
+    return metrics | ({"value/explained_variance": 1.0 - statistics.pvariance(errors) / spread} if spread > 0 else {})
 
 
 def _largest(values: list[float]) -> float:

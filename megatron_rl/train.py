@@ -11,17 +11,21 @@ import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_old, needs_reference
 from megatron_rl.algo.credit import spreads
+from megatron_rl.algo.gae import expected_and_earned
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.select import kept_groups, select
-from megatron_rl.batch import read_back, take_advantages
+from megatron_rl.algo.thoughts import weigh_thoughts
+from megatron_rl.algo.value import head_alone, joint, value_objective
+from megatron_rl.batch import read_back, take
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.minibatches import cut_minibatches
+from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.run import Run, check_failures, require_finite
 from megatron_rl.run_states import Checkpoints
-from megatron_rl.step_metrics import merge_updates, rollout_metrics
+from megatron_rl.step_metrics import merge_updates, rollout_metrics, value_metrics
 from megatron_rl.stop import Stop
 from megatron_rl.types import Batch, Context, Rollout
 from megatron_rl.world import gather
@@ -29,13 +33,15 @@ from megatron_rl.world import gather
 
 def train(
     settings: Settings, *,
-    policy: Policy, fleet: Fleet, run: Run, checkpoints: Checkpoints, stop: Stop, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+    policy: Policy, critic: Critic | None = None, fleet: Fleet, run: Run, checkpoints: Checkpoints, stop: Stop,
+    algorithms: Mapping[str, Algorithm] = ALGORITHMS,
 ) -> None:  # fmt: skip
     """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights.
 
     Stopped, on every rank: run.num_done says of how many steps the weights are.
     """
-    spans, algorithm, loss = run.spans, algorithms[settings.algo.name], objective(settings.algo, algorithms)
+    spans, algorithm = run.spans, algorithms[settings.algo.name]
+    update = updates_of(settings, policy, critic, algorithms)
     with spans("sync"):
         with fleet.away():
             checkpoints.restore()
@@ -54,11 +60,13 @@ def train(
 
         with spans("update"), fleet.away():
             with run.keeping_rollouts(rollouts, step=step):
-                minibatches = credited(rollouts, settings, policy, algorithm=algorithm, restore=fleet.renderer.restore)
+                minibatches = credited(rollouts, settings, policy, critic, algorithm=algorithm, restore=fleet.renderer.restore)
+            if algorithm.needs_values and critic is None and step == settings.critic.warmup_steps > 0:
+                policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
             updates = []
             for batches in minibatches * settings.batch.epochs:
                 with run.keeping(batches, step=step):
-                    updates.append(policy.update(batches, loss, step=step))
+                    updates.append(update(batches, step))
 
         with spans("checkpoint"):
             checkpoints.begin(step + 1)
@@ -67,7 +75,10 @@ def train(
             fleet.serve(policy.hf_weights(), version=step + 1)
 
         with spans("record"):
-            run.trained(step, rollouts, {**rollout_metrics(rollouts, rounds=rounds), **merge_updates(updates)})
+            metrics = rollout_metrics(rollouts, rounds=rounds) | merge_updates(updates)
+            if algorithm.needs_values:
+                metrics |= value_metrics(*expected_and_earned(rollouts, settings.algo))
+            run.trained(step, rollouts, metrics)
         close(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
         stop.check()
 
@@ -101,9 +112,33 @@ def is_enough(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm)
     return len(kept_groups(rollouts)) >= num_groups
 
 
+def updates_of(
+    settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm]
+) -> Callable[[list[Batch], int], dict[str, float]]:
+    """(batches, step) -> metrics of one optimizer update of whatever learns in that step: the policy, and a critic where there is one."""
+    of_policy = objective(settings.algo, algorithms)
+    of_values = value_objective(settings.critic, over=settings.algo.gae_over)
+    has_values = algorithms[settings.algo.name].needs_values
+    together = joint(of_policy, of_values, settings.critic.coef) if has_values and critic is None else of_policy
+
+    def update(batches: list[Batch], step: int) -> dict[str, float]:
+        warms_up = has_values and step < settings.critic.warmup_steps
+        if critic is None:
+            return policy.update(batches, head_alone(of_policy, of_values) if warms_up else together, step=step, head_alone=warms_up)
+        metrics = {} if warms_up else policy.update(batches, of_policy, step=step)
+        return metrics | critic.update(batches, of_values, step=step)
+
+    return update
+
+
+SAID = {"old_logprobs": "old_logprob_T", "reference_logprobs": "reference_logprob_T", "values": "old_value_T"}
+"""Columns of Context that networks fill, and where the same numbers lie in a batch."""
+
+
 def credited(
-    rollouts: list[Rollout], settings: Settings, policy: Policy, *, algorithm: Algorithm, restore: Callable[[Context], None]
-) -> list[list[Batch]]:
+    rollouts: list[Rollout], settings: Settings, policy: Policy, critic: Critic | None = None,
+    *, algorithm: Algorithm, restore: Callable[[Context], None],
+) -> list[list[Batch]]:  # fmt: skip
     """Credit the rollouts and pack what is trained on: the micro-batches of each update, with what the loss reads of networks.
 
     Where credit itself reads what networks say of the tokens, they are packed and read first, and their advantages follow them.
@@ -116,24 +151,34 @@ def credited(
     cut_up = cut_minibatches(rollouts, batch, with_idle=with_idle)
     minibatches = [policy.pack(minibatch, max_tokens=batch.micro_batch_tokens, restore=restore) for minibatch in cut_up]
     every = [each for batches in minibatches for each in batches]
+    if algo.thought_coef != 1:
+        weigh_thoughts(rollouts, algo.thought_coef)
+        for each in every:
+            each.coefficient_T = take(rollouts, each, "coefficients")
     if needs_old(algo, num_updates=batch.minibatches * batch.epochs):
-        for each, logprob_T in zip(every, said(policy, minibatches, weights="current"), strict=True):
-            each.old_logprob_T = logprob_T
+        fill(minibatches, "old_logprob_T", policy.logprobs)
     if needs_reference(algo):
-        for each, logprob_T in zip(every, said(policy, minibatches, weights="reference"), strict=True):
-            each.reference_logprob_T = logprob_T
+        fill(minibatches, "reference_logprob_T", partial(policy.logprobs, weights="reference"))
+    if algorithm.needs_values:
+        fill(minibatches, "old_value_T", (critic or policy).values)
     if reads:
-        attach(rollouts, every, [each.old_logprob_T for each in every], column="old_logprobs")
-        attach(rollouts, every, [each.reference_logprob_T for each in every], column="reference_logprobs")
+        for column in reads:
+            attach(rollouts, every, [getattr(each, SAID[column]) for each in every], column=column)
         algorithm.credit(rollouts, algo)
         for each in every:
-            take_advantages(rollouts, each)
+            each.advantage_T = take(rollouts, each, "advantages")
+    if algorithm.needs_values:
+        for each in every:
+            each.return_T = take(rollouts, each, "returns")
+        (critic or policy).see(expected_and_earned(rollouts, algo)[1])
     return minibatches
 
 
-def said(policy: Policy, minibatches: list[list[Batch]], *, weights: str) -> list[torch.Tensor]:
-    """Logprobs of every micro-batch, before the first update changes the weights."""
-    return [logprob_T for batches in minibatches for logprob_T in policy.logprobs(batches, weights=weights)]
+def fill(minibatches: list[list[Batch]], name: str, read: Callable[[list[Batch]], list[torch.Tensor]]) -> None:
+    """Give every micro-batch what a network says of it, before the first update changes the weights."""
+    for batches in minibatches:
+        for batch, number_T in zip(batches, read(batches), strict=True):
+            setattr(batch, name, number_T)
 
 
 def attach(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor], *, column: str) -> None:

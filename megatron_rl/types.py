@@ -139,12 +139,16 @@ class Context:
     """Version of the weights that sampled each token; -1 where the mask is 0."""
     images: list[Image] = field(default_factory=list)
     old_logprobs: list[float] = field(default_factory=list)
-    """Logprobs of the sampled tokens under the trainer's weights at the start of the step. Empty until known, as the three below."""
+    """Logprobs of the sampled tokens under the trainer's weights at the start of the step. Empty until known, as those below."""
     reference_logprobs: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     """What a critic expects to be earned from the state before each sampled token."""
     advantages: list[float] = field(default_factory=list)
     """What each sampled token is credited with; 0.0 where the mask is 0."""
+    returns: list[float] = field(default_factory=list)
+    """What a critic should have expected there: its target."""
+    coefficients: list[float] = field(default_factory=list)
+    """Factor on each sampled token's logprob in the surrogate (algo.thought_coef); empty: 1 everywhere."""
 
     def extend(
         self, token_ids: list[int], *,
@@ -173,7 +177,7 @@ class Context:
         setattr(self, column, numbers)
 
 
-ATTACHED = ("old_logprobs", "reference_logprobs", "values", "advantages")
+ATTACHED = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns", "coefficients")
 """Columns of Context that networks and credit fill."""
 
 
@@ -202,6 +206,8 @@ class Turn:
     span: tuple[int, int]
     """First and one-past-last sampled token in that context."""
     text: str
+    action: int | None = None
+    """The token of that context in which the action begins, behind the thoughts, where the environment says (tasks.Step.action_at)."""
     reward: float = 0.0
     """What the environment gave."""
     score: float | None = None
@@ -315,6 +321,10 @@ class Batch:
     engine_logprob_T: torch.Tensor
     old_logprob_T: torch.Tensor | None = None
     reference_logprob_T: torch.Tensor | None = None
+    coefficient_T: torch.Tensor | None = None
+    old_value_T: torch.Tensor | None = None
+    """A critic's values at the start of the step, and its targets."""
+    return_T: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -322,8 +332,29 @@ class Batch:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class ValueRows:
+    """What a critic's loss sees of the R sampled tokens: numbers about the state before each. In the head's units (ValueHead)."""
+
+    value_R: torch.Tensor
+    """The critic's value, with gradient."""
+    old_R: torch.Tensor
+    """Its value at the start of the step."""
+    return_R: torch.Tensor
+    """Its target."""
+    weight_R: torch.Tensor
+    """Rows.weight_R."""
+    turn_R: torch.Tensor
+    """Rows.turn_R."""
+
+    def are_finite(self) -> dict[str, torch.Tensor]:
+        """As Rows.are_finite."""
+        columns = {"the return": self.return_R, "the value": self.value_R}
+        return {name: column.isfinite().all() for name, column in columns.items()}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Rows:
-    """What a loss sees of a micro-batch: its R sampled tokens, in order. All float32 but segment_R."""
+    """What a loss sees of a micro-batch: its R sampled tokens, in order. All float32 but segment_R and turn_R."""
 
     logprob_R: torch.Tensor
     """Logprob of each token under the weights that are trained, with gradient."""
@@ -339,6 +370,12 @@ class Rows:
     """What a token's loss counts, before the division by the global denominator."""
     segment_R: torch.Tensor
     """Which segment of the batch a token is in: the sampled tokens of a context are all in one."""
+    turn_R: torch.Tensor
+    """Which turn of the batch a token is in, from 0: the sampled tokens between two observations."""
+    coefficient_R: torch.Tensor | None = None
+    """Factor on the token's logprob in the surrogate; None: 1."""
+    values: ValueRows | None = None
+    """Of a critic that shares the policy's trunk."""
 
     def are_finite(self) -> dict[str, torch.Tensor]:
         """Whether each column holds finite numbers only, by its name in words; what others computed comes first."""
@@ -350,7 +387,8 @@ class Rows:
             "the old logprob": self.old_R,
             "the entropy": self.entropy_R,
         }
-        return {name: column.isfinite().all() for name, column in columns.items() if column is not None}
+        found = {name: column.isfinite().all() for name, column in columns.items() if column is not None}
+        return found | (self.values.are_finite() if self.values else {})
 
 
 @dataclass(slots=True, frozen=True)
@@ -361,9 +399,13 @@ class LossMetrics:
     """Add, then divide by the global number of sampled tokens: a mean or a fraction of tokens, unweighted."""
     maxima: dict[str, torch.Tensor]
     """Take the maximum, which is NaN where any is. At least 0."""
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parts of the loss: add, then divide by the global denominator as the loss itself is."""
     checks: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whether a tensor of the micro-batch holds finite numbers only, in the order in which they came to be."""
 
 
 Loss = Callable[[Rows], tuple["torch.Tensor", LossMetrics]]
 """The loss of a micro-batch, summed over its rows and not divided, and its metrics."""
+ValueLoss = Callable[[ValueRows], tuple["torch.Tensor", LossMetrics]]
+"""The same of a critic."""

@@ -22,7 +22,7 @@ from megatron_rl.types import ATTACHED, Context, Image, Rollout, ToolCall, Turn
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-VERSION = 1
+VERSION = 2
 """Of the fields and their meaning. A record of another version is refused."""
 MAX_PATCHES = 1 << 24
 """Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
@@ -143,6 +143,7 @@ def _check_turn(turn: Turn, contexts: list[Context], where: str) -> None:
     _require(0 <= turn.context < len(contexts), f"{where}.context", turn.context, f"none of {len(contexts)} contexts")
     (start, stop), length = turn.span, len(contexts[turn.context].token_ids)
     _require(0 <= start <= stop <= length, f"{where}.span", turn.span, f"not within the {length} tokens of its context")
+    _require(turn.action is None or start <= turn.action < stop, f"{where}.action", turn.action, f"not within the span {turn.span}")
 
 
 def _integer(value: Any, where: str) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from megatron_rl.batch import pack, read_back, take_advantages
+from megatron_rl.batch import pack, read_back, take
 from megatron_rl.config import BatchSettings
 from megatron_rl.minibatches import balance, cut, cut_minibatches, episode_weight, loads_of
 from megatron_rl.models.qwen2_5_vl import mrope_positions
@@ -184,7 +184,7 @@ def test_what_is_said_of_a_batch_returns_to_the_tokens_it_is_of(share: bool) -> 
         assert columns == {(0, 0): [0, 0, 2, 3], (0, 1): [0, 5, 0, 0, 8], (1, 0): [0, 0, 11]}
     for (index, number), column in columns.items():
         rollouts[index].contexts[number].attach("advantages", column)
-    take_advantages(rollouts, batch)
+    batch.advantage_T = take(rollouts, batch, "advantages")
     assert torch.equal(batch.advantage_T, numbers * batch.mask_T), "and back again"
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron_rl import train
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batch import pack
-from megatron_rl.config import AlgoSettings, BatchSettings, SelectSettings, Settings
+from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, SelectSettings, Settings
 from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
 from megatron_rl.types import Batch, Context, Rollout, Status, Turn
 from tests.support.episodes import episode
@@ -21,6 +21,11 @@ COEF = 0.25
 SAYS: dict[str, Callable] = {"current": lambda token: -token / 64, "reference": lambda token: -(token % 7) / 8}
 """Logprob of a sampled token, of which each has its own id, under each policy's weights: exact in float32."""
 NO_IMAGE = 99
+
+
+def VALUE(token: int) -> float:
+    """Of the state before a sampled token: exact in float32, too."""
+    return (token % 5) / 4
 
 
 def straight(token_ids: Sequence[int], images: Sequence[object]) -> torch.Tensor:
@@ -36,6 +41,9 @@ class Scripted:
     ranks: int = 1
     share: bool = True
     asked: list[str] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
+    updates: list[tuple] = field(default_factory=list)
+    critic: "Scripted | None" = None
     restored: list[Context] = field(default_factory=list)
 
     def pack(self, minibatch: Sequence[WeightedContext], *, max_tokens: int, restore: Callable[[Context], None]) -> list[Batch]:
@@ -50,6 +58,17 @@ class Scripted:
     def logprobs(self, batches: list[Batch], *, weights: str = "current") -> list[torch.Tensor]:
         self.asked.append(weights)
         return [torch.where(batch.mask_T, SAYS[weights](batch.target_T), 77.0) for batch in batches]
+
+    def values(self, batches: list[Batch]) -> list[torch.Tensor]:
+        self.asked.append("values")
+        return [torch.where(batch.mask_T, VALUE(batch.target_T), 77.0) for batch in batches]
+
+    def see(self, returns: Sequence[float]) -> None:
+        self.seen += returns
+
+    def update(self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False) -> dict[str, float]:
+        self.updates.append((batches, loss.__qualname__.split(".")[0], step, head_alone))
+        return {"loss": 1.0}
 
 
 class Peers:
@@ -128,7 +147,9 @@ def whitened(rollouts: list[Rollout]) -> dict[int, float]:
     return {token: (value - mean) / math.sqrt(variance + 1e-8) for token, value in returns.items()}
 
 
-def credited_on(ranks: int, settings: Settings, monkeypatch: pytest.MonkeyPatch, *, share: bool = True) -> list[tuple]:
+def credited_on(
+    ranks: int, settings: Settings, monkeypatch: pytest.MonkeyPatch, *, share: bool = True, own_critic: bool = False
+) -> list[tuple]:
     """For each rank its rollouts, policy, and minibatches."""
     peers = Peers(ranks)
     monkeypatch.setattr(train, "gather", peers.gather)
@@ -136,11 +157,10 @@ def credited_on(ranks: int, settings: Settings, monkeypatch: pytest.MonkeyPatch,
     def one(rank: int) -> tuple[list[Rollout], Scripted, list[list[Batch]]]:
         peers.mine.rank = rank
         rollouts, policy = step(), Scripted(rank=rank, ranks=ranks, share=share)
-        return (
-            rollouts,
-            policy,
-            train.credited(rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], restore=policy.restored.append),
-        )
+        policy.critic = Scripted() if own_critic else None
+        algorithm = ALGORITHMS[settings.algo.name]
+        minibatches = train.credited(rollouts, settings, policy, policy.critic, algorithm=algorithm, restore=policy.restored.append)
+        return rollouts, policy, minibatches
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))
@@ -172,6 +192,85 @@ def test_the_kl_that_is_read_goes_back_to_the_contexts_and_into_the_advantages(
     assert sorted(trained) == sorted(token for rollout in step() if rollout.is_trained_on for token in sampled(rollout)), "each once"
     first = [[context.advantages for rollout in rollouts for context in rollout.contexts] for rollouts, *_ in done]
     assert all(other == first[0] for other in first), "bit for bit the same on every rank"
+
+
+def generalized(rollouts: list[Rollout], over: str) -> tuple[dict[int, float], dict[int, float]]:
+    """By sampled token, in plain loops: its advantage and its return with gamma 0.5 and lambda 0.25; all is earned at the end."""
+    advantages, returns = {}, {}
+    for rollout in rollouts:
+        if not rollout.is_trained_on:
+            continue
+        turns = [rollout.contexts[turn.context].token_ids[slice(*turn.span)] for turn in rollout.turns]
+        actions = turns if over == "turns" else [[token] for turn in turns for token in turn]
+        values = [VALUE(action[0]) for action in actions] + [0.0]
+        later = 0.0
+        for number in reversed(range(len(actions))):
+            earned = (rollout.outcome if number + 1 == len(actions) else 0.0) + sum(
+                turn.gain for turn, tokens in zip(rollout.turns, turns, strict=True) if tokens[-1] == actions[number][-1]
+            )
+            later = earned + 0.5 * values[number + 1] - values[number] + 0.125 * later
+            advantages |= dict.fromkeys(actions[number], later)
+            returns |= dict.fromkeys(actions[number], 0.0) | {actions[number][0]: later + values[number]}
+    return advantages, returns
+
+
+@pytest.mark.parametrize("over", ["tokens", "turns"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_returns(
+    over: str, ranks: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algo = AlgoSettings(name="ppo", gae_over=over, gamma=0.5, gae_lambda=0.25, whiten=False)
+    done = credited_on(ranks, settings_of(algo, minibatches=2), monkeypatch, own_critic=own)
+    advantages, returns = generalized(step(), over)
+    trained: list[int] = []
+    for rollouts, policy, minibatches in done:
+        assert policy.asked == ["current"] * 2 + ([] if own else ["values"] * 2)
+        reader = policy.critic if own else policy
+        assert reader.asked[-2:] == ["values"] * 2
+        firsts = {each.contexts[turn.context].token_ids[turn.span[0]] for each in rollouts for turn in each.turns}
+        actions = [t for each in rollouts if each.is_trained_on for t in sampled(each) if over == "tokens" or t in firsts]
+        assert reader.seen == pytest.approx([returns[token] for token in actions])
+        for batch in (each for batches in minibatches for each in batches):
+            given = by_token(batch, batch.advantage_T)
+            trained += given
+            assert given == {token: pytest.approx(advantages[token], rel=1e-6) for token in given}
+            assert by_token(batch, batch.return_T) == {token: pytest.approx(returns[token], rel=1e-6) for token in given}
+            assert by_token(batch, batch.old_value_T) == {token: VALUE(token) for token in given}
+            assert batch.coefficient_T is None
+    assert sorted(trained) == sorted(advantages), "each once"
+
+
+def test_thoughts_count_less_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coefficient stands on the tokens before each turn's action, 1 on all others."""
+    made = step()
+    for rollout in made:
+        for turn in rollout.turns:
+            turn.action = turn.span[1] - 1
+    monkeypatch.setattr("tests.test_train.step", lambda: made)
+    ((rollouts, _, minibatches),) = credited_on(1, settings_of(AlgoSettings(thought_coef=0.5)), monkeypatch)
+    actions = {rollout.contexts[turn.context].token_ids[turn.action] for rollout in rollouts for turn in rollout.turns}
+    found = {token: value for batches in minibatches for batch in batches for token, value in by_token(batch, batch.coefficient_T).items()}
+    assert found == {token: 1.0 if token in actions else 0.5 for token in found} and set(found.values()) == {0.5, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "trunk", "step", "policy", "critic"),
+    [
+        ("grpo", "shared", 0, [("objective", False)], []),  # without values there is no warm-up
+        ("ppo", "shared", 1, [("head_alone", True)], []),
+        ("ppo", "shared", 2, [("joint", False)], []),
+        ("ppo", "own", 1, [], ["value_objective"]),
+        ("ppo", "own", 2, [("objective", False)], ["value_objective"]),
+    ],
+)
+def test_what_learns_in_a_step(name: str, trunk: str, step: int, policy: list, critic: list) -> None:
+    """Two steps of warm-up."""
+    settings = Settings(algo=AlgoSettings(name=name), critic=CriticSettings(trunk=trunk, warmup_steps=2))
+    ours, theirs = Scripted(), Scripted() if trunk == "own" else None
+    train.updates_of(settings, ours, theirs, ALGORITHMS)(["batch"], step)
+    assert ours.updates == [(["batch"], loss, step, alone) for loss, alone in policy]
+    assert (theirs.updates if theirs else []) == [(["batch"], loss, step, False) for loss in critic]
 
 
 def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

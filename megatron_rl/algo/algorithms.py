@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_rl.algo import credit, surrogates
 from megatron_rl.algo.corrections import CORRECTIONS
 from megatron_rl.algo.credit import TURN_SCHEMES, Credit
+from megatron_rl.algo.gae import generalized_advantages
 from megatron_rl.algo.kl import ESTIMATORS
 from megatron_rl.algo.surrogates import Bounds, Surrogate
 from megatron_rl.config import AlgoSettings, require, require_choice
@@ -23,6 +24,8 @@ class Algorithm:
     """Where the surrogate's trust region ends; measured, not trained on."""
     needs_peers: bool = True
     """Credit compares the members of a group: a rollout whose peers all failed is not trained on."""
+    needs_values: bool = False
+    """Credit reads a critic's values, and the critic learns from its returns."""
     by_turn: bool = False
     """algo.turns may be other than broadcast."""
     dual_clips: bool = False
@@ -30,7 +33,8 @@ class Algorithm:
 
     def reads(self, algo: AlgoSettings) -> tuple[str, ...]:
         """Columns of Context that networks must fill before `credit`."""
-        return ("old_logprobs", "reference_logprobs") if algo.kl_in_reward else ()
+        logprobs = ("old_logprobs", "reference_logprobs") if algo.kl_in_reward else ()
+        return (*logprobs, "values") if self.needs_values else logprobs
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -38,6 +42,15 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "rloo": Algorithm(credit=credit.leave_one_out, dual_clips=True),
     "opo": Algorithm(credit=credit.length_weighted, dual_clips=True),
     "reinforce_pp": Algorithm(credit=credit.whitened_returns, needs_peers=False, dual_clips=True),
+    "ppo": Algorithm(credit=generalized_advantages, needs_peers=False, needs_values=True, dual_clips=True),
+    "ppo_turn": Algorithm(
+        credit=generalized_advantages,
+        surrogate=surrogates.turn_clipped,
+        bounds=surrogates.turn_ratio_bounds,
+        needs_peers=False,
+        needs_values=True,
+        dual_clips=True,
+    ),
     "gspo": Algorithm(
         credit=credit.group_relative, surrogate=surrogates.sequence_clipped, bounds=surrogates.sequence_ratio_bounds, dual_clips=True
     ),

@@ -54,20 +54,17 @@ def length_weighted(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 def whitened_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """REINFORCE++ (arXiv 2501.03262): the return from each token on, whitened over all tokens of the step that are trained on.
 
-    The episode's reward is earned by its last token, a KL penalty (algo.kl_in_reward) by each. (G - mean) / sqrt(var + 1e-8), var with
-    the divisor N - 1.
+    The episode's reward is earned by its last token, a KL penalty (algo.kl_in_reward) by each.
     """
     scored = [rollout for members in groups_of(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
-    returns = [_token_returns(rollout, algo) for rollout in trained]
-    every = [value for contexts in returns for values in contexts for value in values if value is not None]
-    mean, scale = _mean(every), math.sqrt(_stdev(every) ** 2 + 1e-8)
-    for rollout, contexts in zip(trained, returns, strict=True):
-        for context, values in zip(rollout.contexts, contexts, strict=True):
-            context.attach("advantages", [0.0 if value is None else (value - mean) / scale for value in values])
     for rollout in scored:
-        if not rollout.is_trained_on:
-            write(rollout, [0.0] * len(rollout.turns))
+        write(rollout, [0.0] * len(rollout.turns))
+    contexts = [context for rollout in trained for context in rollout.contexts]
+    returns = [values for rollout in trained for values in _token_returns(rollout, algo)]
+    for context, values in zip(contexts, whitened(returns), strict=True):
+        credits = iter(values)
+        context.attach("advantages", [next(credits) if sampled else 0.0 for sampled in context.loss_mask])
 
 
 def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
@@ -173,6 +170,13 @@ def penalty(rollout: Rollout, algo: AlgoSettings) -> float:
     )
 
 
+def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
+    """All of them shifted and scaled together to mean 0 and deviation 1: (x - mean) / sqrt(var + 1e-8), var with the divisor N - 1."""
+    every = [value for values in credits for value in values]
+    mean, scale = _mean(every), math.sqrt(_stdev(every) ** 2 + 1e-8)
+    return [[(value - mean) / scale for value in values] for values in credits]
+
+
 def deviation(credits: Sequence[Sequence[float]]) -> float:
     """Root of the credits' mean square, with the divisor N - 1 of a sample deviation."""
     values = [value for turns in credits for value in turns]
@@ -218,14 +222,13 @@ def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
     return values[::-1]
 
 
-def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float | None]]:
-    """For each context the return from each sampled token on; None for the others."""
+def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
+    """For each context the return from each sampled token on."""
     later, contexts = rollout.reward, []
     for context in reversed(rollout.contexts):
-        values: list[float | None] = []
+        values: list[float] = []
         for place in reversed(range(len(context.token_ids))):
             if not context.loss_mask[place]:
-                values.append(None)
                 continue
             if algo.kl_in_reward:
                 later -= algo.kl_coef * (context.old_logprobs[place] - context.reference_logprobs[place])

@@ -20,8 +20,12 @@ MAX_DPPO_RATIO = 20.0
 
 
 def log_ratio(rows: Rows) -> torch.Tensor:
-    """Logprob now less logprob at the start of the step, at most MAX_LOG_RATIO, where its gradient ends."""
-    return (rows.logprob_R - rows.old_R).clamp(max=MAX_LOG_RATIO)
+    """Logprob now less logprob at the start of the step, times the token's coefficient; at most MAX_LOG_RATIO, where its gradient ends."""
+    return _scaled(rows.logprob_R - rows.old_R, rows).clamp(max=MAX_LOG_RATIO)
+
+
+def _scaled(x_R: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return x_R if rows.coefficient_R is None else rows.coefficient_R * x_R
 
 
 def clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
@@ -38,13 +42,23 @@ def sequence_clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
     s_t = sg(s) * exp(logprob - sg(logprob)): with aggregation=sequence_mean value and gradient are those of one ratio for the context.
     """
     mean_R = segment_mean(log_ratio(rows).detach(), rows.segment_R)
-    return _clip((mean_R + rows.logprob_R - rows.logprob_R.detach()).exp(), rows.advantage_R, algo)
+    return _clip((mean_R + _scaled(rows.logprob_R - rows.logprob_R.detach(), rows)).exp(), rows.advantage_R, algo)
+
+
+def turn_clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+    """PPO's with one ratio for a turn, that of the whole reply: s = exp(sum of coefficient * (logprob - old) over the turn), as RL4VLM's
+    (arXiv 2405.10292, section 4.3). Every token has its turn's value, which aggregation=turn_mean counts once."""
+    return _clip(turn_log_ratio(rows).exp(), rows.advantage_R, algo)
+
+
+def turn_log_ratio(rows: Rows) -> torch.Tensor:
+    return segment_sum(_scaled(rows.logprob_R - rows.old_R, rows), rows.turn_R).clamp(max=MAX_LOG_RATIO)
 
 
 def stopped_ratio(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
     """CISPO (arXiv 2506.13585, eq. 4 and 5): -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob. Clipped tokens keep a gradient."""
     weight_R = log_ratio(rows).exp().clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high).detach()
-    return -weight_R * rows.advantage_R * rows.logprob_R
+    return -weight_R * rows.advantage_R * _scaled(rows.logprob_R, rows)
 
 
 def geometric(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
@@ -71,7 +85,7 @@ def divergence_bounded(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
     below_R, above_R = divergence_bounds(rows, algo)
     kept_R = torch.where(rows.advantage_R > 0, ~above_R, ~below_R)
     ratio_R = log_ratio(rows).exp().clamp(max=MAX_DPPO_RATIO).detach()
-    return -ratio_R * rows.advantage_R * rows.logprob_R * kept_R
+    return -ratio_R * rows.advantage_R * _scaled(rows.logprob_R, rows) * kept_R
 
 
 def ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
@@ -81,6 +95,11 @@ def ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
 
 def sequence_ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
     ratio_R = segment_mean(log_ratio(rows), rows.segment_R).exp()
+    return ratio_R < 1.0 - algo.clip_low, ratio_R > 1.0 + algo.clip_high
+
+
+def turn_ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+    ratio_R = turn_log_ratio(rows).exp()
     return ratio_R < 1.0 - algo.clip_low, ratio_R > 1.0 + algo.clip_high
 
 
@@ -103,6 +122,12 @@ def segment_mean(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
     """The mean over each context's tokens, at each of its tokens."""
     _, place_R, count_S = torch.unique_consecutive(segment_R, return_inverse=True, return_counts=True)
     return (x_R.new_zeros(count_S.numel()).index_add(0, place_R, x_R) / count_S)[place_R]
+
+
+def segment_sum(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
+    """The sum over each context's (or turn's) tokens, at each of its tokens."""
+    _, place_R, count_S = torch.unique_consecutive(segment_R, return_inverse=True, return_counts=True)
+    return x_R.new_zeros(count_S.numel()).index_add(0, place_R, x_R)[place_R]
 
 
 def _clip(ratio_R: torch.Tensor, advantage_R: torch.Tensor, algo: AlgoSettings) -> torch.Tensor:

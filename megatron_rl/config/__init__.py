@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from megatron_rl.config.algo import AlgoSettings
 from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
+from megatron_rl.config.critic import CriticSettings
 from megatron_rl.config.model import PARTS, LoraSettings, ModelSettings, ParallelSettings
 from megatron_rl.config.optim import OptimSettings
 from megatron_rl.config.rollout import ColumnSettings, DataSettings, EngineSettings, JudgeSettings, SandboxSettings, TaskSettings
@@ -16,10 +17,10 @@ from megatron_rl.config.select import DROPS, ENDS, SelectSettings
 from megatron_rl.config.sft import SftSettings
 
 __all__ = [
-    "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings", "DataSettings",
-    "EngineSettings",
-    "JudgeSettings", "LoraSettings", "ModelSettings", "OptimSettings", "ParallelSettings", "RunSettings", "SandboxSettings",
-    "SelectSettings", "Settings", "SftSettings", "TaskSettings", "WandbSettings", "require", "require_choice",
+    "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings", "CriticSettings",
+    "DataSettings", "EngineSettings", "JudgeSettings", "LoraSettings", "ModelSettings", "OptimSettings", "ParallelSettings",
+    "RunSettings", "SandboxSettings", "SelectSettings", "Settings", "SftSettings", "TaskSettings", "WandbSettings", "require",
+    "require_choice",
 ]  # fmt: skip
 
 
@@ -35,6 +36,7 @@ class Settings:
     batch: BatchSettings = field(default_factory=BatchSettings)
     select: SelectSettings = field(default_factory=SelectSettings)
     algo: AlgoSettings = field(default_factory=AlgoSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
     run: RunSettings = field(default_factory=RunSettings)

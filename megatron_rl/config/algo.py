@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.checks import require
+from megatron_rl.config.checks import require, require_choice
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,6 +21,14 @@ class AlgoSettings:
     (outcome_and_turn), or that of what was still to be earned from the turn on (return_to_go)."""
     turn_discount: float = 1.0
     """Factor on each later turn's gain in return_to_go."""
+    gae_over: str = "tokens"
+    """What is a step to a critic: each sampled token (tokens), or a whole turn, valued at its prompt's last token (turns)."""
+    gamma: float = 1.0
+    """Discount of what comes one such step later."""
+    gae_lambda: float = 1.0
+    """How far a step's advantage looks ahead (arXiv 1506.02438): 0 trusts the critic after one step, 1 never."""
+    whiten: bool = True
+    """Shift and scale a critic's advantages to mean 0 and deviation 1 over the steps of all rollouts that are trained on."""
     clip_low: float = 0.2
     """Ratios below 1 - clip_low teach no further down; for gmpo in log space, for dppo a difference of probabilities."""
     clip_high: float = 0.2
@@ -37,6 +45,9 @@ class AlgoSettings:
     """Estimate of the KL term of the loss (algo/kl.py): k1, k2 or k3."""
     kl_in_reward: bool = False
     """Take kl_coef * (old - reference logprob) off every token's reward instead of adding a KL term to the loss."""
+    thought_coef: float = 1.0
+    """Factor on the log-probability of the tokens before a turn's action, in what the surrogate compares; RL4VLM has 0.5 and 0.2. The ratio
+    is then no longer that of what was sampled (docs/algorithm.md)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     correction: str = "none"
@@ -51,7 +62,10 @@ class AlgoSettings:
             require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite number that is not negative")
         remedy = "must lie in [0.01, 2]: vLLM changes or refuses others"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
-        require(0 <= self.turn_discount <= 1, "algo.turn_discount", self.turn_discount, "must lie in [0, 1]")
+        require_choice("algo.gae_over", self.gae_over, ("tokens", "turns"))
+        for key, value in (("turn_discount", self.turn_discount), ("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
+            require(0 <= value <= 1, f"algo.{key}", value, "must lie in [0, 1]")
+        require(0 <= self.thought_coef <= 1, "algo.thought_coef", self.thought_coef, "must lie in [0, 1]")
         require(self.dual_clip == 0 or self.dual_clip > 1, "algo.dual_clip", self.dual_clip, "must be above 1, or 0 to switch it off")
         require(0 <= self.clip_low <= 1, "algo.clip_low", self.clip_low, "must lie in [0, 1]")
         require(self.clip_high >= 0, "algo.clip_high", self.clip_high, "must not be negative")

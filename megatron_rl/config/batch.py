@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.checks import require, require_choice
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
+AGGREGATIONS = ("token_mean", "turn_mean", "sequence_mean", "fixed_length")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -14,7 +14,7 @@ class BatchSettings:
     prompts_per_step: int = 32
     """Prompts that a step rolls out, over all processes together."""
     group_size: int = 8
-    """Episodes of each prompt; they are compared with each other."""
+    """Episodes of each prompt; they are compared with each other, where the algorithm compares."""
     minibatches: int = 1
     """Optimizer updates that a step's groups are cut into."""
     epochs: int = 1
@@ -22,8 +22,8 @@ class BatchSettings:
     micro_batch_tokens: int = 8192
     """Tokens of one packed micro-batch at most (a longer single context is a micro-batch of its own); the warm start's too."""
     aggregation: str = "token_mean"
-    """Mean over all tokens (token_mean, DAPO), over episodes of their token means (sequence_mean, GRPO), or the sum over tokens divided by
-    episodes * fixed_length (fixed_length, Dr. GRPO)."""
+    """Mean over all tokens (token_mean, DAPO), over turns of their token means (turn_mean), over episodes of their token means
+    (sequence_mean, GRPO), or the sum over tokens divided by episodes * fixed_length (fixed_length, Dr. GRPO)."""
     fixed_length: int = 0
     """Tokens that an episode counts as where batch.aggregation=fixed_length; 0 otherwise."""
 
@@ -31,7 +31,7 @@ class BatchSettings:
         for key, value in (("prompts_per_step", self.prompts_per_step), ("minibatches", self.minibatches), ("epochs", self.epochs)):
             require(value >= 1, f"batch.{key}", value, "must be at least 1")
         require(self.micro_batch_tokens >= 1, "batch.micro_batch_tokens", self.micro_batch_tokens, "must be at least 1")
-        require(self.group_size >= 2, "batch.group_size", self.group_size, "must be at least 2: a group of one has no baseline")
+        require(self.group_size >= 1, "batch.group_size", self.group_size, "must be at least 1")
         remedy = f"must divide by batch.minibatches={self.minibatches}: minibatches are cut by groups"
         require(self.prompts_per_step % self.minibatches == 0, "batch.prompts_per_step", self.prompts_per_step, remedy)
         require_choice("batch.aggregation", self.aggregation, AGGREGATIONS)

@@ -20,7 +20,7 @@ from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.training_state import Save, TrainingState, load
+from megatron_rl.policy.training_state import Save, TrainingState, load, restart
 from megatron_rl.types import Batch, LossMetrics, NotFinite
 
 Read = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,12 +43,14 @@ class Network:
         parallel: ParallelSettings,
         optim: OptimSettings,
         num_steps: int,
+        head_lr: float = 0.0,
     ) -> None:
-        """`num_steps` is what the learning rate's schedule spans."""
+        """`num_steps` is what the learning rate's schedule spans; `head_lr` the peak of a value head's, if there is one."""
         self.chunks, self.layout = chunks, layout
         self.device = next(chunks.parameters()).device
         self.model = with_gradients(chunks, frozen, lora=lora)
-        self.optimizer = build_optimizer(optim, self.model, offload=parallel.offload_optimizer and self.device.type == "cuda")
+        offload = parallel.offload_optimizer and self.device.type == "cuda"
+        self.optimizer = build_optimizer(optim, self.model, offload=offload, head_lr=head_lr)
         self.schedule = build_schedule(self.optimizer, optim, num_steps)
         for chunk in chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
@@ -81,14 +83,15 @@ class Network:
         """One optimizer update on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
 
         `step` is the stage's, from 0: it decides the learning rate. Returns the loss, the gradient norm before clipping, and the loss's
-        metrics: sums divided by the number of sampled tokens, maxima. NotFinite on every rank, before any weight has changed: a number of
-        a micro-batch or the gradient is no number; after the update: a weight is none.
+        metrics: its parts divided by the denominator, sums by the number of sampled tokens, maxima. NotFinite on every rank, before any
+        weight has changed: a number of a micro-batch or the gradient is no number; after the update: a weight is none.
         """
         collected: list[LossMetrics] = []
 
         def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             value, metrics = on_hidden(batch, rows_R, hidden_RH)
-            metrics.sums.update({"loss": value.detach(), "tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
+            metrics.losses["loss"] = value.detach()
+            metrics.sums.update({"tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
             collected.append(metrics)
             return value, torch.tensor(batch.denominator, dtype=torch.int, device=value.device), {}
 
@@ -169,6 +172,11 @@ class Network:
         """Go on from a training state, written at whatever layout; see training_state.load."""
         self.num_updates = load(self._state(), folder, seed=seed)
 
+    def restart_optimizer(self) -> None:
+        """Forget the moments, and the number of updates that made them."""
+        restart(self.optimizer)
+        self.num_updates = 0
+
     def _state(self) -> TrainingState:
         return TrainingState(self.chunks, self.optimizer, self.layout, self.num_updates)
 
@@ -179,35 +187,46 @@ def _trouble(collected: list[LossMetrics]) -> str:
         for name, is_finite in metrics.checks.items():
             if not is_finite:
                 return f"micro-batch {number}: {name} is not finite"
-        if not metrics.sums["loss"].isfinite():
-            return f"micro-batch {number}: the loss is {float(metrics.sums['loss'])}"
+        if not metrics.losses["loss"].isfinite():
+            return f"micro-batch {number}: the loss is {float(metrics.losses['loss'])}"
     return ""
 
 
 def _reduce(collected: list[LossMetrics], *, trouble: str) -> dict[str, float]:
     """Add sums and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has trouble."""
     sums: dict[str, float] = {}
+    losses: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for metrics in collected:
-        _merge(sums, maxima, {name: float(value) for name, value in metrics.sums.items()}, {n: float(v) for n, v in metrics.maxima.items()})
+        _add(sums, _floats(metrics.sums))
+        _add(losses, _floats(metrics.losses))
+        _raise(maxima, _floats(metrics.maxima))
     gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (sums, maxima, trouble))
-    for rank, (_, _, theirs) in enumerate(gathered):
+    dist.all_gather_object(gathered, (sums, losses, maxima, trouble))
+    for rank, (*_, theirs) in enumerate(gathered):
         if theirs:
             raise NotFinite(f"rank {rank}, {theirs}")
-    sums, maxima = {}, {}
-    for their_sums, their_maxima, _ in gathered:
-        _merge(sums, maxima, their_sums, their_maxima)
-    tokens, denominator = sums.pop("tokens"), sums.pop("denominator")
-    loss = sums.pop("loss")
+    sums, losses, maxima = {}, {}, {}
+    for their_sums, their_losses, their_maxima, _ in gathered:
+        _add(sums, their_sums)
+        _add(losses, their_losses)
+        _raise(maxima, their_maxima)
+    tokens, denominator = sums.pop("tokens"), max(sums.pop("denominator"), 1.0)
     means = {name: value / max(tokens, 1.0) for name, value in sums.items()}
-    return {"loss": loss / max(denominator, 1.0), "tokens": tokens, **means, **maxima}
+    return {**{name: value / denominator for name, value in losses.items()}, "tokens": tokens, **means, **maxima}
 
 
-def _merge(sums: dict[str, float], maxima: dict[str, float], more_sums: dict[str, float], more_maxima: dict[str, float]) -> None:
-    """Add the sums, keep the larger maxima; NaN stays whichever side it comes from."""
-    for name, value in more_sums.items():
+def _floats(numbers: dict[str, torch.Tensor | float]) -> dict[str, float]:
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def _add(sums: dict[str, float], more: dict[str, float]) -> None:
+    for name, value in more.items():
         sums[name] = sums.get(name, 0.0) + value
-    for name, value in more_maxima.items():
+
+
+def _raise(maxima: dict[str, float], more: dict[str, float]) -> None:
+    """Keep the larger; NaN stays whichever side it comes from."""
+    for name, value in more.items():
         known = maxima.get(name, value)
         maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

@@ -10,14 +10,14 @@ from torch import nn
 from megatron_rl.config import LoraSettings, OptimSettings
 from megatron_rl.policy.parallel import is_imagined
 from megatron_rl.policy.transformer import Chunk
-from megatron_rl.weights.stream import is_adapter
+from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def freeze(chunk: Chunk, parts: list[str], *, all_but_adapters: bool) -> None:
     """Switch gradients off before the gradient buffers are made: what is frozen gets none, and no optimizer state."""
     prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.parts[part])
     for name, parameter in chunk.named_parameters():
-        if name.startswith(prefixes) or (all_but_adapters and not is_adapter(name)):
+        if name.startswith(prefixes) or (all_but_adapters and not (is_adapter(name) or is_of_value_head(name))):
             parameter.requires_grad = False
 
 
@@ -31,10 +31,13 @@ def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettin
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
-def build_optimizer(settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool) -> MegatronOptimizer:
+def build_optimizer(
+    settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool, head_lr: float = 0.0
+) -> MegatronOptimizer:
     """AdamW over data-parallel shards (Megatron's distributed optimizer). bfloat16 parameters have fp32 main weights and fp32 moments.
 
     Megatron's standard overrides (no weight decay of biases and norms) hold beside those of parts: it merges all that match a parameter.
+    `head_lr` is the peak learning rate of a value head, if there is one.
     """
     dtype = chunks[0].config.params_dtype
     config = OptimizerConfig(
@@ -57,6 +60,7 @@ def build_optimizer(settings: OptimSettings, chunks: list[DistributedDataParalle
         ParamKey(name=tuple(f"*module.{pattern}" for pattern in names[part])): ParamGroupOverride(max_lr=lr)
         for part, lr in settings.part_lr.items()
     }
+    overrides[ParamKey(name=("*module.value_head.*",))] = ParamGroupOverride(max_lr=head_lr)
     return get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_imagined())
 
 

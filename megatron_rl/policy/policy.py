@@ -8,24 +8,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron_rl.batch import loss_rows, pack
-from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.cpu import on_cpu_too
+from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy.build import load_model
+from megatron_rl.policy.critic import read_values, see_returns, value_rows
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.training_state import Save
-from megatron_rl.policy.transformer import build_chunks, uses_transformer_engine
+from megatron_rl.policy.transformer import Heads
 from megatron_rl.types import Batch, Context, Loss, LossMetrics
-from megatron_rl.weights.formats.open import open_source
-from megatron_rl.weights.formats.peft import adapter_table, load_peft, peft_config, start_adapters, write_peft
+from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
-from megatron_rl.weights.stream import Export, Placement, load_hf
+from megatron_rl.weights.stream import Export
 
 
 class Policy:
@@ -46,47 +45,29 @@ class Policy:
         temperature: float = 1.0,
         keep_reference: bool = False,
         bucket_mib: float = 256,
+        critic: CriticSettings | None = None,
     ) -> None:
-        """Without `lora` the model itself is trained. `seed` is that of new adapters."""
+        """Without `lora` the model itself is trained. `seed` is that of new adapters and heads. With `critic` it has a value head."""
         self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
         self.lora = lora or LoraSettings()
         self.spec = read_spec(settings.path)
-        chunks = self._load(seed=seed, bucket_bytes=int(bucket_mib * (1 << 20)))
+        heads = Heads() if critic is None else Heads(value_sizes=critic.head_sizes, normalizes=critic.normalize_returns)
+        built = load_model(self.spec, layout, settings.path, dtype=settings.dtype, lora=self.lora, heads=heads, seed=seed)
+        chunks, bucket_bytes = built.chunks, int(bucket_mib * (1 << 20))
+        merged = merged_weights(chunks)
+        self.export = Export(chunks, built.rows, built.placement, bucket_bytes=bucket_bytes, merged=merged)
+        self.adapters = Export(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
         self.network = Network(
-            chunks, layout, frozen=settings.frozen, lora=self.lora, parallel=parallel, optim=optim, num_steps=num_steps
+            chunks, layout, frozen=settings.frozen, lora=self.lora, parallel=parallel, optim=optim, num_steps=num_steps,
+            head_lr=critic.lr if critic else 0.0,
         )  # fmt: skip
         vocabulary = self.spec.vocab_size // layout.tp
         first_id = layout.tp_rank * vocabulary
         banned_V = banned_mask(banned_ids, first_id=first_id, size=vocabulary, device=self.network.device)
         self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.logprob_rows)
         keep = keep_reference and not self.lora.rank
+        self._has_values = critic is not None
         self.reference = [parameter.detach().to("cpu", copy=True) for parameter in chunks.parameters()] if keep else None
-
-    @on_cpu_too
-    def _load(self, *, seed: int, bucket_bytes: int) -> nn.ModuleList:
-        """The chunks with their weights and adapters; also how these leave again."""
-        settings, layout, lora, spec = self.settings, self.layout, self.lora, self.spec
-        chunks = build_chunks(spec, layout, getattr(torch, settings.dtype), lora=lora)
-        if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
-            chunks.cuda()
-        rows = spec.rows()
-        placement = Placement(
-            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
-            layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
-        )  # fmt: skip
-        load_hf(chunks, rows, placement, open_source(Path(settings.path), spec, key="model.path").read)
-        targets = lora.targets if lora.rank else []
-        vision_names = [row.mcore.removeprefix("vision.") for row in rows if row.mcore.startswith("vision.")]
-        adapter_rows = adapter_table(
-            targets=targets, num_layers=spec.num_layers, vision_names=vision_names, vision_lora=spec.family.vision_lora
-        )
-        if lora.path:
-            load_peft(chunks, adapter_rows, placement, Path(lora.path), rank=lora.rank, alpha=lora.alpha)
-        else:
-            start_adapters(chunks, adapter_rows, placement, seed=seed)
-        self.export = Export(chunks, rows, placement, bucket_bytes=bucket_bytes, merged=merged_weights(chunks))
-        self.adapters = Export(chunks, adapter_rows, placement, bucket_bytes=bucket_bytes)
-        return chunks
 
     def pack(
         self, minibatch: Sequence[WeightedContext], *, max_tokens: int, restore: Callable[[Context], None] | None = None
@@ -127,11 +108,23 @@ class Policy:
     def _logprobs(self, batches: list[Batch]) -> list[torch.Tensor]:
         return self.network.read(batches, lambda batch, rows_R, hidden_RH: self._tokens(batch, rows_R, hidden_RH)[0])
 
-    def update(self, batches: list[Batch], loss: Loss, *, step: int) -> dict[str, float]:
-        """One optimizer update of this loss; see Network.update."""
+    def values(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """Of the value head that it was built with; see read_values."""
+        return read_values(self.network, batches)
+
+    def see(self, returns: Sequence[float]) -> None:
+        """See see_returns."""
+        see_returns(self.network, returns)
+
+    def update(self, batches: list[Batch], loss: Loss, *, step: int, head_alone: bool = False) -> dict[str, float]:
+        """One optimizer update of this loss; see Network.update. head_alone: what is of the value head alone, and nothing else moves."""
+        has_values = self._has_values
 
         def on_hidden(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
-            rows = loss_rows(batch, rows_R, *self._tokens(batch, rows_R, hidden_RH))
+            # The trunk's backward pass stays, with gradients of 0: the stages of a pipeline wait for each other's.
+            seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if head_alone else hidden_RH
+            values = value_rows(self.network, batch, rows_R, seen_RH) if has_values else None
+            rows = loss_rows(batch, rows_R, *self._tokens(batch, rows_R, hidden_RH), values=values)
             value, metrics = loss(rows)
             metrics.checks.update(rows.are_finite())
             return value, metrics
@@ -141,6 +134,10 @@ class Policy:
     def _tokens(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each row."""
         return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
+
+    def restart_optimizer(self) -> None:
+        """See Network.restart_optimizer."""
+        self.network.restart_optimizer()
 
     def close(self) -> None:
         """The last thing that is done with it; the process groups can then end."""

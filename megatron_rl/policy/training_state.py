@@ -237,10 +237,22 @@ def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> No
             part.load_parameter_state_from_dp_reshardable(tensors)
         else:
             part.load_parameter_state_from_fully_reshardable(tensors)
-        for moments in part.optimizer.state.values():  # where torch's AdamW looks...
-            moments["step"] = torch.tensor(float(updates))
-        for group in part.optimizer.param_groups:  # ...and Transformer Engine's
-            group["step"] = updates
+        _set_step(part, updates)
+
+
+@torch.no_grad()
+def restart(optimizer: ChainedOptimizer) -> None:
+    """Give AdamW the state of one that has not stepped."""
+    _prepare(optimizer)
+    for part in _trained(optimizer):
+        _set_step(part, 0)
+
+
+def _set_step(part: DistributedOptimizer, updates: int) -> None:
+    for moments in part.optimizer.state.values():  # where torch's AdamW looks...
+        moments["step"] = torch.tensor(float(updates))
+    for group in part.optimizer.param_groups:  # ...and Transformer Engine's
+        group["step"] = updates
 
 
 def _first(error: BaseException) -> BaseException:

@@ -1,5 +1,8 @@
 """A vision-language model over processes: Hugging Face's vision tower and Megatron's GPTModel, whole or cut into pipeline chunks."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -16,6 +19,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.attention import PackedCoreAttention, SharedPromptParams
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.value_head import ValueHead
 from megatron_rl.policy.vision import encode_images, vision_tower
 from megatron_rl.types import Batch
 
@@ -106,13 +110,27 @@ def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Heads:
+    """What is made of a trunk's last hidden states."""
+
+    speaks: bool = True
+    """Logits over the vocabulary."""
+    value_sizes: Sequence[int] | None = None
+    """A value, through hidden layers of these widths; None for no value head."""
+    normalizes: bool = False
+    """See ValueHead."""
+
+
 class Chunk(MegatronModule):
     """One chunk of the policy: all of it, a pipeline stage's part, or one of several parts of a stage under an interleaved schedule.
 
     `forward` gives the hidden states that travel on to the next chunk; on the last chunk those of the asked rows, for `head`.
     """
 
-    def __init__(self, spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, number: int = 0) -> None:
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: Heads = Heads(), number: int = 0
+    ) -> None:
         config = megatron_config(spec, layout, dtype)
         super().__init__(config=config)
         self.spec, self.layout = spec, layout
@@ -122,7 +140,7 @@ class Chunk(MegatronModule):
         self.vp_stage = number
         self.num_images_encoded = 0
         self.uses_transformer_engine = uses_transformer_engine(lora)
-        self.share_embeddings_and_output_weights = spec.tied
+        self.share_embeddings_and_output_weights = spec.tied and heads.speaks
         self.language = GPTModel(
             config,
             _layer_specs(spec.num_layers // (layout.pp * layout.vpp), config, lora),
@@ -130,16 +148,22 @@ class Chunk(MegatronModule):
             max_sequence_length=spec.max_positions,
             pre_process=self.pre_process,
             post_process=self.post_process,
-            share_embeddings_and_output_weights=spec.tied,
+            share_embeddings_and_output_weights=spec.tied and heads.speaks,
             position_embedding_type="mrope",
             rotary_base=spec.rope_theta,
             scatter_embedding_sequence_parallel=False,
             vp_stage=number if layout.vpp > 1 else None,
         )
         self.vision = vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
+        self.value_head = None
         if self.post_process:
             # The head's input is gathered and cut to the rows that matter in forward, not inside the output layer.
             self.language.output_layer.sequence_parallel = False
+            if not heads.speaks:  # megatron-core 0.16.1 makes the layer wherever a model ends, and looks for it there when it is saved
+                del self.language.output_layer
+                self.language.post_process = False
+            if heads.value_sizes is not None:
+                self.value_head = ValueHead(spec.hidden_size, heads.value_sizes, dtype=dtype, normalizes=heads.normalizes)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
         self.language.set_input_tensor(input_tensor)
@@ -200,6 +224,6 @@ class Chunk(MegatronModule):
         )
 
 
-def build_chunks(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> nn.ModuleList:
-    """This rank's part of the policy: as many chunks as layout.vpp says."""
-    return nn.ModuleList(Chunk(spec, layout, dtype, lora=lora, number=number) for number in range(layout.vpp))
+def build_chunks(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: Heads = Heads()) -> nn.ModuleList:
+    """This rank's part of the model: as many chunks as layout.vpp says."""
+    return nn.ModuleList(Chunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))

@@ -46,6 +46,10 @@ class Conversation(Protocol):
         """Let the policy reply, with no more tokens than its context has room for. The reply is the last of `turns`."""
         ...
 
+    def place_of(self, char: int) -> int:
+        """The token of the last reply, by its number in its context, that holds this character of the reply's text."""
+        ...
+
     def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
         """Show the policy what came of its reply, or return the limit that forbids it. `anew`: the messages are a whole new prompt."""
         ...
@@ -74,6 +78,10 @@ class TokenConversation:
         text = self._renderer.text(completion.token_ids)
         self.turns.append(Turn(context=len(self.contexts) - 1, span=(start, len(context.token_ids)), text=text))
         return text
+
+    def place_of(self, char: int) -> int:
+        start, stop = self.turns[-1].span
+        return start + self._renderer.place_of(self.contexts[-1].token_ids[start:stop], char)
 
     def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
         context = Context() if anew else self.contexts[-1]

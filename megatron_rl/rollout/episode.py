@@ -80,6 +80,8 @@ async def _play(rollout: Rollout, env: Env, conversation: Conversation, *, setti
         rollout.environment_s += time.monotonic() - asked
         turn = rollout.turns[-1]
         turn.reward, turn.call = float(step.reward), step.call
+        if step.action_at is not None:
+            turn.action = conversation.place_of(step.action_at)
         if step.done:
             rollout.reason = step.reason
             return End.DONE

@@ -3,6 +3,7 @@
 A picture is resized here, once, to its final grid; neither the engine nor the trainer resizes again.
 """
 
+import codecs
 import hashlib
 import re
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from pathlib import Path
 from PIL.Image import Image as Picture
 from PIL.Image import Resampling
 from transformers import AutoProcessor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import ModelSettings, require
@@ -20,6 +22,8 @@ from megatron_rl.types import Context, Image, Message
 
 _CACHED_BYTES = 1 << 30
 """Of patches that are remembered; a picture of 2,000,000 pixels has 48 MB of them."""
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+"""How byte-level tokenizers spell a byte."""
 _NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -34,7 +38,7 @@ class Renderer:
         self.processor = AutoProcessor.from_pretrained(model.path)
         self.tokenizer = self.processor.tokenizer
         spec = read_spec(model.path)
-        known = self.tokenizer.get_added_vocab()
+        known = self._added = self.tokenizer.get_added_vocab()
         for token in (*_NEVER_SAMPLED, "<|im_end|>"):
             require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give the checkpoint's own tokenizer")
         self._special = re.compile("|".join(re.escape(token) for token in known if token.startswith("<|")))
@@ -141,6 +145,19 @@ class Renderer:
     def text(self, token_ids: list[int]) -> str:
         """What the policy said, without the token that ended it."""
         return self.tokenizer.decode(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids)
+
+    def place_of(self, token_ids: Sequence[int], char: int) -> int:
+        """The number of the token that holds this character of the text of these tokens.
+
+        Tokens are runs of bytes, and where a character is cut by a border between two it belongs to the later one, which completes it.
+        """
+        decoder, length = codecs.getincrementaldecoder("utf-8")("replace"), 0
+        for number, token in enumerate(self.tokenizer.convert_ids_to_tokens(token_ids)):
+            is_added = token in self._added
+            length += len(decoder.decode(token.encode() if is_added else bytes(map(_BYTES.__getitem__, token))))
+            if length > char:
+                return number
+        return len(token_ids) - 1
 
     def _text(self, messages: Sequence[Message], *, speak: bool = False) -> str:
         plain = [self._plain(message) for message in messages]

@@ -58,14 +58,27 @@ def _layer(row: Row) -> int:
 
 
 def load_hf(chunks: nn.ModuleList, rows: list[Row], placement: Placement, read: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's parameters; `read` gives a whole Hugging Face tensor by its name in the table, of a source proven complete."""
-    base = {name: parameter for name, parameter in chunks.named_parameters() if not is_adapter(name)}
+    """Fill this rank's parameters; `read` gives a whole Hugging Face tensor by its name in the table, of a source proven complete.
+
+    Adapters and a value head are no part of the table.
+    """
+    base = {name: parameter for name, parameter in chunks.named_parameters() if not (is_adapter(name) or is_of_value_head(name))}
     fill(base, rows, placement, lambda row, _shape: tuple(map(read, row.hf)))
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter, or a key of a distributed checkpoint, is a LoRA adapter's (weights/formats/peft.py)."""
     return ".lora_" in name
+
+
+def is_of_output_layer(row: Row) -> bool:
+    """Whether a row is of the layer that gives logits, which a critic lacks."""
+    return row.mcore.startswith("language.output_layer.")
+
+
+def is_of_value_head(name: str) -> bool:
+    """Whether a parameter, or a key of a distributed checkpoint, is a critic's value head's (policy/value_head.py)."""
+    return "value_head." in name
 
 
 def fill(parameters: dict[str, nn.Parameter], rows: list[Row], placement: Placement, tensors: Callable[[Row, torch.Size], Tensors]) -> None:

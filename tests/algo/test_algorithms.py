@@ -10,8 +10,8 @@ from megatron_rl.algo.credit import TURN_SCHEMES
 from megatron_rl.algo.kl import ESTIMATORS
 from megatron_rl.config import AlgoSettings
 
-EPISODES = {"rloo", "opo", "reinforce_pp", "gspo", "gmpo"}
-"""Algorithms whose credit, or whose ratio, is one number an episode."""
+EPISODES = {"rloo", "opo", "reinforce_pp", "gspo", "gmpo", "ppo", "ppo_turn"}
+"""Algorithms whose credit, or whose ratio, is one number an episode; and those whose critic credits turns by itself."""
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -38,7 +38,7 @@ def test_turns_are_refused_where_episodes_are_credited(name: str, scheme: str) -
 @pytest.mark.parametrize(
     ("field", "value", "choices"),
     [
-        ("name", "ppo", "grpo.*dppo"),
+        ("name", "trpo", "grpo.*dppo"),
         ("turns", "turn_group", "broadcast, outcome_and_turn.*return_to_go"),
         ("kl_estimator", "k4", "k1, k2.*k3"),
         ("correction", "tis", "none.*token_tis"),
@@ -56,6 +56,8 @@ def test_what_networks_are_asked() -> None:
         (False, True), (False, True), (True, True),
     ]  # fmt: skip
     assert [needs_reference(algo) for algo in (plain, kl, in_reward)] == [False, True, True]
+    assert {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_values} == {"ppo", "ppo_turn"}
     for algorithm in ALGORITHMS.values():
-        assert algorithm.reads(plain) == algorithm.reads(kl) == ()
-        assert algorithm.reads(in_reward) == ("old_logprobs", "reference_logprobs")
+        values = ("values",) if algorithm.needs_values else ()
+        assert algorithm.reads(plain) == algorithm.reads(kl) == values
+        assert algorithm.reads(in_reward) == ("old_logprobs", "reference_logprobs", *values)

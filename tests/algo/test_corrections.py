@@ -71,7 +71,7 @@ def test_on_policy_the_weight_is_that_of_the_current_policy_and_has_no_gradient(
     given = make_rows([0.0, 0.0], [1.0, -1.0], engine=[-1.0 - math.log(1.5), -1.0 - math.log(3)])
     rows = Rows(
         logprob_R=logprob_R, old_R=logprob_R.detach(), entropy_R=given.entropy_R, engine_R=given.engine_R, reference_R=None,
-        advantage_R=given.advantage_R, weight_R=given.weight_R, segment_R=given.segment_R,
+        advantage_R=given.advantage_R, weight_R=given.weight_R, segment_R=given.segment_R, turn_R=given.turn_R,
     )  # fmt: skip
     loss, _ = objective(TIS)(rows)
     loss.backward()

@@ -21,6 +21,8 @@ from tests.support.episodes import episode, penalize, token_credits, turn_credit
 
 PEERS = ["grpo", "rloo", "opo"]
 """A row of each way to compare an episode with its group."""
+WITHOUT_CRITIC = [name for name, row in ALGORITHMS.items() if not row.needs_values]
+"""Those with one have a file of their own: test_gae.py."""
 
 
 def credit(rollouts: Sequence[Rollout], name: str, **given: float | bool | str) -> list[float | None]:
@@ -115,7 +117,7 @@ def test_what_is_not_trained_on_has_no_kl_to_take_off(name: str, expected: float
     assert credits == ([expected, -expected] if expected else [0.0, 0.0])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 @pytest.mark.parametrize("normalize_std", [True, False])
 @pytest.mark.parametrize("rewards", [[3.0], [0.1, 0.1, 0.1], [-2.0] * 7, [0.7] * 11])
 def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float], normalize_std: bool) -> None:
@@ -148,7 +150,7 @@ def test_what_is_dropped_has_credit_and_counts_but_not_in_the_whitening() -> Non
     assert credit(step(), "reinforce_pp") == pytest.approx([*expected[:2], 0.0, *expected[2:]], abs=1e-15)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_truncated_rollouts_are_scored(name: str) -> None:
     rollouts = [episode(0, 0.0), episode(0, 4.0)]
     rollouts[1].status = Status.TRUNCATED
@@ -156,7 +158,7 @@ def test_truncated_rollouts_are_scored(name: str) -> None:
     assert low == -high < 0
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_credit_of_nothing(name: str) -> None:
     assert credit([], name) == [] and credit([episode(0)], name) == [None]
     assert spreads([], AlgoSettings(name=name)) == spreads([episode(0)], AlgoSettings(name=name)) == {}
@@ -221,7 +223,9 @@ def test_grpo_agrees_with_numpy_and_sums_to_zero(rewards: list[float], normalize
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("name", "turns"), [*((name, "broadcast") for name in ALGORITHMS), *(("grpo", turns) for turns in TURN_SCHEMES)])
+@pytest.mark.parametrize(
+    ("name", "turns"), [*((name, "broadcast") for name in WITHOUT_CRITIC), *(("grpo", turns) for turns in TURN_SCHEMES)]
+)
 def test_a_reward_that_is_no_number_is_refused(name: str, turns: str, reward: float) -> None:
     algo = AlgoSettings(name=name, turns=turns)
     step = [episode(0, 1.0), episode(0, outcome=0.0, scores=(reward,), sample=3)]

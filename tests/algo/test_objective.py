@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.algo.objective import likelihood, objective
+from megatron_rl.algo.thoughts import weigh_thoughts
 from megatron_rl.batch import loss_rows, pack
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import LossMetrics, Rows
@@ -133,7 +134,8 @@ def test_two_halves_add_up_to_the_whole(name: str, cut: int) -> None:
 
     def part(chosen: slice) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
         rows = random_rows(7, lengths)
-        columns = {field.name: getattr(rows, field.name)[chosen].detach() for field in dataclasses.fields(Rows)}
+        given = {field.name: getattr(rows, field.name) for field in dataclasses.fields(Rows)}
+        columns = {name: column[chosen].detach() for name, column in given.items() if column is not None}
         leaves = {leaf: columns[leaf].clone().requires_grad_() for leaf in ("logprob_R", "entropy_R")}
         return loss_and_gradient(Rows(**columns | leaves), algo)
 
@@ -208,14 +210,18 @@ def test_the_warm_starts_loss_by_hand() -> None:
 
 GROUP = {"grpo", "gspo", "cispo", "sapo", "gmpo", "dppo"}
 """Rows that credit as GRPO does."""
-BY_TURN, CLIPPED = GROUP - {"gspo", "gmpo"}, {"grpo", "rloo", "opo", "reinforce_pp", "gspo"}
-EVERY = set(ALGORITHMS)
+BY_TURN, CLIPPED = GROUP - {"gspo", "gmpo"}, {"grpo", "rloo", "opo", "reinforce_pp", "gspo", "ppo", "ppo_turn"}
+EVERY, CRITIC = set(ALGORITHMS), {"ppo", "ppo_turn"}
 KL, TO_GO, TIS = {"kl_coef": 0.1}, {"turns": "return_to_go"}, {"correction": "token_tis"}
 WIRING: dict[str, tuple[object, dict, set[str]]] = {
     "normalize_std": (False, {}, GROUP),
     "std_eps": (0.5, {}, GROUP),
     "turns": ("outcome_and_turn", {}, BY_TURN),
     "turn_discount": (0.5, TO_GO, BY_TURN),
+    "gae_over": ("turns", {}, CRITIC),
+    "gamma": (0.5, {}, CRITIC),
+    "gae_lambda": (0.5, {}, CRITIC),
+    "whiten": (False, {}, CRITIC),
     "clip_low": (0.4, {}, EVERY - {"sapo"}),
     "clip_high": (0.4, {}, EVERY - {"sapo"}),
     "dual_clip": (1.2, {}, CLIPPED),
@@ -224,6 +230,7 @@ WIRING: dict[str, tuple[object, dict, set[str]]] = {
     "kl_coef": (0.1, {}, EVERY),
     "kl_estimator": ("k2", KL, EVERY),
     "kl_in_reward": (True, KL, EVERY),
+    "thought_coef": (0.5, {}, EVERY),
     "entropy_coef": (0.1, {}, EVERY),
     "correction": ("token_tis", {}, EVERY),
     "correction_cap": (1.1, TIS, EVERY),
@@ -240,9 +247,18 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     ]
     for number, rollout in enumerate(rollouts):
         penalize(rollout, *(0.3 * math.sin(number + place) for place in range(rollout.num_sampled)))
+        for context in rollout.contexts:
+            context.attach("values", [math.cos(number + place) for place in range(len(context.token_ids))])
+        for turn in rollout.turns:
+            turn.action = turn.span[1] - 1
+    weigh_thoughts(rollouts, algo.thought_coef)
+    coefficients = [
+        c.coefficients[place] for each in rollouts for c in each.contexts for place, sampled in enumerate(c.loss_mask) if sampled
+    ]
     ALGORITHMS[algo.name].credit(rollouts, algo)
     credits = [credit for rollout in rollouts for context in rollout.contexts for credit in context.advantages if credit]
     segments = [number for number, each in enumerate(lengths) for _ in range(sum(each))]
+    turns = [turn for turn, length in enumerate(length for each in lengths for length in each) for _ in range(length)]
     size = len(segments)
     assert len(credits) == size, "no token has a credit of 0"
     generator = torch.Generator().manual_seed(0)
@@ -250,8 +266,8 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     d = [each + (0.6 if segment % 2 else -0.6) for each, segment in zip(d, segments, strict=True)]
     old = [-1.0] * size
     rows = make_rows(
-        d, credits, segments=segments, old=old, engine=[-1.0 + g for g in gap], reference=[-1.0 + r for r in reference],
-        entropy=[0.5] * size,
+        d, credits, segments=segments, turns=turns, coefficient=coefficients, old=old, engine=[-1.0 + g for g in gap],
+        reference=[-1.0 + r for r in reference], entropy=[0.5] * size,
     )  # fmt: skip
     loss, gradient_R, *_ = loss_and_gradient(rows, algo)
     return credits, loss, gradient_R.tolist()

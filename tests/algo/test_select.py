@@ -59,7 +59,7 @@ def test_one_alone_is_left_out_where_credit_compares() -> None:
     for name, algorithm in ALGORITHMS.items():
         expected = ([2, 3], {"alone": 2}) if algorithm.needs_peers else ([0, 2, 3, 5], {})
         assert chosen(rollouts, algo=AlgoSettings(name=name)) == expected
-    assert {name for name, algorithm in ALGORITHMS.items() if not algorithm.needs_peers} == {"reinforce_pp"}
+    assert {name for name, algorithm in ALGORITHMS.items() if not algorithm.needs_peers} == {"reinforce_pp", "ppo", "ppo_turn"}
 
 
 def test_surplus_groups_are_used_or_ranked_by_deviation() -> None:

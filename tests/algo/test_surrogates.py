@@ -161,7 +161,7 @@ def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: surrogates.Su
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
 def test_on_policy_the_gradient_is_reinforce_even_with_an_empty_clip_range(name: str, clip: float) -> None:
     advantages = [1.5, 1.5, 1.5, -0.5, -0.5, 0.0]
-    rows = make_rows([0.0] * 6, advantages, segments=[0, 0, 0, 1, 1, 3])
+    rows = make_rows([0.0] * 6, advantages, segments=[0, 0, 0, 1, 1, 3], turns=range(6))
     algo = AlgoSettings(name=name, clip_low=clip, clip_high=clip, dual_clip=3.0)
     assert losses_and_gradient(ALGORITHMS[name].surrogate, rows, algo)[1] == near(*(-a for a in advantages))
 
@@ -209,7 +209,7 @@ def textbook(name: str, rows: Rows, algo: AlgoSettings) -> tuple[list[float], li
         whole = math.exp(sum(bounded) / count)
         for t, x, k in zip(tokens, d, bounded, strict=True):
             now, old = math.exp(columns["logprob"][t]), math.exp(columns["old"][t])
-            r = math.exp(mean if name == "gspo" else x)
+            r = math.exp({"gspo": mean, "ppo_turn": sum(d)}.get(name, x))  # each context of random_rows is one turn
             low, high = {"gmpo": (x < -lo, x > hi), "dppo": (now - old < -lo, now - old > hi), "sapo": (False, False)}.get(
                 name, (r < 1 - lo, r > 1 + hi)
             )
@@ -222,6 +222,7 @@ def textbook(name: str, rows: Rows, algo: AlgoSettings) -> tuple[list[float], li
                 "cispo": (-clip * a * logprob, -clip * a),
                 "sapo": (-4 / gate * sigmoid * a, -4 * sigmoid * (1 - sigmoid) * r * a),
                 "dppo": (-min(r, 20) * a * logprob * (not is_bound), -min(r, 20) * a * (not is_bound)),
+                "ppo_turn": (-a * (clip if is_bound else algo.dual_clip if dual else r), 0.0 if is_bound or dual else -a * r * count),
             }.get(name, (-a * (clip if is_bound else algo.dual_clip if dual else r), 0.0 if is_bound or dual else -a * r))
             for column, value in zip(out, (loss, slope, low, high), strict=True):
                 column[t] = value

@@ -75,7 +75,7 @@ def test_defaults_live_in_the_dataclasses() -> None:
     """Without an experiment only the task's yaml has a say: everything else is what megatron_rl/config says."""
     plain = Settings()
     chosen = settings_of(*GIVEN)
-    for room in ("parallel", "engine", "optim", "batch", "select", "algo", "sft", "wandb"):
+    for room in ("parallel", "engine", "optim", "batch", "select", "algo", "critic", "sft", "wandb"):
         assert asdict(chosen)[room] == asdict(plain)[room]
     assert (chosen.model.path, chosen.run.dir) == ("here", "there")
 

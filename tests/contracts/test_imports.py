@@ -45,12 +45,13 @@ MAY_IMPORT = {
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
     "cli": {"choices", "configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "stop", "tasks", "weights", *DATA},
     "opening": {"data", "rollout", *DATA},
+    "parts": {"algo", "policy", "rollout", "stop", "tasks", *DATA},
     "start": {
-        "algo", "choices", "evaluate", "models", "observe", "opening", "plan", "policy", "rollout", "run", "run_folder", "run_states",
-        "sft", "stop", "tasks", "train", "weights", *DATA,
+        "algo", "choices", "evaluate", "models", "observe", "opening", "parts", "plan", "policy", "rollout", "run", "run_folder",
+        "run_states", "sft", "stop", "tasks", "train", "weights", *DATA,
     },
 }  # fmt: skip
-"""Nothing points back up, and rollout and policy know nothing of each other: they meet in train, sft and start."""
+"""Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and start."""
 DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/", "cpu.py")}
 HEAVY = ["vllm", "megatron"]
 NEVER_LOADS = {

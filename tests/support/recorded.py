@@ -27,10 +27,10 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.observe.recorder import read
+from megatron_rl.parts import build_policy
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.start import build_policy
 from megatron_rl.train import credited, is_enough
 from megatron_rl.types import Batch, Rollout
 from tests.support.one_process import opened

@@ -13,7 +13,8 @@ def tensor(*values: float) -> torch.Tensor:
 
 def make_rows(
     log_ratio: Sequence[float], advantage: Sequence[float], *,
-    segments: Sequence[int] | None = None, old: Sequence[float] | None = None, dtype: torch.dtype = torch.float64, **given: Sequence[float],
+    segments: Sequence[int] | None = None, turns: Sequence[int] | None = None, old: Sequence[float] | None = None,
+    dtype: torch.dtype = torch.float64, **given: Sequence[float],
 ) -> Rows:  # fmt: skip
     """Rows whose logprob (a leaf with gradient) is old + log_ratio; without old ones -1, -2, -3, ... Other columns by their names."""
     size = len(log_ratio)
@@ -31,6 +32,7 @@ def make_rows(
         **columns | {"entropy_R": columns["entropy_R"].requires_grad_()},
         logprob_R=(old_R + column(log_ratio)).requires_grad_(), old_R=old_R, advantage_R=column(advantage),
         segment_R=torch.tensor([0] * size if segments is None else list(segments)),
+        turn_R=torch.tensor([0] * size if turns is None else list(turns)),
     )  # fmt: skip
 
 
@@ -52,6 +54,7 @@ def random_rows(seed: int, lengths: Sequence[int], *, spread: float = 0.7) -> Ro
         advantage_R=normal(1.0, len(lengths)).repeat_interleave(lengths_S),
         weight_R=normal(1.0).abs(),
         segment_R=(1 + 2 * torch.arange(len(lengths))).repeat_interleave(lengths_S),
+        turn_R=torch.arange(len(lengths)).repeat_interleave(lengths_S),
     )
 
 

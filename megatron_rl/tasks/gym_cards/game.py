@@ -12,7 +12,7 @@ call that went wrong, always counted (ToolCall.error), and uses up a turn; task.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import gymnasium
@@ -20,7 +20,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.tasks.base import Env, Step, Task
-from megatron_rl.tasks.gym_cards.replies import READINGS, Invalid
+from megatron_rl.tasks.gym_cards.replies import READINGS, Invalid, action_at
 from megatron_rl.tasks.options import GameOptions
 from megatron_rl.types import Demonstration, Message, ToolCall
 
@@ -51,6 +51,10 @@ class GameEnv(Env):
         return [asked(*self.show())]
 
     async def step(self, text: str) -> Step:
+        played = self._answer(text)
+        return replace(played, action_at=action_at(text))
+
+    def _answer(self, text: str) -> Step:
         action = READINGS[self.options.reading](text, self.actions)
         if not isinstance(action, Invalid):
             return self._play(action, ToolCall(tool="move", source=self.actions[action]))

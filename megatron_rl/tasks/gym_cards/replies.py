@@ -70,5 +70,10 @@ def read_token(text: str, actions: Sequence[str]) -> int | Invalid:
     return actions.index(named.pop())
 
 
+def action_at(text: str) -> int | None:
+    """Where the action begins, behind the thoughts: at the last "action" in quotes, as RL4VLM finds it (by token ids, there)."""
+    return max((found.start() for found in re.finditer('"action"', text, re.ASCII | re.IGNORECASE)), default=None)
+
+
 READINGS: Mapping[str, Callable[[str, Sequence[str]], int | Invalid]] = {"json": read_json, "token": read_token}
 """By task.options.reading."""

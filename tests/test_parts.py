@@ -1,15 +1,17 @@
 """The composition root's wiring: which setting goes where, each with a value of its own. Whole runs: tests/e2e."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_rl import start
+from megatron_rl import parts, start
 from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
+    CriticSettings,
     EngineSettings,
     LoraSettings,
     ModelSettings,
@@ -41,13 +43,13 @@ SETTINGS = Settings(
 def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: int, index: int, num_engines: int) -> None:
     """Rank 5 of 6, with an engine on every rank and with one over two neighbors each."""
     groups: list[list[int]] = []
-    monkeypatch.setattr(start.dist, "new_group", lambda ranks, backend: groups.append(ranks) or ranks)
-    monkeypatch.setattr(start, "LocalEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
+    monkeypatch.setattr(parts.dist, "new_group", lambda ranks, backend: groups.append(ranks) or ranks)
+    monkeypatch.setattr(parts, "LocalEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
     renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
     stop = SimpleNamespace(within_grace="grace")
-    fleet = start.build_fleet(SETTINGS, "task", policy=policy, renderer=renderer, world=world, stop=stop, tell=print)
+    fleet = parts.build_fleet(SETTINGS, "task", trainer=policy, renderer=renderer, world=world, stop=stop, tell=print)
     assert fleet.grace == "grace"
     assert (fleet.index, fleet.num_engines, fleet.task, fleet.renderer, fleet.trainer) == (index, num_engines, "task", renderer, policy)
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10)
@@ -63,22 +65,48 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
 @pytest.mark.parametrize(
     ("is_rl", "kl_coef", "temperature", "keep"), [(True, 0.1, 0.7, True), (True, 0.0, 0.7, False), (False, 0.1, 1.0, False)]
 )
+@pytest.mark.parametrize(("trunk", "has_values", "has_head"), [("shared", True, True), ("own", True, False), ("shared", False, False)])
 def test_a_policy_is_built_of_its_settings(
-    monkeypatch: pytest.MonkeyPatch, is_rl: bool, kl_coef: float, temperature: float, keep: bool
-) -> None:
-    """In the warm start at temperature 1 and without a reference, whatever algo says."""
-    monkeypatch.setattr(start, "Policy", lambda model, layout, **given: {"model": model, "layout": layout, **given})
+    monkeypatch: pytest.MonkeyPatch, is_rl: bool, kl_coef: float, temperature: float, keep: bool, trunk: str, has_values: bool,
+    has_head: bool,
+) -> None:  # fmt: skip
+    """In the warm start at temperature 1 and without a reference, whatever algo says; a head where values are read off its trunk."""
+    monkeypatch.setattr(parts, "Policy", lambda model, layout, **given: {"model": model, "layout": layout, **given})
     settings = replace(
         SETTINGS, algo=AlgoSettings(temperature=0.7, kl_coef=kl_coef), optim=OptimSettings(lr=0.25), lora=LoraSettings(rank=3),
-        parallel=ParallelSettings(logprob_rows=77), engine=EngineSettings(bucket_mib=0.5),
+        parallel=ParallelSettings(logprob_rows=77), engine=EngineSettings(bucket_mib=0.5), critic=CriticSettings(trunk=trunk, clip=0.4),
     )  # fmt: skip
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3])
-    built = start.build_policy(settings, "layout", renderer, num_steps=123, is_rl=is_rl)
+    built = parts.build_policy(settings, "layout", renderer, num_steps=123, is_rl=is_rl, has_values=has_values)
     assert built == {
         "model": settings.model, "layout": "layout", "parallel": settings.parallel, "optim": settings.optim, "num_steps": 123,
         "banned_ids": [2], "image_token_id": 1, "temperature": temperature, "keep_reference": keep, "bucket_mib": 0.5,
-        "lora": settings.lora, "seed": 11,
+        "lora": settings.lora, "seed": 11, "critic": settings.critic if has_head else None,
     }  # fmt: skip
+
+
+def test_a_critic_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer is the policy's but for the learning rate."""
+    monkeypatch.setattr(parts, "Critic", lambda critic, layout, **given: {"critic": critic, "layout": layout, **given})
+    optim = OptimSettings(lr=0.25, part_lr={"vision": 0.5}, eps=1e-3, clip_grad=0.1)
+    settings = replace(SETTINGS, optim=optim, critic=CriticSettings(trunk="own", lr=0.125))
+    assert parts.build_critic(settings, "layout", num_steps=123) == {
+        "critic": settings.critic, "layout": "layout", "model": settings.model, "parallel": settings.parallel,
+        "optim": OptimSettings(lr=0.125, eps=1e-3, clip_grad=0.1), "num_steps": 123, "seed": 11,
+    }  # fmt: skip
+
+
+def test_policy_and_critic_leave_and_come_back_together() -> None:
+    """The policy, whose weights are streamed to the engine, is the last to go and the first to come."""
+    said: list[str] = []
+    policy, critic = (
+        SimpleNamespace(sleep=partial(said.append, f"{name} sleeps"), wake=partial(said.append, f"{name} wakes"))
+        for name in ("policy", "critic")
+    )
+    both = parts.Trained(policy, critic)
+    both.sleep()
+    both.wake()
+    assert said == ["critic sleeps", "policy sleeps", "policy wakes", "critic wakes"]
 
 
 def test_stages_say_what_they_span_and_read() -> None:

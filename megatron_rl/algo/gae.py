@@ -1,0 +1,82 @@
+"""Generalized advantage estimation: what a critic's values make of an episode's rewards. Plain floats, no tensors."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.algo.credit import groups_of, whitened, write
+from megatron_rl.config import AlgoSettings
+from megatron_rl.types import Context, Rollout
+
+
+@dataclass(slots=True, frozen=True)
+class Action:
+    """One step of an episode as the critic sees it: a turn or a token (algo.gae_over)."""
+
+    context: Context
+    first: int
+    """Its first token, and one past its last."""
+    stop: int
+    reward: float
+
+    @property
+    def value(self) -> float:
+        """What the critic expected before it."""
+        return self.context.values[self.first]
+
+
+def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + gamma * gae_lambda * A_(t+1), d_t = r_t + gamma * V_(t+1) - V_t, and 0 after the
+    episode's end, whether it was completed or its budget ran out. The critic's target is A_t + V_t, from before algo.whiten.
+
+    Every token of a turn that is one action has its advantage; its return stands on the first.
+    """
+    scored = [rollout for members in groups_of(rollouts).values() for rollout in members]
+    trained = [rollout for rollout in scored if rollout.is_trained_on]
+    episodes = [actions_of(rollout, algo) for rollout in trained]
+    gained = [gae([a.reward for a in actions], [a.value for a in actions], algo.gamma, algo.gae_lambda) for actions in episodes]
+    credits = whitened(gained) if algo.whiten else gained
+    for rollout in scored:
+        for context in rollout.contexts:
+            context.attach("returns", [0.0] * len(context.token_ids))
+        write(rollout, [0.0] * len(rollout.turns))
+    for actions, advantages, worth in zip(episodes, gained, credits, strict=True):
+        for action, advantage, credit in zip(actions, advantages, worth, strict=True):
+            action.context.returns[action.first] = advantage + action.value
+            action.context.advantages[action.first : action.stop] = [credit] * (action.stop - action.first)
+
+
+def expected_and_earned(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple[list[float], list[float]]:
+    """The critic's values and its targets, of all actions that are trained on."""
+    actions = [action for rollout in rollouts if rollout.is_trained_on for action in actions_of(rollout, algo)]
+    return [action.value for action in actions], [action.context.returns[action.first] for action in actions]
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float) -> list[float]:
+    """Advantages of one episode's actions, in order."""
+    advantages, later, next_value = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        later = reward + gamma * next_value - value + gamma * gae_lambda * later
+        next_value = value
+        advantages.append(later)
+    return advantages[::-1]
+
+
+def actions_of(rollout: Rollout, algo: AlgoSettings) -> list[Action]:
+    """An episode's actions with what each earned: a turn's gain on its last token, the outcome on the episode's last, and each token's KL
+    penalty (algo.kl_in_reward) on itself."""
+    actions = []
+    for number, turn in enumerate(rollout.turns):
+        context, (first, stop) = rollout.contexts[turn.context], turn.span
+        costs = [_kl_cost(context, place, algo) for place in range(first, stop)]
+        earned = turn.gain + (rollout.outcome if number + 1 == len(rollout.turns) else 0.0)
+        if algo.gae_over == "turns":
+            actions.append(Action(context, first, stop, earned - math.fsum(costs)))
+        else:
+            rewards = [-cost for cost in costs[:-1]] + [earned - costs[-1]]
+            actions += [Action(context, place, place + 1, reward) for place, reward in enumerate(rewards, first)]
+    return actions
+
+
+def _kl_cost(context: Context, place: int, algo: AlgoSettings) -> float:
+    return algo.kl_coef * (context.old_logprobs[place] - context.reference_logprobs[place]) if algo.kl_in_reward else 0.0

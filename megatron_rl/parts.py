@@ -1,0 +1,105 @@
+"""The parts of a run, each made of its settings on every rank: networks, engines, and the fleet that plays episodes on them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from megatron_rl.algo.algorithms import needs_reference
+from megatron_rl.config import Settings
+from megatron_rl.policy.critic import Critic
+from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.fleet import Fleet, RoundSettings, Trainer
+from megatron_rl.rollout.local import LocalEngine
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.stop import Stop
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import Rollout
+from megatron_rl.world import World
+
+
+@dataclass(slots=True, frozen=True)
+class Trained:
+    """Policy and critic, which leave the device to the engine together."""
+
+    policy: Policy
+    critic: Critic
+
+    def sleep(self) -> None:
+        self.critic.sleep()
+        self.policy.sleep()
+
+    def wake(self) -> None:
+        self.policy.wake()
+        self.critic.wake()
+
+
+def build_policy(
+    settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int, is_rl: bool, has_values: bool = False
+) -> Policy:
+    """This rank's share of the model with its optimizer, for the stage's steps."""
+    shares_trunk = has_values and settings.critic.trunk == "shared"
+    return Policy(
+        settings.model, layout,
+        parallel=settings.parallel, optim=settings.optim, num_steps=num_steps,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        temperature=settings.algo.temperature if is_rl else 1.0,
+        keep_reference=is_rl and needs_reference(settings.algo), bucket_mib=settings.engine.bucket_mib,
+        lora=settings.lora, seed=settings.run.seed, critic=settings.critic if shares_trunk else None,
+    )  # fmt: skip
+
+
+def build_critic(settings: Settings, layout: Layout, *, num_steps: int) -> Critic:
+    """This rank's share of a critic with a trunk of its own. Its optimizer is the policy's but for the learning rate."""
+    optim = replace(settings.optim, lr=settings.critic.lr, part_lr={})
+    return Critic(
+        settings.critic, layout, model=settings.model, parallel=settings.parallel, optim=optim, num_steps=num_steps, seed=settings.run.seed
+    )
+
+
+def build_fleet(
+    settings: Settings, task: Task, *, trainer: Trainer, renderer: Renderer, world: World, stop: Stop, tell: Callable[[str], None]
+) -> Fleet:
+    """This process's engine and its place in the fleet. All ranks together."""
+    batch, size = settings.batch, settings.engine.tp
+    return Fleet(
+        task, engine=build_engine(settings, renderer, world), renderer=renderer, trainer=trainer, gather=gather_rollouts,
+        episode=episode_settings(settings),
+        round_settings=RoundSettings(
+            num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
+        ),
+        index=world.rank // size, num_engines=world.size // size, grace=stop.within_grace, patience_s=settings.run.patience_s, tell=tell,
+    )  # fmt: skip
+
+
+def build_engine(settings: Settings, renderer: Renderer, world: World) -> LocalEngine:
+    """This process's engine: one alone, or a part of one that spans engine.tp neighboring ranks. All ranks together."""
+    group, size = None, settings.engine.tp
+    if size > 1:
+        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
+        group = groups[world.rank // size]
+    return LocalEngine(
+        settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
+    )  # fmt: skip
+
+
+def episode_settings(settings: Settings) -> EpisodeSettings:
+    """How training plays an episode."""
+    task, engine = settings.task, settings.engine
+    return EpisodeSettings(
+        temperature=settings.algo.temperature, seed=settings.run.seed,
+        max_turns=task.max_turns, max_tokens_per_turn=task.max_tokens_per_turn, max_seconds=task.max_seconds, errors_end=task.errors_end,
+        max_context=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
+    )  # fmt: skip
+
+
+def gather_rollouts(mine: list[Rollout] | None) -> list[Rollout]:
+    """The rollouts of all ranks on every rank. In a world of more than one, images come without their patches (Renderer.restore)."""
+    parts = [mine]
+    if dist.get_world_size() > 1:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    return [rollout for part in parts if part is not None for rollout in part]

@@ -1,0 +1,129 @@
+"""The critic's loss, one ratio a turn, and thoughts that count less: hand numbers, and the textbook loop on random rows."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.objective import objective
+from megatron_rl.algo.surrogates import turn_clipped
+from megatron_rl.algo.thoughts import weigh_thoughts
+from megatron_rl.algo.value import head_alone, joint, squared_error, value_objective
+from megatron_rl.config import AlgoSettings, CriticSettings
+from megatron_rl.types import Rows, ValueRows
+from tests.support.episodes import episode
+from tests.support.rows import make_rows, tensor
+
+
+def value_rows(value: list[float], old: list[float], target: list[float], *, weight: list[float], turns: list[int]) -> ValueRows:
+    return ValueRows(
+        value_R=tensor(*value).requires_grad_(), old_R=tensor(*old), return_R=tensor(*target), weight_R=tensor(*weight),
+        turn_R=torch.tensor(turns),
+    )  # fmt: skip
+
+
+def test_the_squared_error_and_its_clipped_form() -> None:
+    """V 1, target 3: 2. V 1 from 0 within 0.25: (0.25 - 3)^2 / 2, the larger. V 1 from 0, target 0: unclipped is the larger, 0.5."""
+    rows = value_rows([1.0, 1.0], [0.0, 0.0], [3.0, 0.0], weight=[1.0, 1.0], turns=[0, 0])
+    assert squared_error(rows, 0.0).tolist() == [2.0, 0.5]
+    assert squared_error(rows, 0.25).tolist() == [2.75**2 / 2, 0.5]
+    (gradient,) = torch.autograd.grad(squared_error(rows, 0.25).sum(), rows.value_R)
+    assert gradient.tolist() == [0.0, 1.0], "where the bound holds the value learns nothing more"
+
+
+def test_a_token_counts_its_weight_and_a_turn_that_of_its_tokens() -> None:
+    """Turns of 2 and 1 tokens: errors 0.5, 2, 4.5; weights 1, 2, 3. By turn the second token is no action: 3 * 0.5 + 3 * 4.5."""
+    rows = value_rows([1.0, 2.0, 3.0], [0.0] * 3, [0.0] * 3, weight=[1.0, 2.0, 3.0], turns=[0, 0, 1])
+    for over, expected in (("tokens", 0.5 + 4.0 + 13.5), ("turns", 1.5 + 13.5)):
+        loss, metrics = value_objective(CriticSettings(), over=over)(rows)
+        assert loss.item() == pytest.approx(expected)
+        assert metrics.losses["value/loss"].item() == pytest.approx(expected)
+    (gradient,) = torch.autograd.grad(value_objective(CriticSettings(), over="turns")(rows)[0], rows.value_R)
+    assert gradient.tolist() == [3.0, 0.0, 9.0]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_value_loss_is_the_textbooks_loop(clip: float) -> None:
+    """verl's and TRL's: 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), a mean over tokens."""
+    draw = random.Random(0)
+    values, old, targets = ([draw.gauss(0, 1) for _ in range(50)] for _ in range(3))
+    expected = 0.0
+    for value, before, target in zip(values, old, targets, strict=True):
+        kept = min(max(value, before - clip), before + clip) if clip else value
+        expected += 0.5 * max((value - target) ** 2, (kept - target) ** 2) / 50
+    rows = value_rows(values, old, targets, weight=[1 / 50] * 50, turns=[0] * 50)
+    assert value_objective(CriticSettings(clip=clip), over="tokens")(rows)[0].item() == pytest.approx(expected, abs=1e-12)
+
+
+def shared_rows() -> Rows:
+    rows = make_rows([0.1, -0.3], [1.0, -2.0])
+    values = value_rows([1.0, 2.0], [0.0, 0.0], [0.0, 0.0], weight=[1.0, 1.0], turns=[0, 1])
+    return Rows(**{name: getattr(rows, name) for name in Rows.__dataclass_fields__ if name != "values"}, values=values)
+
+
+def test_one_sum_of_both_losses() -> None:
+    rows, algo = shared_rows(), AlgoSettings(name="ppo")
+    policy, value = objective(algo), value_objective(CriticSettings(), over="tokens")
+    alone, of_values = policy(rows)[0].item(), value(rows.values)[0].item()
+    loss, metrics = joint(policy, value, 0.25)(rows)
+    assert loss.item() == pytest.approx(alone + 0.25 * of_values) and metrics.losses["value/loss"].item() == of_values == 2.5
+    assert metrics.sums.keys() == policy(rows)[1].sums.keys()
+    warm, measured = head_alone(policy, value)(rows)
+    assert warm.item() == of_values and measured.sums.keys() == metrics.sums.keys()
+    of_value, of_policy = torch.autograd.grad(warm, (rows.values.value_R, rows.logprob_R), allow_unused=True)
+    assert of_value.tolist() == [1.0, 2.0] and of_policy is None
+
+
+def test_ppo_is_the_textbooks_loop() -> None:
+    """The mean over tokens of -min(r A, clip(r, 0.8, 1.3) A), as verl and TRL write it."""
+    draw = random.Random(1)
+    moved, advantages = [draw.gauss(0, 0.5) for _ in range(40)], [draw.gauss(0, 1) for _ in range(40)]
+    expected = sum(
+        -min(math.exp(m) * a, min(max(math.exp(m), 0.8), 1.3) * a) / 40 for m, a in zip(moved, advantages, strict=True)
+    )  # fmt: skip
+    rows = make_rows(moved, advantages, weight=[1 / 40] * 40)
+    assert objective(AlgoSettings(name="ppo", clip_low=0.2, clip_high=0.3))(rows)[0].item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_ratio_for_a_turn() -> None:
+    """Turn 0: log ratios 0.1 and -0.3, so exp(-0.2); turn 1: 0.5, clipped at 1.2. Every token of a turn has the turn's value."""
+    rows = make_rows([0.1, -0.3, 0.5], [2.0, 2.0, 1.0], turns=[0, 0, 1])
+    loss_R = turn_clipped(rows, AlgoSettings(name="ppo_turn"))
+    assert loss_R.tolist() == pytest.approx([-2 * math.exp(-0.2)] * 2 + [-1.2])
+    # with turn_mean's weights, 1 / 2 a token, the gradient of each token of turn 0 is that of one ratio: -A s
+    (gradient,) = torch.autograd.grad((tensor(0.5, 0.5, 1.0) * loss_R).sum(), rows.logprob_R)
+    assert gradient.tolist() == pytest.approx([-2 * math.exp(-0.2)] * 2 + [0.0])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_coefficients_scale_what_every_surrogate_compares(name: str) -> None:
+    """Value and gradient are those of rows whose logprobs are scaled themselves; at ratio 1 the gradient is -A * coefficient."""
+    algo = AlgoSettings(name=name)
+    coefficients = [0.5, 0.5, 1.0, 0.0]
+
+    def loss_and_gradient(moved: list[float]) -> tuple[float, list[float]]:
+        rows = make_rows(moved, [1.0] * 4, segments=[0, 0, 0, 0], coefficient=coefficients)
+        loss_R = ALGORITHMS[name].surrogate(rows, algo)
+        return loss_R.sum().item(), torch.autograd.grad(loss_R.sum(), rows.logprob_R)[0].tolist()
+
+    _, gradient = loss_and_gradient([0.0] * 4)
+    times = 4 if name == "ppo_turn" else 1  # each of the turn's four tokens has the turn's value
+    assert gradient == pytest.approx([-times * coefficient for coefficient in coefficients])
+    if name in ("cispo", "dppo"):  # they compare probabilities, and scale the logprob alone
+        return
+    moved = [0.05, -0.02, 0.03, 0.4]
+    whole = make_rows([c * m for c, m in zip(coefficients, moved, strict=True)], [1.0] * 4, segments=[0] * 4)
+    assert loss_and_gradient(moved)[0] == pytest.approx(ALGORITHMS[name].surrogate(whole, algo).sum().item(), abs=1e-12)
+
+
+def test_thoughts_are_what_lies_before_the_action() -> None:
+    """Turns of 3, 2 and 2 tokens, each behind an observed one: an action from its second token on, none, one from its first."""
+    rollout = episode(0, reward=1.0, lengths=[3, 2, 2], contexts=[0, 0, 1])
+    first, second, third = rollout.turns
+    first.action, third.action = first.span[0] + 1, third.span[0]
+    weigh_thoughts([rollout], 0.25)
+    assert rollout.contexts[0].coefficients == [0.0, 0.25, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    assert rollout.contexts[1].coefficients == [0.0, 1.0, 1.0, 0.0]
+    assert second.action is None
