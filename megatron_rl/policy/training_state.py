@@ -72,6 +72,8 @@ class Save:
         """`folder` exists; `optimizer` is settings.checkpoint.optimizer. In the background, CPU tensors are copied first; otherwise this
         returns when they are written."""
         self._folder = folder
+        if state.num_updates == 0:  # while its critic warms up: AdamW has no moments yet, and Megatron saves what it has
+            restart(state.optimizer)
         self._common = io.BytesIO()
         torch.save(_common(state, optimizer), self._common)
         weights = sharded_weights(state.chunks)

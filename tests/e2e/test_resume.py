@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.jsonl import read_lines
@@ -96,6 +98,10 @@ def content(file: Path) -> object:
         for clock in ("wall_s", "environment_s", "scoring_s"):
             assert line["rollout"].pop(clock) >= 0
     return lines
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def untimed(line: dict[str, float]) -> dict[str, float]:
@@ -200,6 +206,42 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
     found = json.loads((run / "eval.json").read_text())
     assert done == f"done: greedy {found['greedy_success']:.1%}, sampled {found['sampled_success']:.1%}; {run}/final"
     check_equal(run, unbroken)
+
+
+PPO = (
+    "algo=ppo", "algo.gae_over=turns", "algo.gamma=0.9", "algo.thought_coef=0.5", "batch.aggregation=turn_mean", "optim.lr=3e-4",
+    "batch.prompts_per_step=6", "batch.minibatches=2", "batch.epochs=2", "batch.micro_batch_tokens=1500", "run.steps=4",
+    "critic.normalize_returns=true", "critic.head_sizes=[8]", "critic.lr=1e-3", "critic.warmup_steps=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("trunk", ["shared", "own"])
+def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> None:
+    """Stopped for good after the warm-up of two steps, and killed in the step after it: critic, its moments and its statistics go on.
+
+    The merger makes the policy of such a checkpoint, and says what it leaves out.
+    """
+    unbroken, run = tmp_path / "unbroken", tmp_path / "run"
+    overrides = (*PPO, f"model.path={warm / 'final'}", f"critic.trunk={trunk}")
+    end(begin(*overrides, f"run.dir={unbroken}"))
+    overrides = (*overrides, f"run.dir={run}", "checkpoint.every=1", "checkpoint.background=false", "checkpoint.keep_last=9")
+    kill_when_there_is(run / "checkpoints" / "step_00000002", begin(*overrides))
+    assert names(run) == {"step_00000001", "step_00000002"}
+    assert f"resume: {run}/checkpoints/step_00000002\n" in end(begin(*overrides))
+    left, expected = ([untimed(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, unbroken))
+    assert left == expected
+    ours, theirs, start = (weights_of(folder / "final") for folder in (run, unbroken, warm))
+    assert all(torch.equal(ours[name], theirs[name]) for name in start)
+    assert all(step["value/error"] > 0 for step in expected[:4]) and {"value/loss", "value/explained_variance"} <= expected[3].keys()
+    trained = ["policy/ratio" in step for step in expected[:4]]
+    assert trained == ([True] * 4 if trunk == "shared" else [False, False, True, True]), "an own critic warms up alone"
+    part = "critic/" if trunk == "own" else "value_head.weights.0"
+    for step, has_moved in ((1, False), (3, True)):
+        out, checkpoint = tmp_path / f"merged{step}", run / "checkpoints" / f"step_0000000{step}"
+        merged = forked.run(ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", out, timeout_s=120)
+        assert merged.returncode == 0 and f"left out: {part} is the critic's\n" in merged.stdout, merged.stdout
+        now = weights_of(out)
+        assert now.keys() == start.keys() and any(not torch.equal(now[name], start[name]) for name in start) == has_moved
 
 
 def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) -> None:

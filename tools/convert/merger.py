@@ -17,7 +17,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.mapping import nested
 from megatron_rl.weights.formats.files import made_ahead
 from megatron_rl.weights.formats.merge_lora import Merged
-from megatron_rl.weights.formats.open import as_dtype, hf_part, kind_of, open_source
+from megatron_rl.weights.formats.open import as_dtype, critics_part, hf_part, kind_of, open_source
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
 from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names
 from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
@@ -71,6 +71,8 @@ def merge(asked: Merge) -> str:
             asked.out, _tensors(source, specs, STYLES[asked.style], lambda nbytes: progress.advance(task, nbytes)),
             like=like, config=as_dtype(stored, asked.dtype) if asked.dtype else None, check=check,
         )  # fmt: skip
+    for part in critics_part(asked.checkpoint, key="--checkpoint"):
+        print(f"left out: {part} is the critic's", file=sys.stderr)
     for part in lacking:
         print(f"warning: {like} has no {part}, so {asked.out} has none", file=sys.stderr)
     return f"{asked.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {asked.checkpoint}"

@@ -12,7 +12,7 @@ from megatron_rl.weights.formats.merge_lora import Merged
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.source import MegatronSource, NamedSource, Source
 from megatron_rl.weights.formats.torch_dist import METADATA, McoreTensors
-from megatron_rl.weights.stream import is_adapter
+from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def kind_of(folder: Path, *, key: str) -> str:
@@ -41,8 +41,8 @@ def hf_part(folder: Path) -> Path | None:
 def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) -> Source:
     """The checkpoint's tensors, proven to be exactly those of the model.
 
-    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights. `once`: each tensor
-    is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging Face).
+    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights; what of it is a critic's is left out. `once`:
+    each tensor is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging Face).
     """
     kind, shapes = kind_of(folder, key=key), spec.shapes()
     if kind in ("hf", "fsdp"):
@@ -51,7 +51,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) 
     if kind == "torch_dist":
         stored = McoreTensors(folder, key=key, once=once)
         adapters = [name for name in stored.specs if is_adapter(name)]
-        base = MegatronSource([stored], rows, shapes, leave_out=adapters)
+        base = MegatronSource([stored], rows, shapes, leave_out=[*adapters, *filter(is_of_value_head, stored.specs)])
         if not adapters:
             return base
         if not (folder / "adapter").is_dir():
@@ -60,6 +60,14 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) 
     ranks = open_classic(folder)
     has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)
     return MegatronSource(ranks, _with_megatron_tower(rows, spec) if has_megatron_tower else rows, shapes)
+
+
+def critics_part(folder: Path, *, key: str) -> list[str]:
+    """What of a training checkpoint of ours is its critic's and no part of the model: a head on the policy's trunk, or a whole network."""
+    if kind_of(folder, key=key) != "torch_dist":
+        return []
+    heads = [name for name in McoreTensors(folder, key=key).specs if is_of_value_head(name)]
+    return heads + (["critic/"] if (folder / "critic").is_dir() else [])
 
 
 def _with_megatron_tower(rows: list[Row], spec: ModelSpec) -> list[Row]:
