@@ -211,9 +211,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the sum's deviation of the group",
         "megatron_rl/algo/credit.py",
-        'deviation(credits) if algo.turns != "broadcast" else',
-        '1.0 if algo.turns != "broadcast" else',
+        "_divided(turns, scale, algo)",
+        "_divided(turns, 1.0, algo)",
         "tests/algo/test_credit_turns.py tests/algo/test_credit.py",
+    ),
+    Mutant(
+        "equal states of different turns are two",
+        "megatron_rl/algo/credit.py",
+        "begun[turn.state].append(",
+        'begun[f"{turn.state} {number}"].append(',
+        "tests/algo/test_credit_states.py",
+    ),
+    Mutant(
+        "turns without a state are compared",
+        "megatron_rl/algo/credit.py",
+        "            if turn.state:\n",
+        "            if True:\n",
+        "tests/algo/test_credit_states.py",
+    ),
+    Mutant(
+        "every turn earns the outcome",
+        "megatron_rl/algo/credit.py",
+        "        values.append(later)\n        outcome = 0.0\n",
+        "        values.append(later)\n",
+        "tests/algo/test_credit_states.py",
     ),
     Mutant(
         "a mean's share by count",

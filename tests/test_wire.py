@@ -21,11 +21,11 @@ from megatron_rl.wire import VERSION, from_record, to_record
 FIELDS = {
     Rollout: "task example_id group sample contexts turns status end reason reward outcome dropped rewards wall_s environment_s scoring_s",
     Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages",
-    Turn: "context span text reward score gain call images",
+    Turn: "context span text reward score gain call images state",
     ToolCall: "tool source text error ran",
     Image: "picture patch_PC grid key merge",
 }
-"""Of version 1."""
+"""Of version 2."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -82,7 +82,7 @@ def turns(draw: st.DrawFn, shown: list[Context], images: list[Image]) -> Turn:
     call = st.builds(ToolCall, tool=TEXT, source=TEXT, text=TEXT, error=TEXT, ran=st.booleans())
     return Turn(
         context=number, span=span, text=draw(TEXT), reward=draw(NUMBERS), score=draw(st.none() | NUMBERS), gain=draw(NUMBERS),
-        call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)),
+        call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)), state=draw(TEXT),
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def full() -> Rollout:
         old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0],
     )  # fmt: skip
     call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False)
-    turn = Turn(context=0, span=(2, 3), text="\u4e2d\ud800\n", reward=0.5, score=0.25, gain=0.125, call=call, images=[image])
+    turn = Turn(context=0, span=(2, 3), text="\u4e2d\ud800\n", reward=0.5, score=0.25, gain=0.125, call=call, images=[image], state="2 5")
     return Rollout(
         task="mine", example_id="e-1", group=3, sample=4, contexts=[context], turns=[turn], status=Status.TRUNCATED, end=End.MAX_TURNS,
         reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
@@ -149,7 +149,7 @@ def test_every_field_is_carried() -> None:
 
 def test_other_fields_are_another_version() -> None:
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (1, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
+    assert (VERSION, now) == (2, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
@@ -166,8 +166,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
-    "version: 2: this program reads 1": (("version",), 2),
-    "version: None: this program reads 1": (("version",), None),
+    "version: 1: this program reads 2": (("version",), 1),
+    "version: None: this program reads 2": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': no number": (("reward",), "nan"),
     "rollout.reward: True: no number": (("reward",), True),
@@ -234,7 +234,7 @@ def refused_or_read(record: object) -> None:
 
 
 @settings(deadline=None)
-@given(JSON | st.fixed_dictionaries({"version": st.just(1), "images": JSON}))
+@given(JSON | st.fixed_dictionaries({"version": st.just(VERSION), "images": JSON}))
 def test_anything_is_read_or_refused(record: object) -> None:
     refused_or_read(record)
 

@@ -18,9 +18,12 @@ class AlgoSettings:
     """Added to the standard deviation that advantages are divided by."""
     turns: str = "broadcast"
     """What a turn's tokens are credited with (algo/credit.py): the episode's advantage (broadcast), that of the outcome plus the turn's own
-    (outcome_and_turn), or that of what was still to be earned from the turn on (return_to_go)."""
+    (outcome_and_turn), that of what was still to be earned from the turn on (return_to_go), or the episode's plus how the return from the
+    turn on compares with others from the same state (same_state, GiGPO)."""
     turn_discount: float = 1.0
-    """Factor on each later turn's gain in return_to_go."""
+    """Factor on each later turn's gain in return_to_go and same_state: GiGPO's gamma."""
+    omega: float = 1.0
+    """Weight of the comparison with others from the same state beside the episode's advantage in same_state."""
     clip_low: float = 0.2
     """Ratios below 1 - clip_low teach no further down; for gmpo in log space, for dppo a difference of probabilities."""
     clip_high: float = 0.2
@@ -51,6 +54,7 @@ class AlgoSettings:
             require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite number that is not negative")
         remedy = "must lie in [0.01, 2]: vLLM changes or refuses others"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
+        require(0 <= self.omega < math.inf, "algo.omega", self.omega, "must be a finite number that is not negative")
         require(0 <= self.turn_discount <= 1, "algo.turn_discount", self.turn_discount, "must lie in [0, 1]")
         require(self.dual_clip == 0 or self.dual_clip > 1, "algo.dual_clip", self.dual_clip, "must be above 1, or 0 to switch it off")
         require(0 <= self.clip_low <= 1, "algo.clip_low", self.clip_low, "must lie in [0, 1]")

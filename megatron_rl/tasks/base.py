@@ -35,6 +35,12 @@ class Step:
 class Env(ABC):
     """Single use: made for one example, run for one episode, closed however that ends. Raises HostFault for trouble that is ours."""
 
+    @property
+    def state(self) -> str:
+        """A name for the state that the next reply answers, the same in every episode of an example that comes to that state, at whatever
+        turn. Empty: it is not told, and algo.turns=same_state compares the turn with no other."""
+        return ""
+
     @abstractmethod
     async def reset(self, seed: int) -> list[Message]: ...
 

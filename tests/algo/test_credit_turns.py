@@ -1,6 +1,6 @@
 """Credit of turns against hand numbers and textbook loops. Every step has a second group, whose numbers are other ones.
 
-Expected policy gradients have their own file: test_credit_gradients.py.
+Expected policy gradients have their own file, test_credit_gradients.py, and so have states, test_credit_states.py.
 """
 
 import math
@@ -119,7 +119,7 @@ def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
     assert first[1.0] == 0 < first[0.5] < first[0.01] < math.sqrt(0.75)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in TURN_SCHEMES if scheme != "broadcast"])
+@pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
 def test_turns_are_divided_by_one_number_a_group(scheme: str) -> None:
     plain, normalized = credits(step(), scheme), credits(step(), scheme, normalize_std=True, std_eps=0.25)
     for members in ([0, 2, 3], [1, 5]):
@@ -139,7 +139,7 @@ def others_mean(own: float, others: list[float], size: int) -> float:
 def textbook(members: list[Rollout], index: int, number: int, scheme: str, discount: float) -> float:
     """Credit of one turn, in plain loops over the other members."""
     own, others, size = members[index], members[:index] + members[index + 1 :], len(members)
-    if scheme == "broadcast":
+    if scheme in ("broadcast", "same_state"):  # no turn here has a state
         return others_mean(own.reward, [each.reward for each in others], size)
     if scheme == "outcome_and_turn":
         value = others_mean(own.outcome, [each.outcome for each in others], size)
