@@ -244,6 +244,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_rubric.py",
     ),
     Mutant(
+        "a reply without an action stands",
+        "megatron_rl/tasks/gym_cards/blackjack_table.py",
+        "(1 - hits - gone, stood), (gone, LOST), *after",
+        "(1 - hits, stood), *after",
+        "tests/tasks/test_card_evaluations.py",
+    ),
+    Mutant(
+        "digits of another script end a number",
+        "megatron_rl/tasks/gym_cards/replies.py",
+        'r"\\w+|[^\\w\\s]"',
+        'r"[0-9]+|[a-z]+|[^\\w\\s]"',
+        "tests/tasks/test_replies.py",
+    ),
+    Mutant(
+        "evaluations concatenate",
+        "megatron_rl/tasks/gym_cards/points_task.py",
+        "self.eval_rules = replace(rules, target",
+        "self.eval_rules = replace(self.rules, target",
+        "tests/tasks/test_card_evaluations.py",
+    ),
+    Mutant(
         "None is a step worth 0",
         "megatron_rl/algo/credit.py",
         "            if turn.score is not None:\n                steps[number].append((index, turn.score))",

@@ -93,6 +93,11 @@ class Task(ABC):
         """Whether a scored episode counts as solved in evaluations."""
         return self.rubric.solves(rollout)
 
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """What an evaluation says of these scored episodes besides, as eval/greedy_NAME: `success` and `return` take the place of the means
+        where a task knows better. Rollout.group is a position in `examples`."""
+        return {}
+
 
 def require_task(name: str, task: object) -> None:
     """ValueError: what a user's own file calls a task is none, or only half of one."""
