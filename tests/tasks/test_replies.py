@@ -110,14 +110,14 @@ HUGE = {
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("kind", HUGE)
 def test_no_reply_takes_long(kind: str, reading: str) -> None:
-    """A thousand microseconds of a core at most, three tries; a reply as they should be takes a hundredth of it."""
+    """Under two thousand microseconds of a core, the best of five; on the machine where this was written 430, and a good reply 4."""
     text, took = HUGE[kind], []
-    for _ in range(3):
+    for _ in range(5):
         began = time.thread_time()
         read = READINGS[reading](text, POINTS24.tokens)
         took.append(time.thread_time() - began)
     assert isinstance(read, Invalid) or (reading, kind) == ("rl4vlm", "a long text")
-    assert min(took) < 1e-3, f"{min(took) * 1e6:.0f} us"
+    assert min(took) < 2e-3, f"{min(took) * 1e6:.0f} us"
 
 
 @pytest.mark.parametrize("name", OPTIONS)
