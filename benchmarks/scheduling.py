@@ -22,13 +22,13 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step
 from megatron_rl.types import Example, Message, Rollout
 from tools.data.make_tiny_qwen2_5_vl import make
 
 
 @dataclass
-class Waits:
+class Waits(Env):
     """An environment whose tool takes the given seconds, turn by turn; with a barrier, in step with all others."""
 
     latencies: list[float]

@@ -26,7 +26,8 @@ def evaluate(task: Task, settings: Settings, *, fleet: Fleet) -> dict[str, float
 
 
 def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
-    """Weighted mean success, return and share of episodes in which a tool ran; group numbers are positions in `examples`.
+    """Weighted mean success, return and share of episodes in which a tool ran, and the task's own figures; group numbers are positions
+    in `examples`.
 
     Over the episodes that were scored. RunFailed when more than `max_failed` of them failed on our side, or no other is left.
     """
@@ -42,4 +43,4 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     returns = sum(weights[rollout.group] * rollout.reward for rollout in scored)
     users = sum(weights[rollout.group] * rollout.used_tool for rollout in scored)
     shares = {"success": success / total, "return": returns / total, "tool_use": users / total}
-    return {**shares, "failed_fraction": len(failed) / len(rollouts)}
+    return {**shares, **task.figures(examples, scored), "failed_fraction": len(failed) / len(rollouts)}

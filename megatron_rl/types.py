@@ -217,6 +217,8 @@ class Turn:
     call: ToolCall | None = None
     images: list[Image] = field(default_factory=list)
     """Pictures of the observation that followed, as the policy saw them."""
+    state: str = ""
+    """What the environment calls the state that the reply answers (Env.state); empty where it does not say."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """An evaluation's numbers from rollouts made by hand; failures of ours are in none of them. And which episodes it plays."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,14 @@ from tests.support.scripted_fleet import Scripted, fleet_of
 
 
 class Positive:
+    own: Mapping[str, float] = {}
+
     def success(self, rollout: Rollout) -> bool:
         return rollout.reward > 0
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Whose episodes they are, beside what the test says."""
+        return {**self.own, "scored": sum(len(examples[rollout.group].id) for rollout in rollouts)}
 
 
 EXAMPLES = [Example("a", {}, probability=0.25), Example("b", {}, probability=0.75)]
@@ -28,7 +35,16 @@ def test_weights_are_those_of_the_scored() -> None:
     rollouts = [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)]
     # 2 of weight 1/4, then -1 and 1 of weight 3/4: total 7/4
     scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0.25)
-    assert scores == pytest.approx({"success": 1.0 / 1.75, "return": 0.5 / 1.75, "tool_use": 0.0, "failed_fraction": 0.25})
+    expected = {"success": 1.0 / 1.75, "return": 0.5 / 1.75, "tool_use": 0.0, "failed_fraction": 0.25, "scored": 3}
+    assert scores == pytest.approx(expected)
+
+
+def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
+    """But not in how much of it failed."""
+    task = Positive()
+    task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0}
+    scores = summarize(task, EXAMPLES, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
+    assert scores == {"success": 0.43, "draws": 0.09, "return": 2.0, "tool_use": 0.0, "failed_fraction": 0.5, "scored": 1}
 
 
 def test_too_many_failures_are_no_score() -> None:

@@ -220,7 +220,7 @@ def generalized(rollouts: list[Rollout], over: str) -> tuple[dict[int, float], d
 def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_returns(
     over: str, ranks: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algo = AlgoSettings(name="ppo", gae_over=over, gamma=0.5, gae_lambda=0.25, whiten=False)
+    algo = AlgoSettings(name="ppo", gae_over=over, discount=0.5, gae_lambda=0.25, whiten=False)
     done = credited_on(ranks, settings_of(algo, minibatches=2), monkeypatch, own_critic=own)
     advantages, returns = generalized(step(), over)
     trained: list[int] = []

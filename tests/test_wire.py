@@ -21,7 +21,7 @@ from megatron_rl.wire import VERSION, from_record, to_record
 FIELDS = {
     Rollout: "task example_id group sample contexts turns status end reason reward outcome dropped rewards wall_s environment_s scoring_s",
     Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages returns coefficients",
-    Turn: "context span text action reward score gain call images",
+    Turn: "context span text action reward score gain call images state",
     ToolCall: "tool source text error ran",
     Image: "picture patch_PC grid key merge",
 }
@@ -84,7 +84,7 @@ def turns(draw: st.DrawFn, shown: list[Context], images: list[Image]) -> Turn:
     return Turn(
         context=number, span=span, text=draw(TEXT), action=draw(st.sampled_from([None, *range(*span)])),
         reward=draw(NUMBERS), score=draw(st.none() | NUMBERS), gain=draw(NUMBERS),
-        call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)),
+        call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)), state=draw(TEXT),
     )  # fmt: skip
 
 
@@ -122,7 +122,9 @@ def full() -> Rollout:
         returns=[0.0, 0.0, 0.7], coefficients=[0.0, 0.0, 0.5],
     )  # fmt: skip
     call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False)
-    turn = Turn(context=0, span=(2, 3), text="\u4e2d\ud800\n", action=2, reward=0.5, score=0.25, gain=0.125, call=call, images=[image])
+    turn = Turn(
+        context=0, span=(2, 3), text="\u4e2d\ud800\n", action=2, reward=0.5, score=0.25, gain=0.125, call=call, images=[image], state="2 5"
+    )
     return Rollout(
         task="mine", example_id="e-1", group=3, sample=4, contexts=[context], turns=[turn], status=Status.TRUNCATED, end=End.MAX_TURNS,
         reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
@@ -238,7 +240,7 @@ def refused_or_read(record: object) -> None:
 
 
 @settings(deadline=None)
-@given(JSON | st.fixed_dictionaries({"version": st.just(2), "images": JSON}))
+@given(JSON | st.fixed_dictionaries({"version": st.just(VERSION), "images": JSON}))
 def test_anything_is_read_or_refused(record: object) -> None:
     refused_or_read(record)
 

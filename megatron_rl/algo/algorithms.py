@@ -61,7 +61,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         credit=credit.group_relative, surrogate=surrogates.divergence_bounded, by_turn=True, bounds=surrogates.divergence_bounds
     ),
 }
-"""DAPO and Dr. GRPO are grpo with other settings (configs/algo)."""
+"""DAPO, Dr. GRPO and GiGPO are grpo with other settings (configs/algo)."""
 
 
 def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> None:

@@ -22,14 +22,10 @@ def group_relative(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
     Without algo.normalize_std A_i = R_i - mean(R), Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor
     G - 1): the paper leaves it open, and the common implementations take torch.std's default. algo.turns (TURN_SCHEMES) says what R_i is
-    for a turn; the deviation is then that of all credits of the group's turns, one number a group, so that weights of turn parts count.
+    for a turn.
     """
     for members in groups_of(rollouts).values():
-        credits = TURN_SCHEMES[algo.turns](members, algo)
-        if algo.normalize_std:
-            scale = deviation(credits) if algo.turns != "broadcast" else _stdev([reward_of(rollout, algo) for rollout in members])
-            credits = [[value / (scale + algo.std_eps) if value else 0.0 for value in turns] for turns in credits]
-        for rollout, turns in zip(members, credits, strict=True):
+        for rollout, turns in zip(members, TURN_SCHEMES[algo.turns](members, algo), strict=True):
             write(rollout, turns)
 
 
@@ -68,9 +64,9 @@ def whitened_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Every turn has what its episode has: R_i - mean(R)."""
-    centered = _centered([reward_of(rollout, algo) for rollout in members])
-    return [[value] * len(rollout.turns) for rollout, value in zip(members, centered, strict=True)]
+    """Every turn has what its episode has: R_i - mean(R), over the deviation of the rewards."""
+    relative = _relative([reward_of(rollout, algo) for rollout in members], algo)
+    return [[value] * len(rollout.turns) for rollout, value in zip(members, relative, strict=True)]
 
 
 def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
@@ -90,25 +86,45 @@ def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[lis
     for number, scored in steps.items():
         for (index, _), value in zip(scored, _against_others([score for _, score in scored], len(members)), strict=True):
             credits[index][number] += value
-    return credits
+    return by_one_number(credits, algo)
 
 
 def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     """What was still to be earned from a turn on, the outcome included, against the others that reached a turn of this number.
 
-    G_t = outcome + sum over s >= t of turn_discount^(s - t) * gain_s (process supervision, arXiv 2402.03300, section 4.1.3). A baseline of
+    G_t = outcome + sum over s >= t of discount^(s - t) * gain_s (process supervision, arXiv 2402.03300, section 4.1.3). A baseline of
     others' returns depends on nothing that the turn decides, so the expected gradient is that of the reward. A turn that nobody else
     reached is compared with what the others earned in all: its credit is the episode's, R_i - mean(R). A KL penalty in the reward is part
     of the outcome: the whole episode's is taken off every turn.
     """
     returns = [_returns(rollout, algo) for rollout in members]
-    credits = broadcast(members, algo)
+    credits = broadcast(members, replace(algo, normalize_std=False))
     for number in range(max(map(len, returns))):
         reached = [index for index, values in enumerate(returns) if len(values) > number]
         if len(reached) == 1:
             continue
         for index, value in zip(reached, _against_others([returns[index][number] for index in reached], len(members)), strict=True):
             credits[index][number] = value
+    return by_one_number(credits, algo)
+
+
+def same_state(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
+    """GiGPO (arXiv 2505.10978, section 4): A_episode + omega * A_state.
+
+    A_state compares the return from a turn on, sum over s >= t of discount^(s - t) r_s, with those of all turns of the group, of
+    whatever number and episode, that began in the same state (Turn.state). Each of the two is divided by its own deviation, or by
+    none: the paper's two F_norm. A turn whose state no other began in, or is not known, has its episode's credit alone, as in the
+    authors' code. The outcome is earned by the last turn.
+    """
+    credits = broadcast(members, algo)
+    begun: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+    for index, rollout in enumerate(members):
+        for number, (turn, value) in enumerate(zip(rollout.turns, _discounted(rollout, algo), strict=True)):
+            if turn.state:
+                begun[turn.state].append((index, number, value))
+    for turns in begun.values():
+        for (index, number, _), value in zip(turns, _relative([value for _, _, value in turns], algo), strict=True):
+            credits[index][number] += algo.omega * value
     return credits
 
 
@@ -116,9 +132,10 @@ TURN_SCHEMES: Mapping[str, Callable[[Sequence[Rollout], AlgoSettings], list[list
     "broadcast": broadcast,
     "outcome_and_turn": outcome_and_turn,
     "return_to_go": return_to_go,
+    "same_state": same_state,
 }
-"""Credit of each turn of each member of a group, before it is normalized. Where each episode is one turn, and that
-is a step for all of them or for none, all three are R_i - mean(R)."""
+"""Credit of each turn of each member of a group, normalized where algo.normalize_std says so. Where each episode is one turn, and that
+is a step for all of them or for none, the first three are R_i - mean(R)."""
 
 
 def spreads(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:
@@ -126,7 +143,7 @@ def spreads(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]
 
     For one turn an episode that is the deviation of its rewards. KL penalties are left out: they are known only after the selection.
     """
-    algo, spread = replace(algo, kl_in_reward=False), {}
+    algo, spread = replace(algo, kl_in_reward=False, normalize_std=False), {}
     for group, members in groups_of(rollouts).items():
         values = [value for turns in TURN_SCHEMES[algo.turns](members, algo) for value in turns]
         if algo.turns == "broadcast":
@@ -177,6 +194,12 @@ def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[(value - mean) / scale for value in values] for values in credits]
 
 
+def by_one_number(credits: list[list[float]], algo: AlgoSettings) -> list[list[float]]:
+    """Divided by one deviation a group, so that weights of turn parts count, where algo.normalize_std says so."""
+    scale = deviation(credits)
+    return [_divided(turns, scale, algo) for turns in credits]
+
+
 def deviation(credits: Sequence[Sequence[float]]) -> float:
     """Root of the credits' mean square, with the divisor N - 1 of a sample deviation."""
     values = [value for turns in credits for value in turns]
@@ -204,6 +227,17 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else statistics.fmean(values or [0.0])
 
 
+def _relative(values: Sequence[float], algo: AlgoSettings) -> list[float]:
+    """(value - mean) / (std + std_eps), the division where algo.normalize_std says so."""
+    return _divided(_centered(values), _stdev(values), algo)
+
+
+def _divided(values: Sequence[float], scale: float, algo: AlgoSettings) -> list[float]:
+    if not algo.normalize_std:
+        return list(values)
+    return [value / (scale + algo.std_eps) if value else 0.0 for value in values]
+
+
 def _against_others(values: Sequence[float], num_members: int) -> list[float]:
     """Each less the mean of the others, times (G - 1) / G: the scale of R_i - mean(R), however few of the G members have a value."""
     scale = len(values) / max(len(values) - 1, 1) * (num_members - 1) / num_members
@@ -217,8 +251,18 @@ def _stdev(values: Sequence[float]) -> float:
 def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
     values, later = [], 0.0
     for turn in reversed(rollout.turns):
-        later = turn.gain + algo.turn_discount * later
+        later = turn.gain + algo.discount * later
         values.append(rollout.outcome - penalty(rollout, algo) + later)
+    return values[::-1]
+
+
+def _discounted(rollout: Rollout, algo: AlgoSettings) -> list[float]:
+    """From each turn on; the outcome is discounted too, as a reward of the last turn."""
+    values, later, outcome = [], 0.0, rollout.outcome - penalty(rollout, algo)
+    for turn in reversed(rollout.turns):
+        later = turn.gain + outcome + algo.discount * later
+        values.append(later)
+        outcome = 0.0
     return values[::-1]
 
 

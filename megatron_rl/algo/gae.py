@@ -26,15 +26,15 @@ class Action:
 
 
 def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + gamma * gae_lambda * A_(t+1), d_t = r_t + gamma * V_(t+1) - V_t, and 0 after the
-    episode's end, whether it was completed or its budget ran out. The critic's target is A_t + V_t, from before algo.whiten.
+    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + g * gae_lambda * A_(t+1), d_t = r_t + g * V_(t+1) - V_t, with g = algo.discount.
+    V is 0 after the episode's end, whether it was completed or its budget ran out. The critic's target is A_t + V_t, before algo.whiten.
 
     Every token of a turn that is one action has its advantage; its return stands on the first.
     """
     scored = [rollout for members in groups_of(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
     episodes = [actions_of(rollout, algo) for rollout in trained]
-    gained = [gae([a.reward for a in actions], [a.value for a in actions], algo.gamma, algo.gae_lambda) for actions in episodes]
+    gained = [gae([a.reward for a in actions], [a.value for a in actions], algo.discount, algo.gae_lambda) for actions in episodes]
     credits = whitened(gained) if algo.whiten else gained
     for rollout in scored:
         for context in rollout.contexts:

@@ -18,13 +18,15 @@ class AlgoSettings:
     """Added to the standard deviation that advantages are divided by."""
     turns: str = "broadcast"
     """What a turn's tokens are credited with (algo/credit.py): the episode's advantage (broadcast), that of the outcome plus the turn's own
-    (outcome_and_turn), or that of what was still to be earned from the turn on (return_to_go)."""
-    turn_discount: float = 1.0
-    """Factor on each later turn's gain in return_to_go."""
+    (outcome_and_turn), that of what was still to be earned from the turn on (return_to_go), or the episode's plus how the return from the
+    turn on compares with others from the same state (same_state, GiGPO)."""
+    discount: float = 1.0
+    """Factor on what comes one step later: on a turn's gain in return_to_go and same_state (GiGPO's gamma), on a turn or a token as
+    algo.gae_over says with a critic (PPO's gamma)."""
+    omega: float = 1.0
+    """Weight of the comparison with others from the same state beside the episode's advantage in same_state."""
     gae_over: str = "tokens"
     """What is a step to a critic: each sampled token (tokens), or a whole turn, valued at its prompt's last token (turns)."""
-    gamma: float = 1.0
-    """Discount of what comes one such step later."""
     gae_lambda: float = 1.0
     """How far a step's advantage looks ahead (arXiv 1506.02438): 0 trusts the critic after one step, 1 never."""
     whiten: bool = True
@@ -63,9 +65,9 @@ class AlgoSettings:
         remedy = "must lie in [0.01, 2]: vLLM changes or refuses others"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
         require_choice("algo.gae_over", self.gae_over, ("tokens", "turns"))
-        for key, value in (("turn_discount", self.turn_discount), ("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
+        require(0 <= self.omega < math.inf, "algo.omega", self.omega, "must be a finite number that is not negative")
+        for key, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda), ("thought_coef", self.thought_coef)):
             require(0 <= value <= 1, f"algo.{key}", value, "must lie in [0, 1]")
-        require(0 <= self.thought_coef <= 1, "algo.thought_coef", self.thought_coef, "must lie in [0, 1]")
         require(self.dual_clip == 0 or self.dual_clip > 1, "algo.dual_clip", self.dual_clip, "must be above 1, or 0 to switch it off")
         require(0 <= self.clip_low <= 1, "algo.clip_low", self.clip_low, "must lie in [0, 1]")
         require(self.clip_high >= 0, "algo.clip_high", self.clip_high, "must not be negative")

@@ -74,12 +74,13 @@ async def _play(rollout: Rollout, env: Env, conversation: Conversation, *, setti
     started = time.monotonic()
     while True:
         seed = seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns))
+        state = env.state
         text = await conversation.say(Sampling(settings.max_tokens_per_turn, settings.temperature, seed=seed, stop=stop))
         asked = time.monotonic()
         step = await env.step(text)
         rollout.environment_s += time.monotonic() - asked
         turn = rollout.turns[-1]
-        turn.reward, turn.call = float(step.reward), step.call
+        turn.reward, turn.call, turn.state = float(step.reward), step.call, state
         if step.action_at is not None:
             turn.action = conversation.place_of(step.action_at)
         if step.done:

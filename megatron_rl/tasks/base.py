@@ -37,6 +37,12 @@ class Step:
 class Env(ABC):
     """Single use: made for one example, run for one episode, closed however that ends. Raises HostFault for trouble that is ours."""
 
+    @property
+    def state(self) -> str:
+        """A name for the state that the next reply answers, the same in every episode of an example that comes to that state, at whatever
+        turn. Empty: it is not told, and algo.turns=same_state compares the turn with no other."""
+        return ""
+
     @abstractmethod
     async def reset(self, seed: int) -> list[Message]: ...
 
@@ -88,6 +94,11 @@ class Task(ABC):
     def success(self, rollout: Rollout) -> bool:
         """Whether a scored episode counts as solved in evaluations."""
         return self.rubric.solves(rollout)
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """What an evaluation says of these scored episodes besides, as eval/greedy_NAME: `success` and `return` take the place of the means
+        where a task knows better. Rollout.group is a position in `examples`."""
+        return {}
 
 
 def require_task(name: str, task: object) -> None:

@@ -13,13 +13,17 @@ class GameOptions:
     """What every game takes."""
 
     reading: str = "json"
-    """How a reply is read: json takes one JSON object with an action, token the only action that is named in a free text."""
+    """How a reply is read: json takes one JSON object with an action, rl4vlm the only action that is named in a free text."""
     invalid: str = "penalize"
-    """What a reply without an action does: penalize pays -1, noop and repeat pay 0 (repeat says why), random plays any action (RL4VLM)."""
+    """What a reply without an action does: penalize pays -1, repeat pays 0 and shows the same again, noop plays a move that changes nothing
+    (the points games have one, a blank), random plays any action, as RL4VLM does."""
 
     def __post_init__(self) -> None:
-        require_choice("task.options.reading", self.reading, ("json", "token"))
+        require_choice("task.options.reading", self.reading, ("json", "rl4vlm"))
         require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "noop", "random"))
+
+    def refuse_noop(self) -> None:
+        require(self.invalid != "noop", "task.options.invalid", self.invalid, "this game has no move that changes nothing; use repeat")
 
 
 @dataclass
@@ -31,6 +35,7 @@ class NumberLineOptions(GameOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.refuse_noop()
         require(5 <= self.eval_max_number <= 20, "task.options.eval_max_number", self.eval_max_number, "must be in 5..20")
 
 
@@ -54,7 +59,7 @@ class EZPointsOptions(CardOptions):
     """What EZPoints takes besides."""
 
     legacy_rules: bool = False
-    """Whether a formula is read as Python reads its text, as RL4VLM does: neighbors concatenate."""
+    """Whether training reads a formula as Python reads its text, as RL4VLM does: neighbors concatenate. Evaluations never do."""
     eval_target: int = 12
     """What is to be made in evaluations; in training it is 12."""
 
@@ -64,7 +69,8 @@ class Points24Options(CardOptions):
     """What Points24 takes besides."""
 
     legacy_rules: bool = False
-    """Whether a formula is read as Python reads its text, as RL4VLM does: 2 and 4 are 24, ** is a power, // divides without rest."""
+    """Whether training reads a formula as Python reads its text, as RL4VLM does: 2 and 4 are 24, ** is a power, // divides without rest.
+    Evaluations never do."""
     faces: str = "ten"
     """What J, Q and K count: ten, or rank (11, 12, 13)."""
     solvable: bool = False
@@ -93,12 +99,13 @@ class BlackjackOptions(CardOptions):
     """Whether the rules are those of Sutton and Barto: such a hand wins unless the dealer has one too; natural then has no say."""
     train_hands: int = 4096
     """Starts to train on: the player's two cards and the one that the dealer shows."""
-    eval_hands: int = 500
-    """Starts to evaluate on, in drawings (suits) that no start of training has."""
+    eval_drawings: int = 3
+    """Hands in which an evaluation asks about each of the 280 positions, in drawings (suits) that no start of training has."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, value in (("train_hands", self.train_hands), ("eval_hands", self.eval_hands)):
+        self.refuse_noop()
+        for key, value in (("train_hands", self.train_hands), ("eval_drawings", self.eval_drawings)):
             require(value >= 1, f"task.options.{key}", value, "must be at least 1")
 
 

@@ -1,6 +1,6 @@
 """Credit of turns against hand numbers and textbook loops. Every step has a second group, whose numbers are other ones.
 
-Expected policy gradients have their own file: test_credit_gradients.py.
+Expected policy gradients have their own file, test_credit_gradients.py, and so have states, test_credit_states.py.
 """
 
 import math
@@ -61,7 +61,7 @@ def test_return_to_go_compares_what_is_still_earned() -> None:
     """
     mean = (1.5 + 0.5 + 0.95) / 3
     expected = [[1.5 - mean, -0.2 / 3, 0.5], [1.75, 0.5], [0.5 - mean], [0.95 - mean, 0.2 / 3], None, [-1.75, -0.5]]
-    check(credits(step(), "return_to_go", turn_discount=0.5), expected)
+    check(credits(step(), "return_to_go", discount=0.5), expected)
     check(credits(step(), "return_to_go"), [[0.5, -0.2 / 3, 0.5], [1.5, 0.5], [-0.5], [0.0, 0.2 / 3], None, [-1.5, -0.5]])
 
 
@@ -119,7 +119,7 @@ def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
     assert first[1.0] == 0 < first[0.5] < first[0.01] < math.sqrt(0.75)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in TURN_SCHEMES if scheme != "broadcast"])
+@pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
 def test_turns_are_divided_by_one_number_a_group(scheme: str) -> None:
     plain, normalized = credits(step(), scheme), credits(step(), scheme, normalize_std=True, std_eps=0.25)
     for members in ([0, 2, 3], [1, 5]):
@@ -139,7 +139,7 @@ def others_mean(own: float, others: list[float], size: int) -> float:
 def textbook(members: list[Rollout], index: int, number: int, scheme: str, discount: float) -> float:
     """Credit of one turn, in plain loops over the other members."""
     own, others, size = members[index], members[:index] + members[index + 1 :], len(members)
-    if scheme == "broadcast":
+    if scheme in ("broadcast", "same_state"):  # no turn here has a state
         return others_mean(own.reward, [each.reward for each in others], size)
     if scheme == "outcome_and_turn":
         value = others_mean(own.outcome, [each.outcome for each in others], size)
@@ -161,7 +161,7 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
 ) -> None:
     """Groups, outcomes (None: failed), and the scores of the turns, of which those that are steps are gains too."""
     rollouts = [episode(group, outcome=outcome, scores=None if outcome is None else scores) for group, outcome, scores in given_step]
-    plain = credits(rollouts, scheme, turn_discount=discount)
+    plain = credits(rollouts, scheme, discount=discount)
     for group in range(3):
         members = [index for index, rollout in enumerate(rollouts) if rollout.group == group and rollout.is_scored]
         peers = [rollouts[index] for index in members]
@@ -170,7 +170,7 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
             assert plain[index] == pytest.approx(expected, rel=1e-12, abs=1e-12)
     order = list(range(len(rollouts)))
     shuffler.shuffle(order)
-    options = {"turn_discount": discount, "normalize_std": normalize_std}
+    options = {"discount": discount, "normalize_std": normalize_std}
     whole = credits(rollouts, scheme, **options)
     assert credits([rollouts[index] for index in order], scheme, **options) == [whole[index] for index in order]  # bit for bit
 
@@ -181,7 +181,7 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
 def test_with_one_turn_an_episode_all_schemes_are_grpo(scheme: str, given_step: list, normalize_std: bool) -> None:
     """Groups, outcomes, and the score of the one turn, which is a step."""
     rollouts = [episode(group, outcome=outcome, scores=(score,)) for group, outcome, score in given_step]
-    options = {"normalize_std": normalize_std, "std_eps": 1e-2, "turn_discount": 0.5}
+    options = {"normalize_std": normalize_std, "std_eps": 1e-2, "discount": 0.5}
     check(credits(rollouts, scheme, **options), credits(rollouts, "broadcast", **options), slack=1e-11)
     spread = spreads(rollouts, AlgoSettings())
     assert spreads(rollouts, AlgoSettings(turns=scheme)) == pytest.approx(spread, abs=1e-12)

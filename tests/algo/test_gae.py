@@ -57,7 +57,7 @@ def test_by_hand() -> None:
 def test_tokens_skip_what_was_observed(contexts: list[int]) -> None:
     """Turns of 2, 1 and 3 tokens: gains on their last tokens, the outcome on the episode's last, wherever the observations lie."""
     rollout = valued(episode(0, outcome=5.0, gains=[1.0, -2.0, 0.5], lengths=[2, 1, 3], contexts=contexts), seed=1)
-    credited([rollout], gae_over="tokens", gamma=0.9, gae_lambda=0.8)
+    credited([rollout], gae_over="tokens", discount=0.9, gae_lambda=0.8)
     expected = double_loop([0.0, 1.0, -2.0, 0.0, 0.0, 5.5], sampled_values(rollout), 0.9, 0.8)
     assert token_credits(rollout) == pytest.approx(expected, abs=1e-12)
     assert returns(rollout) == pytest.approx([a + v for a, v in zip(expected, sampled_values(rollout), strict=True)], abs=1e-12)
@@ -73,7 +73,7 @@ def returns(rollout: Rollout) -> list[float]:
 def test_turns_are_valued_at_their_prompts(contexts: list[int]) -> None:
     """A turn's value is that before its first token; all its tokens have its advantage, its first token its return."""
     rollout = valued(episode(0, outcome=5.0, gains=[1.0, -2.0, 0.5], lengths=[2, 1, 3], contexts=contexts), seed=2)
-    credited([rollout], gae_over="turns", gamma=0.9, gae_lambda=0.8)
+    credited([rollout], gae_over="turns", discount=0.9, gae_lambda=0.8)
     every = sampled_values(rollout)
     values = [every[0], every[2], every[3]]
     a, b, c = double_loop([1.0, -2.0, 5.5], values, 0.9, 0.8)
@@ -97,7 +97,7 @@ def test_lambda_one_is_the_return_less_the_value(over: str) -> None:
 def test_a_penalty_in_the_reward_is_each_tokens_own(over: str) -> None:
     """old - reference is 0.5, 1, 2 and the coefficient 0.1: by token each pays its own, by turn they add up."""
     rollout = penalize(valued(episode(0, outcome=3.0, lengths=[2, 1]), seed=4), 0.5, 1.0, 2.0)
-    credited([rollout], gae_over=over, gamma=0.9, gae_lambda=0.8, kl_coef=0.1, kl_in_reward=True)
+    credited([rollout], gae_over=over, discount=0.9, gae_lambda=0.8, kl_coef=0.1, kl_in_reward=True)
     values = sampled_values(rollout)
     if over == "tokens":
         expected = double_loop([-0.05, -0.1, 3.0 - 0.2], values, 0.9, 0.8)

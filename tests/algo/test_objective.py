@@ -217,9 +217,9 @@ WIRING: dict[str, tuple[object, dict, set[str]]] = {
     "normalize_std": (False, {}, GROUP),
     "std_eps": (0.5, {}, GROUP),
     "turns": ("outcome_and_turn", {}, BY_TURN),
-    "turn_discount": (0.5, TO_GO, BY_TURN),
+    "discount": (0.5, TO_GO, BY_TURN),
+    "omega": (0.5, {"turns": "same_state"}, BY_TURN),
     "gae_over": ("turns", {}, CRITIC),
-    "gamma": (0.5, {}, CRITIC),
     "gae_lambda": (0.5, {}, CRITIC),
     "whiten": (False, {}, CRITIC),
     "clip_low": (0.4, {}, EVERY - {"sapo"}),
@@ -242,7 +242,7 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     """Credit, loss and gradient of two groups of three episodes of one to three turns, off-policy."""
     lengths = ((2, 1, 3), (4,), (1, 2)) * 2
     rollouts = [
-        episode(number // 3, outcome=number**2 / 7, scores=[0.3 * number, -0.5, 1.0][: len(each)], lengths=each)
+        episode(number // 3, outcome=number**2 / 7, scores=[0.3 * number, -0.5, 1.0][: len(each)], lengths=each, states=("dealt",))
         for number, each in enumerate(lengths)
     ]
     for number, rollout in enumerate(rollouts):
@@ -279,7 +279,7 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
     assert value != getattr(AlgoSettings(), field), "a default moves nothing"
     moved = set()
     dual_clipped = [name for name, row in ALGORITHMS.items() if row.dual_clips]
-    takers = {"turns": BY_TURN, "turn_discount": BY_TURN, "dual_clip": dual_clipped}
+    takers = {"turns": BY_TURN, "discount": BY_TURN, "omega": BY_TURN, "dual_clip": dual_clipped}
     for name in takers.get(field, ALGORITHMS):  # others refuse them
         before = AlgoSettings(name=name, **base)
         after = dataclasses.replace(before, **{field: value})

@@ -158,3 +158,15 @@ def test_the_whole_comparison(random_model: Path, tmp_path: Path) -> None:
     sizes = ("--rounds", 1, "--steps", 2, "--warmup", 1)
     said = said_by("vs_trl", "--model", random_model, *sizes, "--out", tmp_path / "out", timeout_s=800)
     assert re.search(r"^seconds a step: TRL 2x1 / ours 2x1 = [\d.]+", said, re.MULTILINE) and "prompt ids and pixels: equal" in said
+
+
+def test_games_random() -> None:
+    """What was played lies where what was worked out says: 3.9 standard errors of it."""
+    num = 2000
+    games = {name: (exact, played, best) for name, exact, played, best in rows(said_by("games_random", "--episodes", num))}
+    assert games.keys() == {"number_line", "ez_points", "points24", "blackjack"}
+    assert games["points24"] == ("-", "0.000 (0.000 to 0.192)", "73.09; of the 500 70.2")
+    for exact, played, _ in (cells for cells in games.values() if cells[0] != "-"):
+        share = float(exact) / 100
+        assert abs(float(played.split()[0]) / 100 - share) < 3.9 * (share * (1 - share) / num) ** 0.5
+    assert games["number_line"][0] == "28.299" and games["blackjack"][2] == "43.16; of best return 42.95"

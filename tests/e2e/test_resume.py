@@ -30,7 +30,7 @@ SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mi
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
     "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1",
-    "select.drop=[zero_std]", "select.max_generations=2", "select.rank_by_std=true", "algo.turns=return_to_go", "algo.turn_discount=0.9",
+    "select.drop=[zero_std]", "select.max_generations=2", "select.rank_by_std=true", "algo.turns=return_to_go", "algo.discount=0.9",
 )  # fmt: skip
 SFT = (
     "stage=sft", "sft.splits=[correct,biased]", "sft.steps=[35,5]", "sft.batch_size=30", "sft.num_demonstrations=60", "optim.lr=1e-3",
@@ -209,7 +209,7 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
 
 
 PPO = (
-    "algo=ppo", "algo.gae_over=turns", "algo.gamma=0.9", "algo.thought_coef=0.5", "batch.aggregation=turn_mean", "optim.lr=3e-4",
+    "algo=ppo", "algo.gae_over=turns", "algo.discount=0.9", "algo.thought_coef=0.5", "batch.aggregation=turn_mean", "optim.lr=3e-4",
     "batch.prompts_per_step=6", "batch.minibatches=2", "batch.epochs=2", "batch.micro_batch_tokens=1500", "run.steps=4",
     "critic.normalize_returns=true", "critic.head_sizes=[8]", "critic.lr=1e-3", "critic.warmup_steps=2",
 )  # fmt: skip

@@ -41,7 +41,7 @@ LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,proje
 
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft": ("nano", SFT),
-    "grpo": ("sft", (*GRPO, "select.drop=[zero_std]", "select.max_generations=2", "algo.turns=return_to_go", "algo.turn_discount=0.9")),
+    "grpo": ("sft", (*GRPO, "select.drop=[zero_std]", "select.max_generations=2", "algo.turns=return_to_go", "algo.discount=0.9")),
     "lora": ("sft", (*GRPO, *LORA)),
     "tp2": ("sft", (*GRPO, "parallel.tp=2", "parallel.sequence_parallel=true")),
     "pp2": ("sft", (*GRPO, "parallel.pp=2", "engine.tp=2")),

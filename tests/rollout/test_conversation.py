@@ -13,7 +13,7 @@ from megatron_rl.rollout.conversation import ContextLimits, TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step
 from megatron_rl.types import Context, End, Example, Image, Message, Status, Turn
 
 
@@ -110,7 +110,7 @@ class Words:
         return End.MAX_TOKENS if len(self.turns) == 3 else None
 
 
-class Listens:
+class Listens(Env):
     """An environment that answers each reply with its own words, for a reward of 1."""
 
     async def reset(self, seed: int) -> list[Message]:

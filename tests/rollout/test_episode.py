@@ -14,7 +14,7 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step
 from megatron_rl.types import End, Example, HostFault, Image, Message, Rollout, Status, ToolCall
 
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_tokens_per_turn=5, max_context=400, max_images=8, seed=0)
@@ -40,7 +40,7 @@ class Scripted:
 
 
 @dataclass
-class Looks:
+class Looks(Env):
     """Answers every reply with a picture of 56 x 56 (4 tokens), until `turns` replies were given."""
 
     turns: int = 99
@@ -49,6 +49,10 @@ class Looks:
     delay_s: float = 0.0
     closed: int = 0
     replies: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        return f"after {len(self.replies)}"
 
     async def reset(self, seed: int) -> list[Message]:
         return [self._show()]
@@ -116,6 +120,7 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
     assert [turn.score for turn in rollout.turns] == [None, 0.5, 1.0]
     assert [turn.gain for turn in rollout.turns] == [0.0, 0.5, 0.25], "the mean so far moves from 0 to 1 to 1.5"
     assert [len(turn.images) for turn in rollout.turns] == [1, 1, 0]
+    assert [turn.state for turn in rollout.turns] == ["after 0", "after 1", "after 2"], "the one that the reply answers"
     assert [image.picture.getpixel((0, 0)) for image in rollout.contexts[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert rollout.turns[0].images[0] is rollout.contexts[0].images[1]
 

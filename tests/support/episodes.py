@@ -14,6 +14,7 @@ def episode(
     group: int, reward: float | None = None, *,
     outcome: float | None = None, scores: Sequence[float | None] | None = None, gains: Sequence[float] | None = None,
     lengths: Sequence[int] = (1,), contexts: Sequence[int] | None = None, end: End = End.DONE, image: bool = False, sample: int = 0,
+    states: Sequence[str] = (),
 ) -> Rollout:  # fmt: skip
     """One that has a turn for each of `gains` (or `scores`, or `lengths`), of which turn k samples lengths[k] tokens in context number
     contexts[k].
@@ -42,6 +43,8 @@ def episode(
         context.extend([2] * length, logprobs=[-1.0] * length)
         made.turns.append(Turn(context=place, span=(start, start + length), text=f"turn {number}", score=score, gain=gain))
         context.extend([3])
+    for turn, state in zip(made.turns, states, strict=False):
+        turn.state = state
     return made
 
 

@@ -18,7 +18,7 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Engine, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.functions import Functions
@@ -59,7 +59,7 @@ async def nothing(outcome: Outcome) -> float:
 
 
 @dataclass
-class RandomWorld:
+class RandomWorld(Env):
     """An environment that remembers what it said: the prompt first, then one observation a turn."""
 
     draw: random.Random

@@ -73,7 +73,7 @@ class Case:
 
 CASES = {
     "grpo": Case(algo={"kl_coef": 0.05, "clip_low": 0.05, "clip_high": 0.08}, batch={"minibatches": 2, "epochs": 2}),
-    "return_to_go": Case(algo={"turns": "return_to_go", "turn_discount": 0.9}, batch={"aggregation": "sequence_mean"}),
+    "return_to_go": Case(algo={"turns": "return_to_go", "discount": 0.9}, batch={"aggregation": "sequence_mean"}),
     "lora": Case(
         algo={"kl_coef": 0.05, "entropy_coef": 0.01, "clip_low": 0.02, "clip_high": 0.03}, batch={"minibatches": 2, "epochs": 2},
         lora={"rank": 4, "alpha": 8, "targets": ["attention", "mlp", "vision", "projector"]}, lr=1e-3,

@@ -12,7 +12,7 @@ from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import Fleet, RoundSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Step
+from megatron_rl.tasks.base import Env, Step
 from megatron_rl.types import Example, HostFault, Image, Message, Rollout
 
 EXAMPLES = [Example(f"{number}", {}) for number in range(10)]
@@ -71,7 +71,7 @@ class Trainer:
 
 
 @dataclass
-class Talk:
+class Talk(Env):
     """An environment that never ends by itself, and tells its task the seed it was given."""
 
     worlds: list[tuple[str, int]]
@@ -107,6 +107,9 @@ class TalkTask:
 
     def success(self, rollout: Rollout) -> bool:
         return True
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        return {}
 
 
 def fleet_of(renderer: Renderer, engine: Scripted | None = None, *, max_rounds: int = 9, **changes: object) -> Fleet:

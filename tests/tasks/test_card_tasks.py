@@ -1,48 +1,24 @@
-"""The games of cards as tasks: gold replies earn full marks, splits share nothing, what no reply names is never an action."""
+"""The games of cards as tasks: gold replies earn full marks, splits share nothing, evaluations are exact. What is read: test_replies.py."""
 
 import asyncio
 import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_rl.choices import build_task
 from megatron_rl.cli.help import documented
 from megatron_rl.config import TaskSettings
-from megatron_rl.tasks.base import Step, Task
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import best_table
 from megatron_rl.tasks.gym_cards.cards import Card
-from megatron_rl.tasks.gym_cards.number_line import NumberLine
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
-from megatron_rl.tasks.gym_cards.replies import Invalid, read_json, read_token
+from megatron_rl.tasks.gym_cards.replies import read_json
 from megatron_rl.tasks.gym_cards.solvers import solution
 from megatron_rl.tasks.options import OPTIONS
-from megatron_rl.types import Example
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
-
-FEW = {"points24": {"train_hands": 200, "eval_hands": 100}, "blackjack": {"train_hands": 200, "eval_hands": 100}}
-
-
-def task_of(name: str, **options: object) -> Task:
-    return build_task(TaskSettings(name=name, max_turns=7, options=OPTIONS[name](**{**FEW.get(name, {}), **options})))
-
-
-def play(task: Task, example: Example, replies: list[str], seed: int = 0) -> list[Step]:
-    """An episode; nobody speaks after its end."""
-
-    async def episode() -> list[Step]:
-        env = task.env(example)
-        (first,) = await env.reset(seed)
-        assert [part["type"] for part in first["content"]] == ["image", "text"]
-        return [await env.step(text) for text in replies]
-
-    steps = asyncio.run(episode())
-    assert not any(step.done for step in steps[:-1])
-    return steps
+from tests.support.card_games import looks, play, task_of
 
 
 @pytest.mark.parametrize(("name", "target"), [("ez_points", 12), ("ez_points", 10), ("points24", 24), ("points24", 30)])
@@ -128,78 +104,65 @@ def test_blackjack_as_a_task_is_the_game_of_the_seed() -> None:
     assert {-1.0, 0.0, 1.0} == set(returns)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"thoughts": "2 or 3", "action": "10"}', "10"), ("I append 10", "10"), ("1", "1"), ('"action": "1 0"', "1"),
-        ("12", Invalid.NO_ACTION), ("", Invalid.NO_ACTION), ("2 3", Invalid.SEVERAL_ACTIONS), ("2, that is 2", "2"),
-        ('{"ACTION": "="}', "="), ("110", Invalid.NO_ACTION),
-        ('"action": "+", no: "*"', Invalid.SEVERAL_ACTIONS), ("\uff11", Invalid.NO_ACTION), ("\u0661", Invalid.NO_ACTION),
-        ("__import__('os')", Invalid.NO_ACTION), ("+" * 5000, Invalid.TOO_LONG), ('"action": "action 4"', "4"),
-    ],
-)  # fmt: skip
-def test_the_reading_by_token(text: str, expected: str) -> None:
-    read = read_token(text, EZPOINTS.tokens)
-    assert (read if isinstance(read, Invalid) else EZPOINTS.tokens[read]) == expected
-
-
-def test_words_are_whole_ones() -> None:
-    assert read_token("On white ground, understand: Hit!", ("stand", "hit")) == 1
-    assert read_token("stand or hit", ("stand", "hit")) is Invalid.SEVERAL_ACTIONS
-    assert read_json('{"action": "1"}', EZPOINTS.tokens) == 0 and read_json('{"action": 1}', EZPOINTS.tokens) is Invalid.NO_ACTION
-
-
-PIECES = [*POINTS24.tokens, "action", '"', ":", " ", "{", "}", "\x00", "\u0130"]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.text() | st.lists(st.sampled_from([*POINTS24.tokens, "action", '"', ":", " ", "{", "}", "\x00", "\u0130"]), max_size=30).map("".join)
-)
-def test_no_text_breaks_the_reading_by_token(text: str) -> None:
-    read = read_token(text, POINTS24.tokens)
-    assert isinstance(read, Invalid) or POINTS24.tokens[read] in text
-
-
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("invalid", "reward"), [("penalize", -1), ("repeat", 0), ("noop", 0), ("random", None)])
+@pytest.mark.parametrize(("invalid", "reward"), [("penalize", -1), ("repeat", 0), ("random", None)])
 def test_what_a_reply_without_an_action_does(name: str, invalid: str, reward: int | None) -> None:
     task = task_of(name, invalid=invalid)
     example = task.examples("train")[3]
     effects = set()
     for seed in range(12):
-        (step,) = play(task, example, ["nonsense"], seed)
+        (first,), (step,) = asyncio.run(task.env(example).reset(seed)), play(task, example, ["nonsense"], seed)
         assert (step.call.error, step.call.ran) == ("not JSON", False), "always counted"
-        assert (step.reward, step.done) == (reward, False) or invalid == "random"
-        told = [part["text"] for message in step.messages for part in message["content"] if part["type"] == "text"]
-        assert all(text.startswith("Your last reply was invalid: not JSON. ") == (invalid == "repeat") for text in told)
-        images = [part["image"].tobytes() for message in step.messages for part in message["content"] if part["type"] == "image"]
-        effects.add((step.reward, step.done, *images))
-        assert play(task, example, ["nonsense"], seed)[0].reward == step.reward
-    assert (len(effects) > 1) == (invalid == "random"), "the state stands still, or moves by chance"
+        if invalid == "random":
+            effects.add((step.reward, step.done, *map(looks, step.messages)))
+            assert play(task, example, ["nonsense"], seed)[0].reward == step.reward, "the episode's seed decides"
+        else:
+            assert (step.reward, step.done, *map(looks, step.messages)) == (reward, False, looks(first)), "the game stands still"
+    assert invalid != "random" or len(effects) > 1
 
 
-def test_evaluations_may_look_otherwise_and_training_does_not() -> None:
-    for name in ("ez_points", "points24", "blackjack"):
-        plain, other = task_of(name), task_of(name, eval_art="night", eval_card_scale=0.5)
-        assert plain.examples("train") == other.examples("train")
-        one, two = plain.examples("eval")[0], other.examples("eval")[0]
-        assert {**one.payload, "look": ("night", 0.5)} == two.payload
-        looks = []
-        for task, example in ((plain, one), (other, two)):
-            (first,) = asyncio.run(task.env(example).reset(0))
-            looks.append(np.array(first["content"][0]["image"]))
-        assert (looks[0] != looks[1]).any(-1).mean() > 0.02
-    line = task_of("number_line", eval_max_number=9)
-    assert line.examples("train") == task_of("number_line").examples("eval") and len(line.examples("eval")) == 90 - 30
-    for example in line.examples("eval"):
-        current, target = example.payload["current"], example.payload["target"]
-        assert max(current, target) > 5
-        if abs(current - target) <= 7:
-            assert [step.reward for step in play(line, example, line.gold(example))][-1] == 1.0
-    game = NumberLine(max_number=9)
-    game.reset(options={"current": 9, "target": 0})
-    assert [game.step(1)[3] for _ in range(18)] == [False] * 17 + [True]
+def test_the_random_action_is_uniform_and_not_the_policys() -> None:
+    """EZPoints with 2 and 10: of 13 tokens one plays on as 2, one as 10, two are signs, one ends the game at -1, eight cost 1 each."""
+    task = task_of("ez_points", invalid="random")
+    example = next(each for each in task.examples("train") if [card[:-1] for card in each.payload["cards"]] == ["2", "10"])
+    rewards = [play(task, example, [""], seed)[0].reward for seed in range(1300)]
+    assert abs(rewards.count(-1.0) - 900) < 3.9 * (1300 * 9 / 13 * 4 / 13) ** 0.5 and set(rewards) == {0.0, -1.0}
+
+
+@pytest.mark.parametrize("name", ["ez_points", "points24"])
+def test_a_noop_is_a_blank_in_the_formula(name: str) -> None:
+    """As the game plays it for a number without a card, but without its price; it uses up an entry, and the formula can still win."""
+    task = task_of(name, invalid="noop")
+    example = next(each for each in task.examples("train") if task.gold(each))
+    gold = task.gold(example)
+    steps = play(task, example, [gold[0], "nonsense", *gold[1:]])
+    assert [step.reward for step in steps] == [0.0] * (len(steps) - 1) + [10.0] and (steps[1].call.ran, steps[1].done) == (False, False)
+    first = json.loads(gold[0])["action"]
+    assert f'Current formula: "{first} "' in steps[1].messages[0]["content"][1]["text"]
+    for other in ("number_line", "blackjack"):
+        with pytest.raises(ValueError, match="^task.options.invalid=noop: this game has no move that changes nothing; use repeat"):
+            task_of(other, invalid="noop")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_state_has_one_name_whenever_it_is_met(name: str) -> None:
+    """Equal names, equal observations: of every state that random play meets in some episodes of one example."""
+    task = task_of(name, invalid="random")
+    example, seen = task.examples("train")[5], {}
+
+    async def episode(seed: int) -> None:
+        env = task.env(example)
+        (shown,) = await env.reset(seed)
+        for _ in range(7):
+            assert seen.setdefault(env.state, looks(shown)) == looks(shown)
+            step = await env.step("nonsense")
+            if step.done:
+                return
+            (shown,) = step.messages
+
+    for seed in range(15):
+        asyncio.run(episode(seed))
+    assert "" not in seen and len(set(seen.values())) == len(seen) > 3
 
 
 def test_options_come_from_the_command_line_typed() -> None:
@@ -209,6 +172,7 @@ def test_options_come_from_the_command_line_typed() -> None:
     for word, said in (
         ("invalid=guess", "choose one of penalize"),
         ("eval_hands=many", "eval_hands"),
+        ("reading=token", "choose one of json, rl4vlm"),
         ("invald=noop", "invald"),
         ("eval_art=x", "large"),
     ):

@@ -23,6 +23,9 @@ class Worth(NamedTuple):
     reward: float
 
 
+LOST = Worth(0.0, 0.0, -1.0)
+
+
 def add(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
     """The sum with one more card. Example: (17, True) and 10 is (17, False)."""
     hard = points - 10 * is_soft + value
@@ -60,17 +63,20 @@ def stand(points: int, up: int, *, is_natural: bool = False, natural: bool = Fal
     return Worth(wins, draws, bonus * wins - (1 - wins - draws))
 
 
-def play(table: Mapping[Position, float], *, natural: bool = False, sab: bool = False) -> Worth:
-    """Of a whole game as dealt, by a player who hits in each position with the probability that the table says."""
+def play(
+    table: Mapping[Position, float], *, natural: bool = False, sab: bool = False, forfeits: Mapping[Position, float] | None = None
+) -> Worth:
+    """Of a whole game as dealt, by a player who hits in each position with the probability that the table says, gives the game up with that
+    of `forfeits` (nowhere, without it), and stands otherwise."""
 
     @cache
     def worth(points: int, is_soft: bool, up: int, is_natural: bool = False) -> Worth:
         if points > 21:
-            return Worth(0.0, 0.0, -1.0)
+            return LOST
         stood, hits = stand(points, up, is_natural=is_natural, natural=natural, sab=sab), table[points, is_soft, up]
-        return mix(
-            [(1 - hits, stood), *((hits * chance, worth(*add(points, is_soft, value), up)) for value, chance in DRAWS.items() if hits)]
-        )
+        gone = forfeits[points, is_soft, up] if forfeits else 0.0
+        after = [(hits * chance, worth(*add(points, is_soft, value), up)) for value, chance in DRAWS.items() if hits]
+        return mix([(1 - hits - gone, stood), (gone, LOST), *after])
 
     return mix([(chance, worth(points, is_soft, up, is_natural)) for chance, points, is_soft, up, is_natural in _deals()])
 
@@ -85,8 +91,7 @@ def best_table(*, by: str = "reward") -> dict[Position, int]:
     def choices(points: int, is_soft: bool, up: int) -> tuple[Worth, Worth]:
         """Of standing, and of hitting and then playing best."""
         after = [(chance, add(points, is_soft, value)) for value, chance in DRAWS.items()]
-        lost = Worth(0.0, 0.0, -1.0)
-        hit = mix([(chance, lost if then[0] > 21 else max(choices(*then, up), key=of)) for chance, then in after])
+        hit = mix([(chance, LOST if then[0] > 21 else max(choices(*then, up), key=of)) for chance, then in after])
         return stand(points, up), hit
 
     def of(worth: Worth) -> float:

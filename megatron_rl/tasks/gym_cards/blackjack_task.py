@@ -2,29 +2,37 @@
 
 The policy sees the picture and replies with one JSON object, e.g.
     {"thoughts": "15 against 7", "action": "hit"}
-An example fixes what is seen at the start, in drawings that the other split has not; the rest of the game is dealt by the episode's seed,
-the same for all of a group.
+An example of split train fixes what is seen at the start; the rest of the game is dealt by the episode's seed, the same for all of a
+group. Split eval asks one question in each of the 280 positions, in hands drawn as training never draws them, and plays nothing: what the
+answers are worth in games as dealt is computed (blackjack_table.play), so that no luck is in it.
 """
 
 import json
 import random
-from collections.abc import Iterator
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property
+from itertools import islice
 
 import numpy as np
 
 from megatron_rl.config import TaskSettings, require_choice
+from megatron_rl.tasks.base import Env, Step
 from megatron_rl.tasks.gym_cards.blackjack import ACTIONS, MAX_STEPS, Blackjack, Table, draw_card, picture, total
-from megatron_rl.tasks.gym_cards.blackjack_table import Position, best_table
-from megatron_rl.tasks.gym_cards.cards import Card, drawing_is_held_out
-from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, Transcripts, asked
+from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, add, best_table, play
+from megatron_rl.tasks.gym_cards.cards import SUITS, Card, drawing_is_held_out
+from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, Transcripts, asked, read
+from megatron_rl.tasks.gym_cards.points import Look
 from megatron_rl.tasks.options import BlackjackOptions
-from megatron_rl.types import Example, Message
+from megatron_rl.types import Example, Message, Rollout
 
 PROMPT = (
     "Blackjack: come nearer to 21 than the dealer, and not above it; the dealer draws to 17. J, Q and K count 10, an ace 1 or 11. "
     'Answer with one JSON object: {"thoughts": text, "action": "stand" or "hit"}'
 )
+
+DEALT = (*range(1, 10), 10, 10, 10, 10)
+"""Values, each as often as it is dealt."""
 
 
 def position_of(table: Table) -> Position:
@@ -37,8 +45,22 @@ def write_reply(table: Table, action: int) -> str:
     return json.dumps({"thoughts": f"{'soft ' if is_soft else ''}{points} against {up}", "action": ACTIONS[action]})
 
 
+class PositionEnv(Env):
+    """One question: what the policy does here. Nothing is played, and nothing paid."""
+
+    def __init__(self, table: Table, *, look: Look, options: BlackjackOptions) -> None:
+        self.table, self.look, self.options = table, look, options
+
+    async def reset(self, seed: int) -> list[Message]:
+        return [asked(picture(self.table, self.look), PROMPT)]
+
+    async def step(self, text: str) -> Step:
+        _, call = read(text, self.options, ACTIONS)
+        return Step(messages=[], reward=0.0, done=True, reason="asked", call=call)
+
+
 class BlackjackTask(GameTask):
-    """Blackjack for the trainer. An episode succeeds when it is won: its return is above 0."""
+    """Blackjack for the trainer. A game succeeds when it is won: its return is above 0."""
 
     Options = BlackjackOptions
 
@@ -47,25 +69,56 @@ class BlackjackTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=MAX_STEPS)
 
     def examples(self, split: str) -> list[Example]:
-        is_eval = split == "eval"
-        look = (self.options.eval_art, self.options.eval_card_scale) if is_eval else ("large", 1.0)
-        num = self.options.eval_hands if is_eval else self.options.train_hands
-        starts = zip(range(num), starts_of(np.random.default_rng(int(is_eval)), is_held_out=is_eval), strict=False)
+        if split == "eval":
+            return self.positions
+        starts = islice(starts_of(np.random.default_rng(0), is_held_out=False), self.options.train_hands)
         return [
-            Example(id=f"{split}{number}", payload={"player": [str(one), str(two)], "dealer": str(up), "look": look})
-            for number, (up, one, two) in starts
+            Example(id=f"{split}{number}", payload={"player": [str(one), str(two)], "dealer": str(up)})
+            for number, (up, one, two) in enumerate(starts)
         ]
 
-    def env(self, example: Example) -> GameEnv:
-        look = example.payload["look"]
+    @cached_property
+    def positions(self) -> list[Example]:
+        """Each position in task.options.eval_drawings hands."""
+        return [
+            Example(
+                id=f"{'soft' if is_soft else 'hard'}{points}_against{value}_{number}",
+                payload={"player": list(map(str, player)), "dealer": str(up), "position": (points, is_soft, value)},
+            )
+            for points, is_soft, value in POSITIONS
+            for number, (up, *player) in enumerate(hands_at((points, is_soft, value), num=self.options.eval_drawings))
+        ]
+
+    def env(self, example: Example) -> Env:
+        if "position" in example.payload:
+            player, up = map(Card.named, example.payload["player"]), Card.named(example.payload["dealer"])
+            look = (self.options.eval_art, self.options.eval_card_scale)
+            return PositionEnv(Table(tuple(player), (up,)), look=look, options=self.options)
         game = Blackjack(natural=self.options.natural, sab=self.options.sab, symbolic=True)
 
         def show() -> Shown:
             assert game.table is not None
-            return picture(game.table, look), PROMPT
+            name = f"{' '.join(map(str, game.table.player))} against {game.table.dealer[0]}"
+            return Shown(picture(game.table), PROMPT, name)
 
-        start = {key: example.payload[key] for key in ("player", "dealer")}
-        return GameEnv(game, start, actions=ACTIONS, options=self.options, show=show)
+        return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, show=show)
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Success, draws and return of games as dealt, exactly, by a player who does in each position what the policy said there.
+
+        Where its hands were answered differently, the player tosses. A reply without an action, and a position without a scored one, is
+        a game that is given up, whatever task.options.invalid says.
+        """
+        said: dict[Position, list[str]] = defaultdict(list)
+        for rollout in rollouts:
+            call = rollout.turns[0].call
+            said[examples[rollout.group].payload["position"]].append(call.source if call.ran else "")
+        hits = {position: said[position].count("hit") / max(len(said[position]), 1) for position in POSITIONS}
+        stands = {position: said[position].count("stand") / max(len(said[position]), 1) for position in POSITIONS}
+        forfeits = {position: 1 - hits[position] - stands[position] for position in POSITIONS}
+        worth = play(hits, forfeits=forfeits, natural=self.options.natural, sab=self.options.sab)
+        figures = {"success": worth.wins, "draws": worth.draws, "return": worth.reward}
+        return super().figures(examples, rollouts) | figures
 
     @cached_property
     def best(self) -> dict[Position, int]:
@@ -97,6 +150,31 @@ def starts_of(dice: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple
         start = tuple(draw_card(dice) for _ in range(3))
         if drawing_is_held_out(start) == is_held_out:
             yield start
+
+
+@cache
+def hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
+    """The dealer's card and a hand in this position, as one comes to it who tosses a coin, so many times, in drawings of split eval."""
+    points, is_soft, up = position
+    dice = random.Random(repr(position))
+    hands: list[tuple[Card, ...]] = []
+    while len(hands) < num:
+        values = [dice.choice(DEALT), dice.choice(DEALT)]
+        sums = add(*add(0, False, values[0]), values[1])
+        while sums != (points, is_soft) and sums[0] <= 21 and dice.random() < 0.5:
+            values.append(dice.choice(DEALT))
+            sums = add(*sums, values[-1])
+        if sums == (points, is_soft):
+            hands.append(_drawn((up, *values), dice))
+    return hands
+
+
+def _drawn(values: Sequence[int], dice: random.Random) -> tuple[Card, ...]:
+    """Cards of these values; the first three are a start that training does not have."""
+    while True:
+        cards = tuple(Card(dice.randint(11, 13) if value == 10 else value, dice.choice(SUITS)) for value in values)
+        if drawing_is_held_out(cards[:3]):
+            return cards
 
 
 def _transcript(plan: tuple[Table, int]) -> list[Message]:

@@ -3,17 +3,18 @@
 The picture is the state, so every turn is a new context: one user message with the picture and the prompt. A reply without an action is a
 call that went wrong, always counted (ToolCall.error), and uses up a turn; task.options.invalid says what else it does:
 
-    penalize    pays -1, the game stands still
-    noop        pays nothing, the game stands still
-    repeat      the same, and the policy is told why and asked again
-    random      plays an action drawn uniformly, and pays what that earns. So does RL4VLM, which counts nothing: a policy that writes
-                nonsense earns what chance earns, and a turn's reward depends on a draw that is in nobody's logprobs
+    penalize    pays -1, in all four games what they take for a bad move; the game stands still
+    repeat      pays nothing; the game stands still, and the same observation is shown again
+    noop        pays nothing; the game makes the move that changes nothing: in the points games a blank takes up an entry of the
+                formula, as a number without a card does. NumberLine and Blackjack have no such move and refuse it
+    random      plays an action drawn uniformly by the episode's seed, and pays what that earns. So does RL4VLM, which counts nothing: a
+                policy that writes nonsense earns what chance earns, and a turn's reward depends on a draw that is in nobody's logprobs
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import gymnasium
 from PIL.Image import Image as Picture
@@ -22,16 +23,31 @@ from megatron_rl.config import TaskSettings, require
 from megatron_rl.tasks.base import Env, Step, Task
 from megatron_rl.tasks.gym_cards.replies import READINGS, Invalid, action_at
 from megatron_rl.tasks.options import GameOptions
-from megatron_rl.types import Demonstration, Message, ToolCall
+from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 PENALTY = -1.0
-Shown = tuple[Picture, str]
-"""The picture of a state, and the prompt."""
 Plan = TypeVar("Plan")
+
+
+class Shown(NamedTuple):
+    """What a policy sees of a state."""
+
+    picture: Picture
+    prompt: str
+    name: str = ""
+    """Env.state."""
 
 
 def asked(picture: Picture, prompt: str) -> Message:
     return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]}
+
+
+def read(text: str, options: GameOptions, actions: Sequence[str]) -> tuple[int | Invalid, ToolCall]:
+    """The action that a reply names, and the reply as a call: of the action, or one that went wrong."""
+    action = READINGS[options.reading](text, actions)
+    if isinstance(action, Invalid):
+        return action, ToolCall(tool="move", source=text, error=str(action), ran=False)
+    return action, ToolCall(tool="move", source=actions[action])
 
 
 class GameEnv(Env):
@@ -39,40 +55,46 @@ class GameEnv(Env):
 
     def __init__(
         self, game: gymnasium.Env, start: Mapping[str, object], *,
-        actions: Sequence[str], options: GameOptions, show: Callable[[], Shown],
+        actions: Sequence[str], options: GameOptions, show: Callable[[], Shown], idle: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """`start` is what the game's reset takes as options; `show` looks at the game."""
-        self.game, self.start, self.actions, self.options, self.show = game, dict(start), actions, options, show
+        """`start` is what the game's reset takes as options; `show` looks at the game; `idle` is the move that changes nothing."""
+        self.game, self.start, self.actions, self.options, self.show, self.idle = game, dict(start), actions, options, show, idle
         self.dice = random.Random()
+
+    @property
+    def state(self) -> str:
+        return self.show().name
 
     async def reset(self, seed: int) -> list[Message]:
         self.dice.seed(seed)
         self.game.reset(seed=seed, options=self.start)
-        return [asked(*self.show())]
+        return [self._observation()]
 
     async def step(self, text: str) -> Step:
-        played = self._answer(text)
-        return replace(played, action_at=action_at(text))
+        return replace(self._answer(text), action_at=action_at(text))
 
     def _answer(self, text: str) -> Step:
-        action = READINGS[self.options.reading](text, self.actions)
+        action, call = read(text, self.options, self.actions)
         if not isinstance(action, Invalid):
-            return self._play(action, ToolCall(tool="move", source=self.actions[action]))
-        told = f"Your last reply was invalid: {action}." if self.options.invalid == "repeat" else ""
-        call = ToolCall(tool="move", source=text, text=told, error=str(action), ran=False)
+            return self._play(action, call)
         if self.options.invalid == "random":
             return self._play(self.dice.randrange(len(self.actions)), call)
-        picture, prompt = self.show()
+        if self.options.invalid == "noop":
+            assert self.idle is not None, "options of a game without such a move refuse it"
+            return replace(self._play(self.idle(), call), reward=0.0)
         reward = PENALTY if self.options.invalid == "penalize" else 0.0
-        messages = [asked(picture, f"{told} {prompt}" if told else prompt)]
-        return Step(messages=messages, reward=reward, done=False, call=call, new_context=True)
+        return Step(messages=[self._observation()], reward=reward, done=False, call=call, new_context=True)
+
+    def _observation(self) -> Message:
+        shown = self.show()
+        return asked(shown.picture, shown.prompt)
 
     def _play(self, action: int, call: ToolCall) -> Step:
         """A game's own limit of steps is no end here: task.max_turns is at most as long."""
         _, reward, is_over, _, _ = self.game.step(action)
         if is_over:
             return Step(messages=[], reward=float(reward), done=True, reason="goal" if reward > 0 else "over", call=call)
-        return Step(messages=[asked(*self.show())], reward=float(reward), done=False, call=call, new_context=True)
+        return Step(messages=[self._observation()], reward=float(reward), done=False, call=call, new_context=True)
 
 
 class GameTask(Task):
@@ -93,6 +115,11 @@ class GameTask(Task):
             ("task.max_turns", self.settings.max_turns, max_steps), ("task.eval_max_turns", self.settings.eval_max_turns, eval_max_steps)
         ):  # fmt: skip
             require(turns <= steps, key, turns, f"the game has {steps} steps, use no more")
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """The share of replies without an action."""
+        calls = [turn.call for rollout in rollouts for turn in rollout.turns if turn.call is not None]
+        return {"invalid": sum(not call.ran for call in calls) / max(len(calls), 1)}
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,10 +19,10 @@ import numpy as np
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.tasks.gym_cards.cards import SUITS, Card, drawing_is_held_out
 from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, Transcripts, asked
-from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24, RANK_TOKENS, Points, Rules, Table, deal_four, picture
+from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24, RANK_TOKENS, Points, Rules, Table, deal_four, picture, unused
 from megatron_rl.tasks.gym_cards.solvers import hands_of_four, solution, solution_of_pair, starts_of_pairs
 from megatron_rl.tasks.options import EZPointsOptions, Points24Options
-from megatron_rl.types import Example, Message
+from megatron_rl.types import Example, Message, Rollout
 
 HELD_OUT = 5
 """One in so many of the four numbers of Points24 is for evaluation."""
@@ -66,16 +66,17 @@ class PointsTask(GameTask):
         super().__init__(settings)
         self.require_turns(rules.max_steps, eval_max_steps=rules.max_steps)
         self.rules = replace(rules, is_legacy=self.options.legacy_rules)
-        self.eval_rules = replace(self.rules, target=self.options.eval_target)
+        self.eval_rules = replace(rules, target=self.options.eval_target)
 
     def example_of(self, name: str, cards: Sequence[Card], *, split: str, probability: float | None = None) -> Example:
         is_eval = split == "eval"
         look = (self.options.eval_art, self.options.eval_card_scale) if is_eval else ("large", 1.0)
-        payload = {"cards": list(map(str, cards)), "target": (self.eval_rules if is_eval else self.rules).target, "look": look}
+        rules = self.eval_rules if is_eval else self.rules
+        payload = {"cards": list(map(str, cards)), "target": rules.target, "legacy_rules": rules.is_legacy, "look": look}
         return Example(id=name, payload=payload, probability=probability)
 
     def rules_of(self, example: Example) -> Rules:
-        return replace(self.rules, target=example.payload["target"])
+        return replace(self.rules, target=example.payload["target"], is_legacy=example.payload["legacy_rules"])
 
     def env(self, example: Example) -> GameEnv:
         rules, look = self.rules_of(example), example.payload["look"]
@@ -83,9 +84,16 @@ class PointsTask(GameTask):
 
         def show() -> Shown:
             assert game.table is not None
-            return picture(rules, game.table, look), prompt_of(rules, game.table)
+            name = f"{' '.join(map(str, game.table.cards))} {game.table.text}"
+            return Shown(picture(rules, game.table, look), prompt_of(rules, game.table), name)
 
-        return GameEnv(game, {"cards": example.payload["cards"]}, actions=rules.tokens, options=self.options, show=show)
+        def idle() -> int:
+            assert game.table is not None
+            cards = unused(rules, game.table)
+            return next(action for action, token in enumerate(rules.tokens) if token.isdigit() and not cards[token])
+
+        start = {"cards": example.payload["cards"]}
+        return GameEnv(game, start, actions=rules.tokens, options=self.options, show=show, idle=idle)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[tuple[Table, str]]:
         """Single turns on the way to a solution, in hands of split train that have one. Fewer are a prefix of more."""
@@ -152,8 +160,9 @@ class Points24Task(PointsTask):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings, POINTS24)
         if self.options.faces == "rank":
-            self.rules = replace(self.rules, tokens=RANK_TOKENS, faces_are_ten=False)
-            self.eval_rules = replace(self.rules, target=self.options.eval_target)
+            self.rules, self.eval_rules = (
+                replace(rules, tokens=RANK_TOKENS, faces_are_ten=False) for rules in (self.rules, self.eval_rules)
+            )
         remedy = "must be in 1..100"
         require(self.options.eval_target in range(1, 101), "task.options.eval_target", self.options.eval_target, remedy)
 
@@ -176,3 +185,9 @@ class Points24Task(PointsTask):
 
     def training_hands(self, dice: np.random.Generator) -> Iterator[tuple[Card, ...]]:
         return self.hands(dice, is_held_out=False)
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Success among the hands that have a solution, if any has."""
+        figures = super().figures(examples, rollouts)
+        could = [rollout for rollout in rollouts if self.gold(examples[rollout.group])]
+        return figures | ({"success_of_solvable": sum(map(self.success, could)) / len(could)} if could else {})

@@ -59,12 +59,12 @@ def read_json(text: str, actions: Sequence[str]) -> int | Invalid:
 def read_token(text: str, actions: Sequence[str]) -> int | Invalid:
     """RL4VLM's reading: the one action that is named behind the first "action" in quotes, or anywhere in a text without it.
 
-    Numbers and words are whole ones: 10 is not 1, and white is no hit. Naming the same action twice is naming it.
+    In lower case. Numbers and words are whole ones: 10 is not 1, and white is no hit. Naming the same action twice is naming it.
     """
     if len(text) > MAX_REPLY_CHARS:
         return Invalid.TOO_LONG
     before, key, behind = text.lower().partition('"action"')
-    named = {*re.findall(r"[0-9]+|[a-z]+|[^\w\s]", behind if key else before)} & {*actions}
+    named = {*re.findall(r"\w+|[^\w\s]", behind if key else before)} & {*actions}
     if len(named) != 1:
         return Invalid.SEVERAL_ACTIONS if named else Invalid.NO_ACTION
     return actions.index(named.pop())
@@ -75,5 +75,5 @@ def action_at(text: str) -> int | None:
     return max((found.start() for found in re.finditer('"action"', text, re.ASCII | re.IGNORECASE)), default=None)
 
 
-READINGS: Mapping[str, Callable[[str, Sequence[str]], int | Invalid]] = {"json": read_json, "token": read_token}
+READINGS: Mapping[str, Callable[[str, Sequence[str]], int | Invalid]] = {"json": read_json, "rl4vlm": read_token}
 """By task.options.reading."""

@@ -85,7 +85,8 @@ class NumberLineEnv(GameEnv):
 
     def _show(self) -> Shown:
         assert self.line.state is not None
-        return picture(self.line.state), PROMPT
+        current, target = self.line.state
+        return Shown(picture(self.line.state), PROMPT, f"{current} to {target}")
 
 
 class NumberLineTask(GameTask):

@@ -1,0 +1,35 @@
+"""The games of cards, played by replies that are handed in."""
+
+import asyncio
+
+from megatron_rl.choices import build_task
+from megatron_rl.config import TaskSettings
+from megatron_rl.tasks.base import Step, Task
+from megatron_rl.tasks.options import OPTIONS
+from megatron_rl.types import Example, Message
+
+FEW = {"points24": {"train_hands": 200, "eval_hands": 100}, "blackjack": {"train_hands": 200, "eval_drawings": 1}}
+
+
+def task_of(name: str, **options: object) -> Task:
+    return build_task(TaskSettings(name=name, max_turns=7, options=OPTIONS[name](**{**FEW.get(name, {}), **options})))
+
+
+def looks(message: Message) -> tuple[bytes, str]:
+    """What a policy sees of it."""
+    image, text = message["content"]
+    return image["image"].tobytes(), text["text"]
+
+
+def play(task: Task, example: Example, replies: list[str], seed: int = 0) -> list[Step]:
+    """An episode; nobody speaks after its end."""
+
+    async def episode() -> list[Step]:
+        env = task.env(example)
+        (first,) = await env.reset(seed)
+        assert [part["type"] for part in first["content"]] == ["image", "text"]
+        return [await env.step(text) for text in replies]
+
+    steps = asyncio.run(episode())
+    assert not any(step.done for step in steps[:-1])
+    return steps

@@ -1,0 +1,120 @@
+"""Evaluations of the games of cards: what they play, and the figures that they make of it, against published ones and simulated games."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+
+from megatron_rl.tasks.base import Task
+from megatron_rl.tasks.gym_cards.blackjack import total
+from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, best_table
+from megatron_rl.tasks.gym_cards.cards import Card
+from megatron_rl.tasks.gym_cards.number_line import NumberLine
+from megatron_rl.tasks.gym_cards.solvers import solution
+from megatron_rl.types import Example, Rollout, ToolCall, Turn
+from tests.support.card_games import play, task_of
+
+
+def test_blackjack_is_asked_in_every_position() -> None:
+    """In hands that are there, as a game can come to them, in drawings that no start of training has; more hands begin with the fewer."""
+    few, more = task_of("blackjack", eval_drawings=2), task_of("blackjack", eval_drawings=5)
+    by_id = {example.id: example for example in more.examples("eval")}
+    assert len(few.examples("eval")) == 560 and all(by_id[example.id] == example for example in few.examples("eval"))
+    trained = {(each.payload["dealer"], *each.payload["player"]) for each in few.examples("train")}
+    asked, lengths = [], set()
+    for example in more.examples("eval"):
+        player, up = [Card.named(name) for name in example.payload["player"]], Card.named(example.payload["dealer"])
+        assert example.payload["position"] == (*total(player), up.value) and total(player[:-1])[0] <= 21
+        assert (str(up), *map(str, player[:2])) not in trained and not {10} & {card.rank for card in (up, *player)}
+        asked.append(example.payload["position"])
+        lengths.add(len(player))
+    assert asked == [position for position in POSITIONS for _ in range(5)] and {2, 3, 4, 5} <= lengths
+    (step,) = play(more, more.examples("eval")[0], ['{"action": "hit"}'])
+    assert (step.done, step.reward, step.call.source) == (True, 0.0, "hit"), "nothing is played"
+
+
+def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout]:
+    """What an evaluation plays where `answer` gives the reply to the position's hand of this number."""
+    rollouts = []
+    for group, example in enumerate(task.examples("eval")):
+        position, number = example.payload["position"], int(example.id.rpartition("_")[2])
+        (step,) = play(task, example, [answer(position, number)])
+        turn = Turn(context=0, span=(0, 1), text="", call=step.call)
+        rollouts.append(Rollout(task="blackjack", example_id=example.id, group=group, sample=0, turns=[turn], reward=0.0))
+    return rollouts
+
+
+def test_blackjacks_figures_are_those_of_games_played_with_its_answers() -> None:
+    """The best table's are the published ones. A policy that answers two hands of a position differently, and at 20 nothing: against 20,000
+    games of gymnasium's own environment, within 3.9 standard errors."""
+    best, task = best_table(), task_of("blackjack", eval_drawings=2)
+    examples = task.examples("eval")
+    figures = task.figures(examples, answered(task, lambda position, _: json.dumps({"action": ("stand", "hit")[best[position]]})))
+    assert figures == pytest.approx({"invalid": 0.0, "success": 0.4295, "draws": 0.0945, "return": -0.0466}, abs=5e-5)
+    stand, hit = '{"action": "stand"}', '{"action": "hit"}'
+    mixed = answered(task, lambda position, number: "?" if position[0] == 20 else hit if number or position[0] < 12 else stand)
+    figures = task.figures(examples, mixed)
+    assert figures["invalid"] == pytest.approx(20 / 280)
+    game, rewards, dice = gymnasium.make("Blackjack-v1", sab=False).unwrapped, [], random.Random(3)
+    game.reset(seed=11)
+    for _ in range(20_000):
+        (points, _, _), _ = game.reset()
+        reward, over = 0.0, False
+        while not over and points != 20:
+            (points, _, _), reward, over, _, _ = game.step(1 if points < 12 else dice.randrange(2))
+        rewards.append(reward if over else -1.0)
+    num = len(rewards)
+    for name, share in (("success", np.mean(np.array(rewards) > 0)), ("draws", np.mean(np.array(rewards) == 0))):
+        assert abs(share - figures[name]) < 3.9 * (figures[name] * (1 - figures[name]) / num) ** 0.5, name
+    assert abs(np.mean(rewards) - figures["return"]) < 3.9 * np.std(rewards) / num**0.5
+    silence = Turn(context=0, span=(0, 1), text="", call=ToolCall(tool="move", source="hit", ran=False))
+    silent = [replace(rollout, turns=[silence]) for rollout in mixed]
+    assert task.figures(examples, silent) == {"invalid": 1.0, "success": 0.0, "draws": 0.0, "return": pytest.approx(-1.0)}
+    assert task.figures(examples, mixed[:1])["return"] == pytest.approx(-1.0, abs=1e-3), "a position that nobody answered is given up"
+
+
+def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
+    """Evaluations read formulas strictly, whatever training does: side by side 2 and 4 make nothing."""
+    task = task_of("points24", legacy_rules=True)
+    examples = task.examples("eval")
+    won = [
+        Rollout(task="points24", example_id=each.id, group=number, sample=0, reward=10.0 * (number % 3 == 0))
+        for number, each in enumerate(examples)
+    ]
+    could = [number for number, each in enumerate(examples) if solution(tuple(Card.named(card).value for card in each.payload["cards"]))]
+    assert 50 < len(could) < 100
+    share = sum(number % 3 == 0 for number in could) / len(could)
+    assert task.figures(examples, won) == {"invalid": 0.0, "success_of_solvable": pytest.approx(share)}
+    hand = {"cards": ["2H", "4S", "AD", "AC"], "look": ("large", 1.0), "target": 24}
+    replies = [json.dumps({"action": token}) for token in ["2", "4", "*", "1", "*", "1", "="]]
+    for split, earned in (("train", 10.0), ("eval", -1.0)):
+        example = Example(id="", payload={**task.examples(split)[0].payload, **hand})
+        assert play(task, example, replies)[-1].reward == earned
+
+
+def test_evaluations_may_look_otherwise_and_training_does_not() -> None:
+    for name in ("ez_points", "points24", "blackjack"):
+        plain, other = task_of(name), task_of(name, eval_art="night", eval_card_scale=0.5)
+        assert plain.examples("train") == other.examples("train")
+        one, two = plain.examples("eval")[0], other.examples("eval")[0]
+        assert one.id == two.id
+        seen = []
+        for task, example in ((plain, one), (other, two)):
+            (first,) = asyncio.run(task.env(example).reset(0))
+            seen.append(np.array(first["content"][0]["image"]))
+        assert (seen[0] != seen[1]).any(-1).mean() > 0.02
+    line = task_of("number_line", eval_max_number=9)
+    assert line.examples("train") == task_of("number_line").examples("eval") and len(line.examples("eval")) == 90 - 30
+    for example in line.examples("eval"):
+        current, target = example.payload["current"], example.payload["target"]
+        assert max(current, target) > 5
+        if abs(current - target) <= 7:
+            assert [step.reward for step in play(line, example, line.gold(example))][-1] == 1.0
+    game = NumberLine(max_number=9)
+    game.reset(options={"current": 9, "target": 0})
+    assert [game.step(1)[3] for _ in range(18)] == [False] * 17 + [True]

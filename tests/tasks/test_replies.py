@@ -1,0 +1,152 @@
+"""From a policy's words to an action: whatever is written is one action or a counted invalid reply, soon, and is never run."""
+
+import ast
+import asyncio
+import builtins
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.tasks import gym_cards
+from megatron_rl.tasks.gym_cards.number_line import ACTIONS as STEPS
+from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
+from megatron_rl.tasks.gym_cards.replies import READINGS, Invalid, read_json, read_token
+from megatron_rl.tasks.options import OPTIONS
+from tests.support.card_games import task_of
+
+MOVES = ("stand", "hit")
+GAMES = {"number_line": STEPS, "ez_points": EZPOINTS.tokens, "points24": POINTS24.tokens, "blackjack": MOVES}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"thoughts": "2 or 3", "action": "10"}', "10"), ("I append 10", "10"), ("1", "1"), ('"action": "1 0"', "1"),
+        ("12", Invalid.NO_ACTION), ("", Invalid.NO_ACTION), ("2 3", Invalid.SEVERAL_ACTIONS), ("2, that is 2", "2"),
+        ('{"ACTION": "="}', "="), ("110", Invalid.NO_ACTION), ("10 or 1", Invalid.SEVERAL_ACTIONS), ('"action": "', Invalid.NO_ACTION),
+        ('"action": "+", no: "*"', Invalid.SEVERAL_ACTIONS), ("\uff11", Invalid.NO_ACTION), ("\u0661", Invalid.NO_ACTION),
+        ("1\u0660", Invalid.NO_ACTION), ("1\u00b2", Invalid.NO_ACTION), ("1st", Invalid.NO_ACTION), ("x_1", Invalid.NO_ACTION),
+        ("__import__('os')", Invalid.NO_ACTION), ("+" * 5000, Invalid.TOO_LONG), ('"action": "action 4"', "4"),
+    ],
+)  # fmt: skip
+def test_the_reading_of_rl4vlm(text: str, expected: str) -> None:
+    read = read_token(text, EZPOINTS.tokens)
+    assert (read if isinstance(read, Invalid) else EZPOINTS.tokens[read]) == expected
+
+
+def test_words_are_whole_ones_in_any_case() -> None:
+    assert read_token("On white ground, understand: Hit!", MOVES) == 1
+    assert read_token("stand or hit", MOVES) is Invalid.SEVERAL_ACTIONS
+    assert read_token('{"thoughts": "not hit", "action": "STAND"}', MOVES) == 0
+    assert read_json('{"action": "1"}', EZPOINTS.tokens) == 0 and read_json('{"action": 1}', EZPOINTS.tokens) is Invalid.NO_ACTION
+
+
+NAMES = ["__import__('os').system('exit 1')", "().__class__.__mro__", "exec", "lambda: 0", "os", "None", "1/0", "NaN", "10**10**10"]
+MARKS = ["action", '"action": ', '"', ":", " ", "{", "}", "[", ",", "\\", "\x00", "\u0130"]
+PIECES = st.sampled_from([*POINTS24.tokens, *MOVES, *MARKS, *NAMES])
+DEEP = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from([*POINTS24.tokens, *MOVES]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["action", "thoughts", "a"]), inner, max_size=3),
+    max_leaves=8,
+)
+REPLIES = st.text(max_size=60) | st.lists(PIECES, max_size=30).map("".join) | DEEP.map(json.dumps)
+
+
+def named_by_hand(text: str, actions: tuple[str, ...]) -> set[str]:
+    """What rl4vlm's reading may find, by a walk over the characters: runs of letters, digits and _ are one, any other mark is one."""
+    lower = text.lower()
+    place = lower.find('"action"')
+    words, run = [], ""
+    for character in lower[place + len('"action"') if place >= 0 else 0 :] + " ":
+        if character.isalnum() or character == "_":
+            run += character
+        else:
+            words += [run, character]
+            run = ""
+    return {*words} & {*actions}
+
+
+@settings(max_examples=400, deadline=None)
+@given(REPLIES, st.sampled_from(list(GAMES)))
+def test_a_reply_is_one_action_or_an_invalid_one(text: str, game: str) -> None:
+    """Against a second way to find it: plain loops for rl4vlm's, another library's reader for JSON, which lets a key stand twice."""
+    actions = GAMES[game]
+    named = named_by_hand(text, actions)
+    read = read_token(text, actions)
+    assert read == (actions.index(*named) if len(named) == 1 else Invalid.SEVERAL_ACTIONS if named else Invalid.NO_ACTION)
+    found = read_json(text, actions)
+    try:
+        other = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        assert isinstance(found, Invalid)
+    else:
+        meant = other.get("action") if isinstance(other, dict) else None
+        assert (actions[found] == meant) if not isinstance(found, Invalid) else (meant not in actions or found is Invalid.REPEATED_KEY)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(list(GAMES)), st.data())
+def test_an_action_in_an_object_is_read(game: str, data: st.DataObject) -> None:
+    """By both, whatever else the object says before it."""
+    action = data.draw(st.sampled_from(GAMES[game]))
+    others = data.draw(st.dictionaries(st.sampled_from(["thoughts", "cards", "current formula"]), st.text(max_size=40) | st.integers()))
+    text = json.dumps({**others, "action": action})
+    assert [GAMES[game][read(text, GAMES[game])] for read in READINGS.values()] == [action] * 2 or '"action"' in text[:-20].lower()
+
+
+HUGE = {
+    "nothing": "", "blanks": " " * 5000, "brackets": "[" * 4096, "objects": '{"a":' * 800, "parentheses": "(" * 10_000 + "1" + ")" * 10_000,
+    "a long number": '{"action": ' + "9" * 4000 + "}", "many keys": "{" + ",".join(f'"{number}":1' for number in range(500)) + "}",
+    "a long text": "1 " * 2000, "one word": "a" * 4096, "marks": "+-*/()=" * 500, "quotes": '"action"' * 500, "a megabyte": "x" * 1_000_000,
+    "escapes": '{"action": "' + "\\u0031" * 600 + '"}', "expression": "1/0", "surrogate": "\ud800", "zeros": "\x00" * 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("kind", HUGE)
+def test_no_reply_takes_long(kind: str, reading: str) -> None:
+    """Under two thousand microseconds of a core, the best of five; on the machine where this was written 430, and a good reply 4."""
+    text, took = HUGE[kind], []
+    for _ in range(5):
+        began = time.thread_time()
+        read = READINGS[reading](text, POINTS24.tokens)
+        took.append(time.thread_time() - began)
+    assert isinstance(read, Invalid) or (reading, kind) == ("rl4vlm", "a long text")
+    assert min(took) < 2e-3, f"{min(took) * 1e6:.0f} us"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_whatever_is_replied_is_played_or_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole episodes, by every reading and every way to take an invalid reply. Nothing is evaluated, compiled or imported for it."""
+    told = []
+    for function in ("eval", "exec", "compile"):
+        monkeypatch.setattr(builtins, function, lambda *given, **options: told.append(given))
+    replies = [*HUGE.values(), *NAMES, *(f'{{"action": "{word}"}}' for word in (*NAMES, *GAMES[name])), *GAMES[name]]
+    invalids = ("penalize", "repeat", "random", *(("noop",) if name in ("ez_points", "points24") else ()))
+
+    async def episodes(reading: str, invalid: str) -> None:
+        task = task_of(name, reading=reading, invalid=invalid)
+        example = task.examples("train")[0]
+        for text in replies:
+            env = task.env(example)
+            await env.reset(0)
+            step = await env.step(text)
+            read = READINGS[reading](text, GAMES[name])
+            assert (step.call.ran, step.call.error) == ((True, "") if not isinstance(read, Invalid) else (False, str(read)))
+            assert step.call.source == (text if isinstance(read, Invalid) else GAMES[name][read])
+
+    for reading in READINGS:
+        for invalid in invalids:
+            asyncio.run(episodes(reading, invalid))
+    assert not told
+
+
+def test_the_games_have_no_word_that_runs_code() -> None:
+    for path in Path(gym_cards.__path__[0]).glob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert not names & {"eval", "exec", "compile", "__import__"}, path
