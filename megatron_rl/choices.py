@@ -95,7 +95,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     size = settings.batch.group_size
     require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
     require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
-    _check_critic(settings, algorithms[settings.algo.name])
+    if has_critic(settings, own):
+        _check_critic(settings)
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
@@ -107,10 +108,13 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")
 
 
-def _check_critic(settings: Settings, algorithm: Algorithm) -> None:
+def has_critic(settings: Settings, own: Own = Own()) -> bool:
+    """Whether the run trains values beside the policy."""
+    return settings.stage == "rl" and {**ALGORITHMS, **own.algorithms}[settings.algo.name].needs_values
+
+
+def _check_critic(settings: Settings) -> None:
     critic, optim = settings.critic, settings.optim
-    if settings.stage != "rl" or not algorithm.needs_values:
-        return
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
     moves = critic.trunk == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
-from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes
+from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.models.released import known_spec
@@ -174,8 +174,7 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
     renderer = Renderer(settings.model)
-    algorithms = {**ALGORITHMS, **own.algorithms}
-    has_values = stage.is_rl and algorithms[settings.algo.name].needs_values
+    algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
     policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl, has_values=has_values)
     closing.callback(policy.close)
     critic = build_critic(settings, layout, num_steps=num_steps) if has_values and settings.critic.trunk == "own" else None
@@ -223,4 +222,4 @@ def print_plan(settings: Settings, world: World, own: Own) -> None:
     model, size = known_spec(settings.model.path), settings.run.world or world.size
     check_sizes(settings, model, size, own)
     if world.is_main:
-        dry_run(model, settings, world_size=size)
+        dry_run(model, settings, world_size=size, has_values=has_critic(settings, own))

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import sandbox
 import sandbox.doctor
-from megatron_rl.choices import Own, build_task, check_sizes
+from megatron_rl.choices import Own, build_task, check_sizes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.data.prompts import Prompts
 from megatron_rl.data.questions import open_questions
@@ -103,7 +103,8 @@ def look_at_host(settings: Settings, report: Report, own: Own) -> None:
     except ValueError as error:
         report.fail("layout", str(error))
         return
-    misfit = host_misfit(plan_host(shares(model, settings, world_size=size), model, settings, world_size=size), settings, world_size=size)
+    found = shares(model, settings, world_size=size, has_values=has_critic(settings, own))
+    misfit = host_misfit(plan_host(found, model, settings, world_size=size), settings, world_size=size)
     report.say("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
     report.warnings += [misfit] if misfit else []
 

@@ -10,9 +10,9 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.memory import GB, GPUS, GPUS_A_NODE, PROCESS, USABLE, Plan, SharePlan, host_misfit, in_gb, plan
 
 
-def dry_run(model: ModelSpec, settings: Settings, *, world_size: int) -> Plan:
+def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> Plan:
     """Print the plan. Raises ValueError where it does not fit the GPU."""
-    planned = plan(model, settings, world_size=world_size)
+    planned = plan(model, settings, world_size=world_size, has_values=has_values)
     console = Console(highlight=False)
     replicas = world_size // len(planned.ranks)
     title = f"{settings.model.path}: GB on each GPU; {replicas} replicas, micro-batches of up to {planned.num_tokens:,} tokens"

@@ -16,7 +16,7 @@ import torch
 from megatron_rl.config import Settings, require
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.activations import Activations, activations
-from megatron_rl.plan.shares import Share, shares
+from megatron_rl.plan.shares import NOTHING, Share, critic_spec, shares
 
 GB = 10**9
 GPUS = {"l4": 24 * GB, "l40s": 48 * GB, "a100": 80 * GB, "h100": 80 * GB, "h200": 141 * GB}
@@ -95,12 +95,12 @@ class Plan:
         return max(rank.peak for rank in self.ranks) <= USABLE * GPUS[self.gpu]
 
 
-def plan(model: ModelSpec, settings: Settings, *, world_size: int) -> Plan:
-    """Raises ValueError where the engine has no room for its weights and one context."""
+def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> Plan:
+    """has_values: the algorithm needs a critic. Raises ValueError where the engine has no room for its weights and one context."""
     micro_batch = settings.batch.micro_batch_tokens
     num_tokens = max(micro_batch, settings.engine.max_model_len)
     engine = plan_engine(model, settings)
-    found = shares(model, settings, world_size=world_size)
+    found = shares(model, settings, world_size=world_size, has_values=has_values)
     return Plan(
         gpu=settings.run.gpu,
         world_size=world_size,
@@ -145,10 +145,9 @@ def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: E
     optimizer = held.main if parallel.offload_optimizer else held.main + held.moments
     awake = held.parameters + held.gradients
     max_patches = settings.model.max_pixels // model.vision.patch**2
-    passing = activations(
-        model, parallel, stage=share.pp_rank, num_tokens=num_tokens, max_patches=max_patches,
-        width=width, lora=settings.lora, frozen=settings.model.frozen,
-    )  # fmt: skip
+    trained = [(model, settings.lora)] + ([(critic_spec(model, settings), settings.critic.lora)] if share.critic != NOTHING else [])
+    given = {"stage": share.pp_rank, "num_tokens": num_tokens, "max_patches": max_patches, "width": width, "frozen": settings.model.frozen}
+    passing = max((activations(each, parallel, lora=lora, **given) for each, lora in trained), key=lambda found: found.total)  # in turn
     step = 0 if parallel.offload_optimizer else held.moments // 2  # torch's AdamW holds the roots of all second moments at once
     largest = model.vocab_size * model.hidden_size * width
     buckets = 2 * int(settings.engine.bucket_mib * 2**20) + largest
@@ -184,7 +183,7 @@ def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: 
     held, vision, parallel, batch, select = share.held, model.vision, settings.parallel, settings.batch, settings.select
     state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
     references = 2 if settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank else 0  # its own, the current aside
-    copies = held.parameters * (references + (1 if parallel.offload_parameters else 0))
+    copies = share.policy.parameters * references + (held.parameters if parallel.offload_parameters else 0)
     pixels = settings.engine.max_images * settings.model.max_pixels
     pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * (vision.patch * vision.merge) ** 2)
     rolled_out = batch.prompts_per_step * batch.group_size * select.max_generations

@@ -5,21 +5,23 @@ Every (tensor, pipeline) share is built as the first of its data-parallel replic
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.config import Settings
+from megatron_rl.config import LoraSettings, Settings
 from megatron_rl.cpu import megatron_without_memory
+from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.optimizer import build_optimizer, with_gradients
-from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.transformer import build_chunks
+from megatron_rl.policy.parallel import Layout, build_layout
+from megatron_rl.policy.transformer import Heads, build_chunks
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -34,6 +36,13 @@ class Footprint:
     moments: int
     """Adam's two, of the same part."""
 
+    def __add__(self, other: "Footprint") -> "Footprint":
+        sizes = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return Footprint(**sizes)
+
+
+NOTHING = Footprint(parameters=0, gradients=0, main=0, moments=0)
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Share:
@@ -41,11 +50,17 @@ class Share:
     pp_rank: int
     num_parameters: int
     num_trained: int
-    held: Footprint
+    policy: Footprint
+    critic: Footprint = NOTHING
+    """Of one with a trunk of its own."""
+
+    @property
+    def held(self) -> Footprint:
+        return self.policy + self.critic
 
 
-def shares(model: ModelSpec, settings: Settings, *, world_size: int) -> list[Share]:
-    """One for each rank of the first data-parallel replica, stage by stage."""
+def shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> list[Share]:
+    """One for each rank of the first data-parallel replica, stage by stage. has_values: the algorithm needs a critic."""
     assert not dist.is_initialized(), "a plan makes up its own world"
     parallel = settings.parallel
     found = []
@@ -53,7 +68,7 @@ def shares(model: ModelSpec, settings: Settings, *, world_size: int) -> list[Sha
         for tp_rank in range(parallel.tp):
             # Megatron numbers tensor-parallel ranks first, then data-parallel, then stages (parallel_state.py, order "tp-cp-ep-dp-pp").
             with _world(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
-                found.append(_share(model, settings))
+                found.append(_share(model, settings, has_values=has_values))
             assert (found[-1].tp_rank, found[-1].pp_rank) == (tp_rank, pp_rank), found[-1]
     return found
 
@@ -69,19 +84,37 @@ def _world(rank: int, *, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _share(model: ModelSpec, settings: Settings) -> Share:
-    layout = build_layout(settings.parallel, seed=0)
+def _share(model: ModelSpec, settings: Settings, *, has_values: bool) -> Share:
+    layout, critic = build_layout(settings.parallel, seed=0), settings.critic
+    values = {"value_sizes": critic.head_sizes, "normalizes": critic.normalize_returns} if has_values else {}
+    is_own = has_values and critic.trunk == "own"
     with megatron_without_memory():
-        chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=settings.lora)
-        parallel = with_gradients(chunks, settings.model.frozen, lora=settings.lora)
-        held = held_by(parallel, build_optimizer(settings.optim, parallel, offload=False))
+        policy, footprint = _network(model, settings, layout, lora=settings.lora, heads=Heads(**({} if is_own else values)))
+        own, own_footprint = nn.ModuleList(), NOTHING
+        if is_own:
+            own, own_footprint = _network(
+                critic_spec(model, settings), settings, layout, lora=critic.lora, heads=Heads(speaks=False, **values)
+            )
+    parameters = [*policy.parameters(), *own.parameters()]
     return Share(
         tp_rank=layout.tp_rank,
         pp_rank=layout.pp_rank,
-        num_parameters=sum(parameter.numel() for parameter in chunks.parameters()),
-        num_trained=sum(parameter.numel() for parameter in chunks.parameters() if parameter.requires_grad),
-        held=held,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        policy=footprint,
+        critic=own_footprint,
     )
+
+
+def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
+    """Of the trunk of a critic's own: the policy's, unless another is named."""
+    return known_spec(settings.critic.path) if settings.critic.path else model
+
+
+def _network(model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: Heads) -> tuple[nn.ModuleList, Footprint]:
+    chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
+    parallel = with_gradients(chunks, settings.model.frozen, lora=lora)
+    return chunks, held_by(parallel, build_optimizer(settings.optim, parallel, offload=False))
 
 
 def held_by(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Footprint:

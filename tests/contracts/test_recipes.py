@@ -2,10 +2,11 @@
 
 import math
 import re
+from itertools import pairwise
 
 import pytest
 
-from megatron_rl.choices import check_sizes
+from megatron_rl.choices import check_sizes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.models.released import known_spec
 from megatron_rl.plan.memory import GPUS, plan
@@ -40,13 +41,31 @@ def adapters_of(settings: Settings) -> int:
     hidden, inner, kv = model.hidden_size, model.ffn_size, model.num_kv_heads * model.hidden_size // model.num_heads
     column = 3 * hidden + (hidden + 2 * kv) // tp + 2 * (hidden + inner // tp)
     row = (hidden // tp + hidden) + (inner // tp + hidden)
-    return settings.lora.rank * model.num_layers * (column + row) // settings.parallel.pp
+    vision, pp = model.vision, settings.parallel.pp
+    block = (
+        4 * vision.hidden_size + 2 * vision.hidden_size + 3 * (vision.hidden_size + vision.ffn_size)
+    )  # qkv in and out, proj, gate, up, down
+    merged = vision.hidden_size * vision.merge**2
+    sizes = {
+        "attention+mlp": model.num_layers * (column + row) // pp, "vision": vision.num_blocks * block, "projector": 3 * merged + hidden,
+    }  # fmt: skip
+    assert not {"vision", "projector"} & {*settings.lora.targets} or pp == 1
+    return settings.lora.rank * sum(size for targets, size in sizes.items() if targets.split("+")[0] in settings.lora.targets)
+
+
+def head_of(settings: Settings) -> int:
+    """Parameters of a value head on the policy's trunk, by hand: weights and biases of each of its layers."""
+    if not has_critic(settings):
+        return 0
+    sizes = [known_spec(settings.model.path).hidden_size, *settings.critic.head_sizes, 1]
+    return sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))
 
 
 def test_the_recipes_that_must_run_here_are_there() -> None:
     assert {
         "pyvision_image_7b_h200x8", "deepeyes_7b_h200x32", "codev_7b_h200x8", "codev_7b_l40s8", "vqa_3b_1gpu",
         "visual_search_3b_lora_1gpu", "visual_search_3b_lora_1gpu_24g", "visual_search_3b_lora_1gpu_48g",
+        "numberline_ppo_7b_h100x2", "ezpoints_ppo_7b_h100x2", "points24_ppo_7b_h100x2", "blackjack_ppo_7b_h100x2",
     } == set(RECIPES)  # fmt: skip
 
 
@@ -55,8 +74,8 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     settings = settings_of(f"experiment={recipe}")
     model = known_spec(settings.model.path)
     check_sizes(settings, model, settings.run.world)
-    planned = plan(model, settings, world_size=settings.run.world)
-    adapters = adapters_of(settings)
+    planned = plan(model, settings, world_size=settings.run.world, has_values=has_critic(settings))
+    adapters = adapters_of(settings) + head_of(settings)
     expected = shares_of(settings)
     assert len(planned.ranks) == settings.parallel.tp * settings.parallel.pp
     for rank in planned.ranks:

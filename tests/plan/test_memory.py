@@ -7,13 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl import config
-from megatron_rl.config import EngineSettings, LoraSettings, ModelSettings, ParallelSettings, RunSettings, Settings
+from megatron_rl import config, parts
+from megatron_rl.algo.value import value_objective
+from megatron_rl.choices import has_critic
+from megatron_rl.config import (
+    AlgoSettings,
+    CriticSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    ParallelSettings,
+    RunSettings,
+    Settings,
+)
 from megatron_rl.minibatches import WeightedContext
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.plan.memory import plan, plan_engine
 from megatron_rl.plan.shares import Footprint, shares
+from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.start import run
@@ -25,12 +37,15 @@ KINDS = {
     "bfloat16": {"dtype": "bfloat16"},
     "frozen": {"dtype": "bfloat16", "frozen": ["vision", "merger"]},
     "lora": {"lora": LoraSettings(rank=4, targets=["attention", "vision"])},
+    "value head": {"critic": CriticSettings(head_sizes=[6], normalize_returns=True)},
+    "own critic": {"dtype": "bfloat16", "critic": CriticSettings(trunk="own", lora=LoraSettings(rank=2))},
 }
 
 
-def settings_for(folder: Path, *, lora: LoraSettings | None = None, **model: object) -> Settings:
+def settings_for(folder: Path, *, lora: LoraSettings | None = None, critic: CriticSettings | None = None, **model: object) -> Settings:
     return Settings(
         model=ModelSettings(path=str(folder), **model), lora=lora or LoraSettings(), run=RunSettings(dir="there"),
+        algo=AlgoSettings(name="ppo" if critic else "grpo"), critic=critic or CriticSettings(),
         task=config.TaskSettings(name="number_line"), optim=config.OptimSettings(lr=1e-3),
     )  # fmt: skip
 
@@ -42,19 +57,32 @@ def world() -> Iterator[None]:
 
 
 def measured(settings: Settings) -> Footprint:
-    """Build the policy, train it for one step, and add up the distinct storages of each kind."""
+    """Build policy and critic, train them for one step, and add up the distinct storages of each kind."""
+    layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.trunk == "own"
     policy = opened(Policy(
-        settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optim=settings.optim, num_steps=1,
-        lora=settings.lora, banned_ids=[], image_token_id=7,
+        settings.model, layout, parallel=settings.parallel, optim=settings.optim, num_steps=1, lora=settings.lora, banned_ids=[],
+        image_token_id=7, critic=settings.critic if has_critic(settings) and not is_own else None,
     ))  # fmt: skip
     context = Context()
     context.extend([11, 12])
     context.extend([13, 14], logprobs=[0.0, 0.0])
     batches = policy.pack([WeightedContext(context)], max_tokens=10)
+    for batch in batches:
+        batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
     policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
-    parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.network.chunks.parameters()}
-    gradients = {p.main_grad.untyped_storage().data_ptr(): p.main_grad.untyped_storage().nbytes() for p in trained(policy)}
-    state = policy.network.optimizer.optimizer.state
+    found = held_after_a_step(policy.network)
+    if is_own:
+        critic = opened(parts.build_critic(settings, layout, num_steps=1))
+        critic.update(batches, value_objective(settings.critic, over="tokens"), step=0)
+        found = found + held_after_a_step(critic.network)
+    return found
+
+
+def held_after_a_step(network: Network) -> Footprint:
+    trained = [p for p in network.chunks.parameters() if p.requires_grad]
+    parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in network.chunks.parameters()}
+    gradients = {p.main_grad.untyped_storage().data_ptr(): p.main_grad.untyped_storage().nbytes() for p in trained}
+    state = network.optimizer.optimizer.state
     main = {p.untyped_storage().data_ptr(): p.nbytes for p in state}
     return Footprint(
         parameters=sum(parameters.values()),
@@ -64,14 +92,10 @@ def measured(settings: Settings) -> Footprint:
     )
 
 
-def trained(policy: Policy) -> list[torch.nn.Parameter]:
-    return [p for p in policy.network.chunks.parameters() if p.requires_grad]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path, request: pytest.FixtureRequest) -> None:
     settings = settings_for(random_model, **KINDS[kind])
-    (share,) = shares(read_spec(random_model), settings, world_size=1)
+    (share,) = shares(read_spec(random_model), settings, world_size=1, has_values=has_critic(settings))
     request.getfixturevalue("world")
     assert share.held == measured(settings)
     assert share.held.gradients >= 4 * share.num_trained
