@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import sys
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,20 @@ def test_logprob_memory() -> None:
     one, other = rows(said_by("logprob_memory", "--rows", 8, "--hidden", 16, "--blocks", 8, 3))
     assert (one[0], other[0]) == ("8", "3")
     assert [float(cell) for cell in one[3:]] == pytest.approx([float(cell) for cell in other[3:]], rel=1e-4)
+
+
+def test_card_games(tmp_path: Path) -> None:
+    """Two cells of one game share a warm start; what is there is not run again; the others say so."""
+    given = ("--out", tmp_path, "--tiny", "--seeds", 3, "--cells")
+    said = said_by("card_games", *given, "number_line/ppo", timeout_s=240)
+    assert "seed 3, number_line/ppo: done" in said
+    found = {(row[0], row[1]): row for row in rows(said)}
+    ran = found["number_line", "ppo"]
+    assert ran[2] == "1" and 0 <= float(ran[3].split()[0]) <= 100 and float(ran[8]) > 0
+    assert found["blackjack", "ppo"][2] == found["number_line", "gigpo"][2] == "not run" and len(found) == 5
+    began = time.monotonic()
+    assert rows(said_by("card_games", *given, "number_line/ppo")) == rows(said)
+    assert time.monotonic() - began < 5, "read, not run"
 
 
 def test_mfu(random_model: Path) -> None:
