@@ -19,7 +19,6 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run_states import recall
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
-from tools.data.make_tiny_qwen2_5_vl import make
 
 TRAIN = ROOT / "launch" / "train.py"
 SMALL_DISK, HELD = SUPPORT / "small_disk.py", SUPPORT / "held_train.py"
@@ -107,11 +106,10 @@ def scalars(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warm(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a warm start: 40 steps from the random nano; it then writes JSON, and is sometimes right."""
     home = tmp_path_factory.mktemp("warm")
-    make(home / "nano", preset="nano", init="learn", seed=0)
-    end(begin(*SFT, f"model.path={home / 'nano'}", f"run.dir={home / 'sft'}"))
+    end(begin(*SFT, f"model.path={learning_model}", f"run.dir={home / 'sft'}"))
     return home / "sft"
 
 
@@ -210,12 +208,12 @@ def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) ->
     assert merged.returncode == 0 and "logits" in merged.stdout, merged.stdout
 
 
-def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, tmp_path: Path) -> None:
+def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_model: Path, tmp_path: Path) -> None:
     """From step 36, the first of the second stage's five; what the run had left of later steps is forgotten."""
     run = tmp_path / "sft"
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
-    overrides = (*SFT, f"model.path={warm.parent / 'nano'}", f"run.dir={run}")
+    overrides = (*SFT, f"model.path={learning_model}", f"run.dir={run}")
     life = begin(*overrides)
     while "sft step 37/40" not in life.output.read_text():
         assert life.poll() is None, end(life)
