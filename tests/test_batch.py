@@ -1,7 +1,7 @@
 """Packing against hand numbers."""
 
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
@@ -91,9 +91,9 @@ def test_dealing_and_cutting_keep_every_weighted(shapes: list[tuple[int, int]], 
     for part in dealt:
         micro = cut(part, max_tokens)
         assert micro and [weighted for batch in micro for weighted in batch] == [load.weighted for load in part]
-        for batch in micro:
-            packed = pack(batch, image_token_id=PAD, positions=POSITIONS, share_prompts=share)
-            assert len(batch) <= 1 or packed.num_tokens <= max_tokens
+        packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=share)
+        assert all(packed(batch).num_tokens <= max_tokens for batch in micro if len(batch) > 1)
+        assert all(packed([*batch, after[0]]).num_tokens > max_tokens for batch, after in pairwise(micro)), "cut when it was full"
 
 
 def test_a_shared_prompt_is_one_segment() -> None:
