@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from megatron_rl.batch import pack, read_back, take_advantages
+from megatron_rl.batch import loss_rows, pack, read_back, take_advantages
 from megatron_rl.config import BatchSettings
 from megatron_rl.minibatches import balance, cut, cut_minibatches, episode_weight, loads_of
 from megatron_rl.models.qwen2_5_vl import mrope_positions
@@ -114,6 +114,9 @@ def test_a_shared_prompt_is_one_segment() -> None:
     assert batch.position_3T[0].tolist() == [0, 1, 2, 1, 2, 0, 1, 2]
     assert (batch.vision_position_M.tolist(), batch.vision_row_M.tolist()) == ([0, 5], [0, 1])
     assert batch.denominator == 7
+    rows = loss_rows(batch, batch.mask_T.nonzero()[:, 0], torch.zeros(3), torch.zeros(3))
+    assert rows.segment_R.tolist() == [1, 2, 4], "a segment's first row is its own, whatever ends before it"
+    assert (rows.advantage_R.tolist(), rows.weight_R.tolist()) == ([1, -1, 2], [1, 0.5, 1])
 
 
 def rollout(group: int, sample: int, *turns: tuple[Context, float]) -> Rollout:
