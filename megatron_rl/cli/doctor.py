@@ -141,7 +141,11 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
     beside = around_of(settings, task, opened, renderer) if renderer and task else 0
     for split, questions in opened.items():
         prompts = Prompts(settings, renderer, around=beside) if renderer else None
-        look_at_questions(questions, report, split=split, prompts=prompts, num=(split == "eval" and data.max_eval) or len(questions))
+        found = survey(questions, look=prompts.look if prompts else None)
+        tell_questions(found, report, split=split, longest=prompts.longest if prompts else None)
+        if prompts is not None and settings.stage == "rl":  # a warm start plays its evaluation alone, and starts all the same
+            num = (split == "eval" and data.max_eval) or len(questions)
+            look_at_misfits(prompts, report, split=split, num=num, told="".join(found.warnings[:1]))
     if data.demonstrations:
         try:
             report.say("data.demonstrations", f"{len(transcripts(data.demonstrations, images_root=data.images))} conversations")
@@ -161,14 +165,10 @@ def around_of(settings: Settings, task: Task, opened: Mapping[str, Questions], r
     return 0 if prompt is None else around(example, prompt, settings, renderer)
 
 
-def look_at_questions(questions: Questions, report: Report, *, split: str, prompts: Prompts | None, num: int) -> None:
-    """The rows of a split, of which a run plays the first `num`."""
-    found = survey(questions, look=prompts.look if prompts else None)
-    tell_questions(found, report, split=split, longest=prompts.longest if prompts else None)
-    if prompts is None:
-        return
+def look_at_misfits(prompts: Prompts, report: Report, *, split: str, num: int, told: str) -> None:
+    """Whether a run plays enough of the first `num` rows of a split."""
     try:
-        prompts.require_played(split, num=num, told="".join(found.warnings[:1]))
+        prompts.require_played(split, num=num, told=told)
     except ValueError as error:
         report.errors.append(str(error))
 

@@ -156,6 +156,9 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
     shown = [f"task.data.eval=[{path}]", *changes[1:3], "run.max_failed=0"]
     assert examine(settings_of(*sound, *shown, "task.data.max_eval=1")).errors == [], "the row that does not fit is not played"
     assert len(examine(settings_of(*sound, *shown, "task.data.max_eval=2")).errors) == 1
+    asked = ["stage=sft", "sft.splits=[transcripts]", "sft.steps=[1]"]
+    warm = examine(settings_of(*sound, *shown, *asked)).errors
+    assert len(warm) == 1 and "task.data.demonstrations" in warm[0], "which lacks; nobody minds the questions of a warm start"
     fits = examine(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={whole + 1}"))
     assert fits.warnings == []
     assert len(questions([str(path)], images_root="", name="train")) == 2
