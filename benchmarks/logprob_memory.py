@@ -2,31 +2,30 @@
 
     .venv/bin/python benchmarks/logprob_memory.py
 
-One process a setting, so that a peak is its own. The vocabulary is Qwen2.5-VL's 151,936, the head a plain matrix in fp32.
+One process a setting, forked from this one, so that a peak is its own. The vocabulary is Qwen2.5-VL's 151,936, the head a plain matrix in
+fp32.
 """
 
 import argparse
+import multiprocessing
 import resource
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import ParallelSettings
+from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.policy.logprobs import Distribution
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.world import connect, place
+
 VOCABULARY = 151_936
 
 
 def measure(rows: int, block: int, hidden: int) -> None:
-    """Prints MiB before and at the peak, seconds, and sums that must not depend on the block."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_rl.config import ParallelSettings
-    from megatron_rl.cpu import megatron_on_cpu
-    from megatron_rl.policy.logprobs import Distribution
-    from megatron_rl.policy.parallel import build_layout
-    from megatron_rl.world import connect, place
-
+    """Prints a row: MiB at the peak above the start, seconds, and sums that must not depend on the block."""
     connect(place(), timeout_s=60)
     layout = build_layout(ParallelSettings(), seed=0)
     torch.manual_seed(0)
@@ -42,7 +41,8 @@ def measure(rows: int, block: int, hidden: int) -> None:
         (logprob_R + entropy_R).sum().backward()
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(before // 1024, peak // 1024, f"{seconds:.2f}", f"{logprob_R.sum().item():.3f}", f"{hidden_RH.grad.norm().item():.6f}")
+    sums = f"{logprob_R.sum().item():.3f} | {hidden_RH.grad.norm().item():.6f}"
+    print(f"| {block} | {peak // 1024 - before // 1024} | {seconds:.2f} | {sums} |", flush=True)
     dist.destroy_process_group()
 
 
@@ -51,19 +51,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="sampled tokens of the micro-batch")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1024, 256, 64], help="values of parallel.logprob_rows")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one:
-        measure(given.rows, given.one, given.hidden)
-        return
     logits = given.rows * VOCABULARY * 4 >> 20
     print(f"{given.rows} rows x {VOCABULARY}: one copy of the logits is {logits} MiB\n")
-    print("| rows at a time | MiB above the start | seconds | sum of logprobs | norm of the gradient |\n|---|---|---|---|---|")
+    print("| rows at a time | MiB above the start | seconds | sum of logprobs | norm of the gradient |\n|---|---|---|---|---|", flush=True)
     for block in given.blocks:
-        command = [sys.executable, __file__, "--one", str(block), "--rows", str(given.rows), "--hidden", str(given.hidden)]
-        line = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")[-2]
-        before, peak, seconds, logprobs, norm = line.split()
-        print(f"| {block} | {int(peak) - int(before)} | {seconds} | {logprobs} | {norm} |", flush=True)
+        process = multiprocessing.get_context("fork").Process(target=measure, args=(given.rows, block, given.hidden))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)
 
 
 if __name__ == "__main__":

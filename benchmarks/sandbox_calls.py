@@ -56,12 +56,12 @@ def checked(result: Result, *, code: str) -> None:
 
 
 async def timed(work: Callable[[], Awaitable[object]], *, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats`, sorted, after ten that are not counted."""
-    spent = []
-    for number in range(repeats + 10):
+    """Milliseconds of each of `repeats`, sorted, after ten at most that are not counted."""
+    spent, uncounted = [], min(10, repeats)
+    for number in range(repeats + uncounted):
         started = time.perf_counter()
         await work()
-        spent += [1e3 * (time.perf_counter() - started)] if number >= 10 else []
+        spent += [1e3 * (time.perf_counter() - started)] if number >= uncounted else []
     return sorted(spent)
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from textwrap import indent
 
-from megatron_rl.config import Settings, require
-from megatron_rl.data.prompts import Prompts
+from megatron_rl.config import Settings
+from megatron_rl.data.prompts import Prompts, around
 from megatron_rl.data.questions import Questions
 from megatron_rl.data.survey import survey
 from megatron_rl.rollout.fleet import Fleet
@@ -36,15 +36,12 @@ def tell_misfits(
     settings: Settings, questions: dict[str, Questions], prompt: Context, *, fleet: Fleet, tell: Callable[[str], None]
 ) -> None:
     """Name by file and row what cannot be played. What stands around a question is taken to be as long as in the first prompt."""
-    first = Prompts(settings, fleet.renderer, reply=1)
-    survey(questions["train"][:1], look=first.look)
+    beside = around(questions["train"][0], prompt, settings, fleet.renderer)
     for split, of_split in questions.items():
-        prompts = Prompts(settings, fleet.renderer, around=len(prompt.token_ids) - first.longest, reply=1)
+        prompts = Prompts(settings, fleet.renderer, around=beside)
         found = survey(of_split, look=prompts.look)
         for line in found.warnings[:SHOWN_MISFITS]:
             tell(f"warning: task.data.{split}: {line}")
         if found.num_warnings > SHOWN_MISFITS:
             tell(f"warning: task.data.{split}: and {found.num_warnings - SHOWN_MISFITS} more; launch/doctor.py lists them")
-        files = {"train": settings.task.data.train, "eval": settings.task.data.eval}[split]
-        told = f"{prompts.misfits} of {len(of_split)} prompts do not fit, run.max_failed={settings.run.max_failed}; {found.warnings[:1]}"
-        require(prompts.misfits <= settings.run.max_failed * len(of_split), f"task.data.{split}", files, told)
+        prompts.require_played(split, num=len(of_split), told="".join(found.warnings[:1]))

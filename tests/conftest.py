@@ -33,6 +33,14 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def learning_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The nano that the quickstart trains: it can learn to read."""
+    out = tmp_path_factory.mktemp("models") / "learning"
+    make(out, preset="nano", init="learn", seed=0)
+    return out
+
+
+@pytest.fixture(scope="session")
 def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """'untied', 'tied': (Hugging Face folder, the checkpoint that the converter made of it)."""
     folder = tmp_path_factory.mktemp("mcore")

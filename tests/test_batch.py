@@ -1,7 +1,7 @@
 """Packing against hand numbers."""
 
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from megatron_rl.batch import pack, read_back, take
+from megatron_rl.batch import loss_rows, pack, read_back, take, turns_of
 from megatron_rl.config import BatchSettings
-from megatron_rl.minibatches import balance, cut, cut_minibatches, episode_weight, loads_of
+from megatron_rl.minibatches import WeightedContext, balance, cut, cut_minibatches, episode_weight, loads_of
 from megatron_rl.models.qwen2_5_vl import mrope_positions
 from megatron_rl.types import Context, Image, Origin, Rollout, Status
 from tests.support.packed import weighted
@@ -91,9 +91,9 @@ def test_dealing_and_cutting_keep_every_weighted(shapes: list[tuple[int, int]], 
     for part in dealt:
         micro = cut(part, max_tokens)
         assert micro and [weighted for batch in micro for weighted in batch] == [load.weighted for load in part]
-        for batch in micro:
-            packed = pack(batch, image_token_id=PAD, positions=POSITIONS, share_prompts=share)
-            assert len(batch) <= 1 or packed.num_tokens <= max_tokens
+        packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=share)
+        assert all(packed(batch).num_tokens <= max_tokens for batch in micro if len(batch) > 1)
+        assert all(packed([*batch, after[0]]).num_tokens > max_tokens for batch, after in pairwise(micro)), "cut when it was full"
 
 
 def test_a_shared_prompt_is_one_segment() -> None:
@@ -114,6 +114,9 @@ def test_a_shared_prompt_is_one_segment() -> None:
     assert batch.position_3T[0].tolist() == [0, 1, 2, 1, 2, 0, 1, 2]
     assert (batch.vision_position_M.tolist(), batch.vision_row_M.tolist()) == ([0, 5], [0, 1])
     assert batch.denominator == 7
+    rows = loss_rows(batch, batch.mask_T.nonzero()[:, 0], torch.zeros(3), torch.zeros(3))
+    assert rows.segment_R.tolist() == [1, 2, 4], "a segment's first row is its own, whatever ends before it"
+    assert (rows.advantage_R.tolist(), rows.weight_R.tolist()) == ([1, -1, 2], [1, 0.5, 1])
 
 
 def rollout(group: int, sample: int, *turns: tuple[Context, float]) -> Rollout:
@@ -228,3 +231,18 @@ def test_contexts_stay_aligned() -> None:
     with pytest.raises(AssertionError, match="lengths"):
         made.extend([1, 2], logprobs=[-1.0])
     assert np.isfinite(made.engine_logprobs).all()
+
+
+def test_a_turn_is_what_is_sampled_between_two_observations() -> None:
+    """Turns of 2 and 1 tokens in a context, of 1 in the next: neighbors in the batch, turns of their own; turn_mean's weights, too."""
+    two, one = Context(), Context()
+    for context, parts in ((two, ([5], [7, 8], [1, 2], [3])), (one, ([6], [4]))):
+        for number, tokens in enumerate(parts):
+            context.extend(tokens, logprobs=[0.0] * len(tokens) if number % 2 else None)
+    weighted_contexts = [WeightedContext(context, by_turn=True, denominator=1) for context in (two, one)]
+    batch = pack(weighted_contexts, image_token_id=PAD, positions=POSITIONS)
+    rows_R = batch.mask_T.nonzero()[:, 0]
+    assert batch.target_T[rows_R].tolist() == [7, 8, 3, 4]
+    assert turns_of(rows_R).tolist() == [0, 0, 1, 2]
+    assert batch.weight_T.tolist() == [0.5, 0.5, 0, 0, 1, 0, 1, 0]
+    assert turns_of(rows_R[:0]).tolist() == []

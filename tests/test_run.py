@@ -66,17 +66,17 @@ def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to
 
 
 def test_ends_and_tools_are_counted() -> None:
-    """Three calls of two episodes, one that raised and one of no tool that exists; the second episode used none to any avail."""
+    """Four calls of two episodes, one that raised and one of no tool that exists; the second episode used none to any avail."""
     rollouts = [rollout(0, 1.0), rollout(0, 0.0)]
-    rollouts[0].turns = episode(0, 1.0, lengths=(1, 1)).turns
-    rollouts[0].turns[0].call = ToolCall(tool="zoom", source="{}")
+    rollouts[0].turns = episode(0, 1.0, lengths=(1, 1, 1)).turns
+    rollouts[0].turns[0].call = rollouts[0].turns[2].call = ToolCall(tool="zoom", source="{}")
     rollouts[0].turns[1].call = ToolCall(tool="zoom", source="{}", error="no box")
     rollouts[1].end, rollouts[1].status = End.MAX_TURNS, Status.TRUNCATED
     rollouts[1].turns[0].call = ToolCall(tool="x", source="", error="no such tool", ran=False)
     metrics = rollout_metrics(rollouts, rounds=1)
-    assert (metrics["rollout/tool_use"], metrics["rollout/tool_calls"], metrics["rollout/tool_errors"]) == (0.5, 1.5, 2 / 3)
+    assert (metrics["rollout/tool_use"], metrics["rollout/tool_calls"], metrics["rollout/tool_errors"]) == (0.5, 2.0, 0.5)
     assert (metrics["rollout/end_done"], metrics["rollout/end_max_turns"], metrics["rollout/truncated"]) == (1, 1, 1)
-    assert metrics["rollout/turns"] == 1.5
+    assert metrics["rollout/turns"] == 2.0
 
 
 def test_a_steps_updates_are_one_line() -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron_rl.config import ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
-from megatron_rl.run_folder import FREE, LOCK, held, lock, look
+from megatron_rl.run_folder import FREE, LOCK, held, lock, look, may_change
 from tests.support.one_process import world_of_one
 
 
@@ -110,12 +110,20 @@ def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_pat
     assert outcome(tmp_path, settings_of(tmp_path)) == REFUSED
 
 
-def test_every_free_key_is_a_setting() -> None:
-    stored = asdict(Settings())
+def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
+    """And lets nothing change but the settings that it names: a key that is misspelled, or lost its dot, would free none."""
+    keys = dotted(asdict(Settings()))
     for free in FREE:
-        place = stored
-        for part in free.rstrip(".").split("."):
-            place = place[part]
+        named = {key for key in keys if key.startswith(free)}
+        assert named and free.endswith(".") == (named != {free}), f"{free}: {named}"
+        assert all(may_change(key, old=1, new=2) for key in named), free
+    assert not may_change("optim.lr", old=1, new=2)
+
+
+def dotted(settings: dict, prefix: str = "") -> list[str]:
+    """Keys of all settings, as a command line has them."""
+    parts = [dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key] for key, value in settings.items()]
+    return [key for keys in parts for key in keys]
 
 
 def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
-"""What the commands for checkpoints have in common: number types, the progress bar, errors in one line, quiet libraries."""
+"""What the commands have in common: how they end, errors in one line, number types, the progress bar, quiet libraries."""
 
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +26,16 @@ def quiet_libraries() -> None:
     """Megatron warns of what it lacks when it is imported, transformers draws bars; neither is news for who converts."""
     warnings.filterwarnings("ignore", module="megatron")
     transformers.utils.logging.disable_progress_bar()
+
+
+def ended(work: Callable[[], str], *, out: Path) -> int:
+    """The exit code of a command that writes `out`. 0: what the work returned was said; 1: one line says why it was not done."""
+    try:
+        print(work())
+    except (ValueError, OSError) as error:
+        print(f"error: {in_words(error, out=out)}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def in_words(error: ValueError | OSError, *, out: Path | None = None) -> str:

@@ -3,10 +3,11 @@
 import asyncio
 import os
 import shutil
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import psutil
 import torch
 from rich.console import Console
@@ -15,16 +16,20 @@ from rich.table import Table
 import sandbox
 import sandbox.doctor
 from megatron_rl.choices import Own, build_task, check_sizes, has_critic
-from megatron_rl.config import Settings
-from megatron_rl.data.prompts import Prompts
-from megatron_rl.data.questions import open_questions
+from megatron_rl.config import JudgeSettings, Settings
+from megatron_rl.data.prompts import Prompts, around
+from megatron_rl.data.questions import Questions, open_questions
 from megatron_rl.data.survey import Survey, survey
 from megatron_rl.data.transcripts import transcripts
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
+from megatron_rl.rewards.greeting import Greeting, client_of, greet, warning_of
+from megatron_rl.rollout.fleet import prompt_of
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Task
+from megatron_rl.types import HostFault
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.world import place
 from sandbox.client import SandboxClient
@@ -34,7 +39,6 @@ USES_SANDBOX = ("visual_python", "visual_search")
 USES_DATA = ("visual_python", "vqa")
 """Tasks of the user's data, and what of it each stage reads."""
 READS = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
-TIMEOUT_S = 5.0
 GIB = 1 << 30
 
 
@@ -109,17 +113,18 @@ def look_at_host(settings: Settings, report: Report, own: Own) -> None:
     report.warnings += [misfit] if misfit else []
 
 
-def look_at_task(settings: Settings, report: Report, own: Own) -> None:
+def look_at_task(settings: Settings, report: Report, own: Own) -> Task | None:
     """Whether the task takes its settings."""
     try:
-        build_task(settings.task, own)
+        task = build_task(settings.task, own)
     except ValueError as error:
         report.fail("task", str(error))
-    else:
-        report.say("task", settings.task.name)
+        return None
+    report.say("task", settings.task.name)
+    return task
 
 
-def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | None) -> None:
+def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | None, task: Task | None) -> None:
     """Every row of every file that the run names."""
     data = settings.task.data
     given = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
@@ -127,23 +132,46 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
     for split in lacking:
         if not any(line.startswith(f"task.data.{split}=") for line in report.errors):  # the task may have said so
             report.fail(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
-    for split, paths in given.items():
-        if split == "demonstrations" or not paths:
-            continue
-        prompts = Prompts(settings, renderer, reply=settings.task.max_tokens_per_turn) if renderer else None
+    opened: dict[str, Questions] = {}
+    for split in ("train", "eval"):
         try:
-            found = survey(
-                open_questions(paths, images_root=data.images, name=split, columns=data.columns), look=prompts.look if prompts else None
-            )
+            if given[split]:
+                opened[split] = open_questions(given[split], images_root=data.images, name=split, columns=data.columns)
         except ValueError as error:
             report.fail(f"data.{split}", str(error))
-            continue
+    beside = around_of(settings, task, opened, renderer) if renderer and task else 0
+    for split, questions in opened.items():
+        prompts = Prompts(settings, renderer, around=beside) if renderer else None
+        found = survey(questions, look=prompts.look if prompts else None)
         tell_questions(found, report, split=split, longest=prompts.longest if prompts else None)
+        if prompts is not None and settings.stage == "rl":  # a warm start plays its evaluation alone, and starts all the same
+            num = (split == "eval" and data.max_eval) or len(questions)
+            look_at_misfits(prompts, report, split=split, num=num, told="".join(found.warnings[:1]))
     if data.demonstrations:
         try:
             report.say("data.demonstrations", f"{len(transcripts(data.demonstrations, images_root=data.images))} conversations")
         except ValueError as error:
             report.fail("data.demonstrations", str(error))
+
+
+def around_of(settings: Settings, task: Task, opened: Mapping[str, Questions], renderer: Renderer) -> int:
+    """What the task writes around its questions, as a run measures it (opening.py): by the first one. 0 where that cannot be shown."""
+    if settings.task.name not in USES_DATA or not opened:
+        return 0
+    try:
+        example = next(iter(opened.values()))[0]
+    except ValueError:  # it is told with all other rows
+        return 0
+    prompt = asyncio.run(prompt_of(task, example, renderer, seed=0))
+    return 0 if prompt is None else around(example, prompt, settings, renderer)
+
+
+def look_at_misfits(prompts: Prompts, report: Report, *, split: str, num: int, told: str) -> None:
+    """Whether a run plays enough of the first `num` rows of a split."""
+    try:
+        prompts.require_played(split, num=num, told=told)
+    except ValueError as error:
+        report.errors.append(str(error))
 
 
 def tell_questions(found: Survey, report: Report, *, split: str, longest: int | None) -> None:
@@ -164,18 +192,23 @@ def is_known(source: str) -> bool:
 
 
 def look_at_judges(settings: Settings, report: Report) -> None:
-    """Every server answers, and serves the model that is asked for."""
-    judge, key = settings.task.judge, os.environ.get("OPENAI_API_KEY", "none")
-    for url in judge.urls:
-        try:
-            answer = httpx.get(f"{url.rstrip('/')}/models", timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {key}"})
-            served = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            report.fail(f"judge {url}", f"task.judge.urls={url}: does not list its models ({one_line(error)}); start it or correct it")
-            continue
-        report.say(f"judge {url}", f"serves {', '.join(served) or 'nothing'}")
-        if not served or (judge.model and judge.model not in served):
-            report.errors.append(f"task.judge.model={judge.model}: {url} serves {', '.join(served) or 'nothing'}; choose one of these")
+    """What a run will think of its judges when it starts: a server answers, and serves the model that is asked for."""
+    try:
+        greetings = asyncio.run(_greet_judges(settings.task.judge))
+        for url, greeting in greetings.items():
+            served = f"serves {', '.join(greeting.served)}" if greeting.served else "answers, and does not list its models"
+            report.say(f"judge {url}", "not usable" if greeting.trouble else served)
+        warning = warning_of(greetings)
+    except HostFault as fault:
+        report.errors.append(str(fault))
+    else:
+        report.warnings += [warning] if warning else []
+
+
+async def _greet_judges(judge: JudgeSettings) -> dict[str, Greeting]:
+    async with AsyncExitStack() as opened:
+        clients = {url: await opened.enter_async_context(client_of(url)) for url in dict.fromkeys(judge.urls)}
+        return await greet(clients, model=judge.model)
 
 
 def look_at_sandbox(settings: Settings, report: Report) -> None:
@@ -185,7 +218,7 @@ def look_at_sandbox(settings: Settings, report: Report) -> None:
         return
     if chosen.url:
         try:
-            asyncio.run(_greet(chosen.url))
+            asyncio.run(_greet_sandbox(chosen.url))
         except (sandbox.SandboxFault, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
             report.fail("sandbox", f"task.sandbox.url={chosen.url}: {one_line(fault)}; start it: python -m sandbox serve")
         else:
@@ -210,7 +243,7 @@ def look_at_wandb(settings: Settings, report: Report) -> None:
         report.say("wandb", settings.wandb.mode)
 
 
-async def _greet(url: str) -> None:
+async def _greet_sandbox(url: str) -> None:
     client = SandboxClient(url)
     try:
         await client.start()
@@ -228,8 +261,8 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
     renderer = look_at_model(settings, report)
     if renderer is not None:
         look_at_host(settings, report, own)
-    look_at_task(settings, report, own)
-    look_at_data(settings, report, renderer=renderer)
+    task = look_at_task(settings, report, own)
+    look_at_data(settings, report, renderer=renderer, task=task)
     look_at_judges(settings, report)
     look_at_sandbox(settings, report)
     look_at_wandb(settings, report)

@@ -12,7 +12,6 @@ import base64
 import hashlib
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,16 +23,14 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megatron_rl.config import JudgeSettings
 from megatron_rl.config.checks import require
+from megatron_rl.rewards.greeting import client_of, greet, served_by, warning_of
 from megatron_rl.rewards.judge_prompt import JudgePrompt
 from megatron_rl.rewards.verdicts import Verdicts
 from megatron_rl.servers import Endpoint, Refused, ServerFault, Servers, retry_after, told
-from megatron_rl.types import HostFault, LastingFault
+from megatron_rl.types import LastingFault
 
 LONGEST_SIDE, SHORTEST_SIDE = 1024, 28
 """Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
-
-GREETING_S = 5.0
-"""What a server has for its first answer, when a run starts."""
 
 
 class _Message(BaseModel):
@@ -48,14 +45,6 @@ class _Completion(BaseModel):
     """What is needed of a chat completion; a page of HTML, an empty body or an error in JSON is none."""
 
     choices: list[_Choice] = Field(min_length=1)
-
-
-class _Model(BaseModel):
-    id: str
-
-
-class _Models(BaseModel):
-    data: list[_Model] = Field(min_length=1)
 
 
 class Judge:
@@ -81,37 +70,12 @@ class Judge:
         """In the event loop that will ask. HostFault: no server answers, or none serves the model. Where only some do, a line says so."""
         self._verdicts = Verdicts(self.settings.cache, read_only=not self.settings.urls)
         self.servers.start()
-        key = os.environ.get("OPENAI_API_KEY", "none")
-        for url in {*self.settings.urls}:
-            self._clients[url] = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0)  # `servers` hold it to its time
-        await self._greet()
+        for url in dict.fromkeys(self.settings.urls):
+            self._clients[url] = client_of(url)  # `servers` hold it to its time
+        warning = warning_of(await greet(self._clients, model=self.model))
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         self.model = self.model or await self.servers.ask(self._served_model)
-
-    async def _greet(self) -> None:
-        """Ask each server once what it serves, all together and briefly."""
-        troubles = [trouble for trouble in await asyncio.gather(*map(self._trouble, self._clients)) if trouble]
-        if not troubles:
-            return
-        urls, why = self.settings.urls, "; ".join(troubles)
-        if len(troubles) == len(self._clients):
-            raise HostFault(f"task.judge.urls={urls}: no judge can be asked ({why}); start one, or correct the addresses")
-        print(f"warning: task.judge.urls={urls}: not all can be asked, the others are ({why})", file=sys.stderr, flush=True)
-
-    async def _trouble(self, url: str) -> str:
-        """What keeps a server from judging, as far as the list of its models tells; a server that is busy, or has no such list, is one."""
-        try:
-            async with asyncio.timeout(GREETING_S):
-                raw = await self._clients[url].models.with_raw_response.list()
-            served = [model.id for model in _Models.model_validate_json(raw.content).data]
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            return f"{url}: {told(error)}: set OPENAI_API_KEY"
-        except (openai.APIStatusError, ValidationError):
-            return ""
-        except TimeoutError:
-            return f"{url}: no answer within {GREETING_S:.0f} s"
-        except openai.APIError as error:
-            return f"{url}: {told(error.__cause__ or error)}"
-        return f"{url}: serves {', '.join(served)}, not task.judge.model={self.model}" if self.model and self.model not in served else ""
 
     async def close(self) -> None:
         for task in self._asked.values():
@@ -173,8 +137,7 @@ class Judge:
 
     async def _served_model(self, endpoint: Endpoint) -> str:
         with _as_servers_say():
-            raw = await self._clients[endpoint.url].models.with_raw_response.list()
-            return _Models.model_validate_json(raw.content).data[0].id
+            return (await served_by(self._clients[endpoint.url]))[0]
 
 
 @contextmanager

@@ -152,15 +152,8 @@ class Fleet:
         """How the first training example will begin, on the leader of the first engine; None elsewhere, and where it cannot."""
 
         async def opened() -> Context | None:
-            if self.index != 0:
-                return None
-            env = self.task.env(self._examples[0])
-            try:
-                return self.renderer.prompt(await env.reset(seed_of(self.episode.seed, 0)))
-            except HostFault:
-                return None  # its episodes will fail for the same reason, and say so
-            finally:
-                await env.close()
+            first = self.index == 0
+            return await prompt_of(self.task, self._examples[0], self.renderer, seed=seed_of(self.episode.seed, 0)) if first else None
 
         return self.engine.run(opened())
 
@@ -203,6 +196,17 @@ class Fleet:
                 self.engine.run_alone(self.task.close())
         finally:
             self.engine.close()
+
+
+async def prompt_of(task: Task, example: Example, renderer: Renderer, *, seed: int) -> Context | None:
+    """How an example begins, without an engine; None where it cannot: its episodes will fail for the same reason, and say so."""
+    env = task.env(example)
+    try:
+        return renderer.prompt(await env.reset(seed))
+    except HostFault:
+        return None
+    finally:
+        await env.close()
 
 
 def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, round_number: int) -> list[Example]:

@@ -41,11 +41,23 @@ def test_none_is_left_out() -> None:
     assert not [path.stem for path in FOLDER.glob("*.py") if not re.search(rf"\b{path.stem}\b", tested)]
 
 
-def test_convert(random_model: Path, tmp_path: Path) -> None:
-    said = said_by("convert", "--models", random_model, "--folder", tmp_path / "new")
+def test_convert(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tools are forked, which takes a few seconds less than their imports; that a process's peak is in bytes is told apart."""
+    convert = benchmark("convert")
+    assert 300 << 20 < convert.cost(sys.executable, "-c", "b'x' * (300 << 20)").peak_bytes < 100 << 30
+
+    def tool(source: Path, *command: str) -> object:
+        ended = forked.run(*command, timeout_s=120)
+        assert ended.returncode == 0, ended.stdout
+        return convert.Cost(seconds=1.0, peak_bytes=1 << 30)
+
+    monkeypatch.setattr(convert, "converted", tool)
+    monkeypatch.setattr(sys, "argv", ["convert.py", "--models", str(random_model), "--folder", str(tmp_path / "new")])
+    convert.main()
+    said = capsys.readouterr().out
     there, back = [line.split() for line in said.splitlines()[1:]]
     assert there[:3] == ["random", "to", "Megatron"] and back[:4] == ["random", "to", "Hugging", "Face"]
-    assert 0 < float(there[5]) < 4 and not (tmp_path / "new").exists()
+    assert there[5] == back[6] == "1.00" and not (tmp_path / "new").exists()
     assert (random_model / "config.json").exists(), "what is not its own stays"
 
 
@@ -139,8 +151,12 @@ def vs_trl() -> ModuleType:
     return benchmark("vs_trl")
 
 
-def test_our_side_of_the_comparison(given: Namespace, vs_trl: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """One process, launched, watched and read as in a comparison."""
+def test_our_side_of_the_comparison(
+    given: Namespace, vs_trl: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process, launched, watched and read as in a comparison; of fewer episodes."""
+    monkeypatch.setattr(vs_trl, "PROMPTS", 4)
+    monkeypatch.setattr(vs_trl, "GROUP_SIZE", 2)
     ours = vs_trl.measure(vs_trl.our_side(given, given.out / "ours", processes=1), given)
     assert ours.step_s > 0 and ours.first_step_s > ours.step_s and len(ours.solved) == 2 and ours.peak_rss_gb > 0.1
     theirs = replace(ours, side="TRL 2x1", step_s=2 * ours.step_s)

@@ -1,5 +1,6 @@
-"""The doctor finds what is wrong before a run does. Oracles: faults planted one by one, the renderer's own prompts, real HTTP servers."""
+"""The doctor finds what is wrong before a run does. Oracles: faults planted one by one, the run itself, real HTTP servers."""
 
+import asyncio
 import io
 import json
 import re
@@ -19,8 +20,12 @@ from rich.console import Console
 import sandbox.doctor
 from megatron_rl.cli import doctor
 from megatron_rl.cli.doctor import Report, examine, look_at_judges, look_at_sandbox, show
+from megatron_rl.config import Settings
 from megatron_rl.data.questions import questions
+from megatron_rl.rewards.judge import Judge
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.vqa import ANSWER
+from megatron_rl.types import HostFault
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support import forked
@@ -125,56 +130,96 @@ def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path
 
 
 def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random_model: Path) -> None:
-    """The length is that of what the renderer makes of the question, less what the template says around it."""
+    """As a run tells them when it starts. What there is room for is the whole prompt, as the renderer makes it of the task's words, and one
+    token of a reply; the length of a question is what it adds to a prompt."""
     many = {**ROW, "question": "Is <image> or <image> larger, or are they equally large?", "images": [{"bytes": png(size=(300, 90))}] * 2}
     path = write(tmp_path / "long.json", [ROW, many])
     renderer = Renderer(settings_of(*sound).model)
     picture = {"type": "image", "image": Image.new("RGB", (300, 90))}
     texts = [{"type": "text", "text": text} for text in ("Is ", " or ", " larger, or are they equally large?")]
-    whole = renderer.prompt([{"role": "user", "content": [texts[0], picture, texts[1], picture, texts[2]]}])
-    around = renderer.prompt([{"role": "user", "content": []}])
-    length = len(whole.token_ids) - len(around.token_ids)
-    changes = [f"task.data.train=[{path}]", "engine.max_images=1", f"engine.max_model_len={length + 99}"]
+    parts = [texts[0], picture, texts[1], picture, texts[2]]
+    told = {"type": "text", "text": ANSWER}
+    prompts = [renderer.prompt([{"role": "user", "content": content}]) for content in ([*parts, told], parts, [])]
+    whole, asked, nothing = (len(prompt.token_ids) for prompt in prompts)
+    length = asked - nothing
+    changes = [f"task.data.train=[{path}]", "engine.max_images=1", f"engine.max_model_len={whole}", "run.max_failed=0.5"]
     report = examine(settings_of(*sound, *changes))
     assert report.errors == []
     assert report.warnings == [
-        f"task.data.train: long.json row 1: {length} tokens leave no room for a reply; "
+        f"task.data.train: long.json row 1: {length} tokens beside the {whole - length} of its prompt leave no room for a reply; "
         "raise engine.max_model_len or lower model.max_pixels",
         "task.data.train: long.json row 1: 2 pictures; raise engine.max_images=1",
     ]
     assert f"longest question {length} tokens" in dict(report.rows)["data.train"]
-    fits = examine(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={length + 100}"))
+    (error,) = examine(settings_of(*sound, *changes, "run.max_failed=0.49")).errors
+    assert error.startswith(f"task.data.train=['{path}']: 1 of 2 prompts do not fit, run.max_failed=0.49; long.json row 1: ")
+    shown = [f"task.data.eval=[{path}]", *changes[1:3], "run.max_failed=0"]
+    assert examine(settings_of(*sound, *shown, "task.data.max_eval=1")).errors == [], "the row that does not fit is not played"
+    assert len(examine(settings_of(*sound, *shown, "task.data.max_eval=2")).errors) == 1
+    asked = ["stage=sft", "sft.splits=[transcripts]", "sft.steps=[1]"]
+    warm = examine(settings_of(*sound, *shown, *asked)).errors
+    assert len(warm) == 1 and "task.data.demonstrations" in warm[0], "which lacks; nobody minds the questions of a warm start"
+    fits = examine(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={whole + 1}"))
     assert fits.warnings == []
     assert len(questions([str(path)], images_root="", name="train")) == 2
 
 
+OTHER = '{"data": [{"id": "other"}]}'
+
+
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
-    [
-        (200, '{"data": [{"id": "other"}]}', "task.judge.model=judge: {url} serves other; choose one of these"),
-        (200, '{"data": []}', "task.judge.model=judge: {url} serves nothing; choose one of these"),
-        (200, "<html>", "task.judge.urls={url}: does not list its models (JSONDecodeError"),
-        (200, "[]", "task.judge.urls={url}: does not list its models (TypeError"),
-        (429, "busy", "task.judge.urls={url}: does not list its models (HTTPStatusError: Client error '429"),
-        (500, "", "task.judge.urls={url}: does not list its models (HTTPStatusError: Server error '500"),
-    ],
-)
-def test_a_judge_that_is_not_well(status: int, body: str, said: str, judge: tuple, sound: list[str]) -> None:
+    ("status", "body", "found"),
+    [(200, OTHER, "not usable"), (401, "", "not usable"), (200, '{"data": []}', "answers"), (200, "<html>", "answers"),
+     (200, "[]", "answers"), (404, "", "answers"), (429, "busy", "answers"), (500, "", "answers"),
+     (200, OTHER.replace("other", "judge"), "serves judge")],
+)  # fmt: skip
+def test_the_doctor_thinks_of_a_judge_as_a_run_does(status: int, body: str, found: str, judge: tuple, sound: list[str]) -> None:
     url, answers = judge
     answers |= {"status": status, "body": body}
+    settings = settings_of(*sound, f"task.judge.urls=[{url}]", "task.judge.model=judge")
     report = Report()
-    look_at_judges(settings_of(*sound, f"task.judge.urls=[{url}]", "task.judge.model=judge"), report)
-    (error,) = report.errors
-    assert error.startswith(said.format(url=url))
+    look_at_judges(settings, report)
+    assert report.rows == [(f"judge {url}", found.replace("answers", "answers, and does not list its models"))]
+    assert report.errors == refusals(settings) and report.warnings == [] and bool(report.errors) == (found == "not usable")
+    assert all(error.startswith(f"task.judge.urls=['{url}']: no judge can be asked ({url}: ") for error in report.errors)
 
 
-def test_judges_one_well_and_one_down(judge: tuple, sound: list[str]) -> None:
+def refusals(settings: Settings) -> list[str]:
+    """Why a run with this judge would not start."""
+
+    async def start() -> None:
+        asked = Judge(settings.task.judge)
+        try:
+            await asked.start()
+        finally:
+            await asked.close()
+
+    try:
+        asyncio.run(start())
+    except HostFault as fault:
+        return [str(fault)]
+    return []
+
+
+def test_judges_one_well_and_one_down(judge: tuple, sound: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A run starts, with the same warning."""
     url, _ = judge
+    settings = settings_of(*sound, f"task.judge.urls=[{url},http://127.0.0.1:9/v1]", "task.judge.model=judge")
     report = Report()
-    look_at_judges(settings_of(*sound, f"task.judge.urls=[{url},http://127.0.0.1:9/v1]", "task.judge.model=judge"), report)
+    look_at_judges(settings, report)
     assert report.rows == [(f"judge {url}", "serves judge"), ("judge http://127.0.0.1:9/v1", "not usable")]
+    (warning,) = report.warnings
+    assert report.errors == [] and "not all can be asked, the others are (http://127.0.0.1:9/v1: ConnectError" in warning
+    assert refusals(settings) == [] and capsys.readouterr().err == f"warning: {warning}\n"
+
+
+@pytest.mark.parametrize("url", ["http://judge:port/v1", "http://[/v1"])
+def test_an_address_that_is_none(url: str, sound: list[str]) -> None:
+    settings = settings_of(*sound, f"task.judge.urls=['{url}']", "task.judge.model=judge")
+    report = Report()
+    look_at_judges(settings, report)
     (error,) = report.errors
-    assert error.startswith("task.judge.urls=http://127.0.0.1:9/v1: does not list its models (ConnectError")
+    assert error.startswith(f"task.judge.urls={url}: ") and error.endswith("; correct the address") and [error] == refusals(settings)
 
 
 def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,14 @@
-"""launch/spawn.py: processes that fail, are asked to stop, do not listen, or lose their parent; small ones that import nothing."""
+"""launch/spawn.py: processes that fail, are asked to stop, do not listen, or lose their parent; small ones that import nothing.
+
+All cases are begun at once and then looked at one by one: a launcher mostly waits.
+"""
 
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,6 +19,7 @@ from tests.conftest import ROOT
 from tests.support import forked
 
 SPAWN = ROOT / "launch" / "spawn.py"
+ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 WORKER = """
 import os, signal, sys, time
 rank, how, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
@@ -47,84 +53,94 @@ if how != "ends":
 """
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    (tmp_path / "worker.py").write_text(WORKER)
-    (tmp_path / "there").mkdir()
-    return tmp_path
+CASES = {  # what the processes do, and what the launcher is told
+    "ends": ("ends",),
+    "fails": ("fails",),
+    "dies": ("dies",),
+    **{number.name: ("listens",) for number in ASKED},
+    "early": ("early",),
+    "deaf": ("deaf", "--shutdown-timeout", "1"),
+    "deaf to two": ("deaf",),
+}
 
 
-def begin(home: Path, how: str, *arguments: str) -> forked.Process:
-    """Two of them, on their way."""
-    given = ("--nproc_per_node", "2", *arguments, home / "worker.py", how, home / "there")
-    return forked.Process(SPAWN, *given, environment={"TMPDIR": str(home)})
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launcher and its two processes."""
+
+    home: Path
+    launcher: forked.Process
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send it a signal, once both processes are there."""
+        deadline = time.monotonic() + 60
+        while len(list((self.home / "there").iterdir())) < 2:
+            assert time.monotonic() < deadline and self.launcher.poll() is None, self.launcher.output.read_text()
+            time.sleep(0.02)
+        self.launcher.send_signal(number)
+
+    def end(self) -> tuple[int, list[str]]:
+        """Its exit code and what was said, with nobody and no folder of its own left."""
+        output, _ = self.launcher.communicate(timeout=50)
+        there = [int(path.name.split()[1]) for path in (self.home / "there").iterdir()]
+        assert len(there) == 2 and not any(map(psutil.pid_exists, there)), output
+        assert {path.name for path in self.home.iterdir()} == {"worker.py", "there"}
+        return self.launcher.returncode, output.splitlines()
 
 
-def pids(home: Path, launcher: forked.Process) -> list[int]:
-    """The processes that it has started, once both are there."""
-    deadline = time.monotonic() + 60
-    while len(list((home / "there").iterdir())) < 2:
-        assert time.monotonic() < deadline and launcher.poll() is None, launcher.output.read_text()
-        time.sleep(0.02)
-    return [int(path.name.split()[1]) for path in (home / "there").iterdir()]
-
-
-def end(home: Path, launcher: forked.Process) -> tuple[int, list[str]]:
-    """Its exit code and what was said, with nobody and no folder of its own left."""
-    output, _ = launcher.communicate(timeout=50)
-    there = [int(path.name.split()[1]) for path in (home / "there").iterdir()]
-    assert len(there) == 2 and not any(map(psutil.pid_exists, there)), output
-    assert {path.name for path in home.iterdir()} == {"worker.py", "there"}
-    return launcher.returncode, output.splitlines()
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launched]]:
+    begun = {}
+    for case, (how, *arguments) in CASES.items():
+        home = tmp_path_factory.mktemp("spawn")
+        (home / "worker.py").write_text(WORKER)
+        (home / "there").mkdir()
+        given = ("--nproc_per_node", "2", *arguments, home / "worker.py", how, home / "there")
+        begun[case] = Launched(home, forked.Process(SPAWN, *given, environment={"TMPDIR": str(home)}))
+    yield begun
+    for case in begun.values():
+        case.launcher.kill()
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "last"),
+    ("case", "code", "last"),
     [
         ("ends", 0, "threads 1"),
         ("fails", 7, "error: key=value: remedy"),
         ("dies", 128 + signal.SIGKILL, "error: rank 1 was ended by SIGKILL; was memory short, or did someone?"),
     ],
 )
-def test_the_last_line_is_the_workers(how: str, code: int, last: str, home: Path) -> None:
-    found, lines = end(home, begin(home, how))
+def test_the_last_line_is_the_workers(case: str, code: int, last: str, launched: dict[str, Launched]) -> None:
+    found, lines = launched[case].end()
     assert (found, lines[-1]) == (code, last)
     assert set(lines) == {"threads 1", last}, "nothing of torchrun's own"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_reaches_all_and_the_exit_code_comes_back(number: signal.Signals, home: Path) -> None:
-    launcher = begin(home, "listens")
-    pids(home, launcher)
-    launcher.send_signal(number)
-    code, lines = end(home, launcher)
+@pytest.mark.parametrize("number", ASKED)
+def test_a_signal_reaches_all_and_the_exit_code_comes_back(number: signal.Signals, launched: dict[str, Launched]) -> None:
+    launched[number.name].tell(number)
+    code, lines = launched[number.name].end()
     assert code == os.EX_TEMPFAIL and {f"rank {rank} hears {number.name}" for rank in range(2)} <= set(lines)
 
 
-def test_who_had_not_yet_begun_can_be_started_again(home: Path) -> None:
-    launcher = begin(home, "early")
-    pids(home, launcher)
-    launcher.send_signal(signal.SIGTERM)
-    code, lines = end(home, launcher)
+def test_who_had_not_yet_begun_can_be_started_again(launched: dict[str, Launched]) -> None:
+    launched["early"].tell(signal.SIGTERM)
+    code, lines = launched["early"].end()
     assert code == os.EX_TEMPFAIL and not [line for line in lines if line.startswith("error")]
 
 
-def test_who_does_not_listen_is_killed_in_the_end(home: Path) -> None:
-    launcher = begin(home, "deaf", "--shutdown-timeout", "1")
-    pids(home, launcher)
-    launcher.send_signal(signal.SIGTERM)
-    code, lines = end(home, launcher)
+def test_who_does_not_listen_is_killed_in_the_end(launched: dict[str, Launched]) -> None:
+    launched["deaf"].tell(signal.SIGTERM)
+    code, lines = launched["deaf"].end()
     assert code == 128 + signal.SIGKILL and re.fullmatch(r"error: rank [01] was ended by SIGKILL; .*", lines[-1])
 
 
-def test_a_second_sigint_does_not_wait(home: Path) -> None:
-    launcher = begin(home, "deaf")
-    pids(home, launcher)
+def test_a_second_sigint_does_not_wait(launched: dict[str, Launched]) -> None:
     for _ in range(2):
-        launcher.send_signal(signal.SIGINT)
+        launched["deaf to two"].tell(signal.SIGINT)
         time.sleep(0.5)
     began = time.monotonic()
-    code, lines = end(home, launcher)
+    code, lines = launched["deaf to two"].end()
     assert code == 128 + signal.SIGKILL and time.monotonic() - began < 20
     assert sum(line == "rank 0 hears SIGINT" for line in lines) == 2
 

@@ -152,6 +152,7 @@ def chains() -> list[list[str]]:
 def loaded() -> dict[str, set[str]]:
     """{room: what fresh interpreters have in sys.modules once all of its files, and those of rooms with stricter rules, are imported}."""
     found: dict[str, set[str]] = {}
+    interpreters = []
     for row in chains():
         modules = {
             room: [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files_of(room)]
@@ -159,9 +160,11 @@ def loaded() -> dict[str, set[str]]:
         }
         lines = [f"import {', '.join(names)}, json, sys; print(json.dumps([{room!r}, *sys.modules]))" for room, names in modules.items()]
         command = [sys.executable, "-c", "\n".join(lines)]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-        assert result.returncode == 0, result.stderr
-        for room, *names in map(json.loads, result.stdout.splitlines()):
+        interpreters.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for interpreter in interpreters:
+        said, wrong = interpreter.communicate(timeout=240)
+        assert interpreter.returncode == 0, wrong
+        for room, *names in map(json.loads, said.splitlines()):
             found[room] = set(names)
     return found
 

@@ -105,8 +105,8 @@ def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None
     assert step["reward/short"] == pytest.approx(sum(rollout.rewards["short"] for rollout in rollouts) / 8)
 
 
-def test_a_task_of_fifteen_lines_runs_from_a_wheel(home: Path, site: Path) -> None:
-    installed(home, site, "echo.py", "task=echo", "experiment=mine", "task.options.words=2", "run.dir=out")
+def test_a_task_of_fifteen_lines_runs(home: Path) -> None:
+    run(home, "echo", "task=echo", "experiment=mine", "task.options.words=2", "run.dir=out")
     rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert {rollout.example_id for rollout in rollouts} == {"red", "green"} and {rollout.task for rollout in rollouts} == {"echo"}
     assert [rollout.reward for rollout in rollouts] == [float(rollout.example_id in rollout.turns[0].text) for rollout in rollouts]

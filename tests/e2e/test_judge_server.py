@@ -6,10 +6,7 @@ is tested here is that both sides mean the same by a request, an image and a ver
 
 import asyncio
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +21,8 @@ from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.rubrics import build
 from megatron_rl.types import HostFault, ToolCall, Turn
 from megatron_rl.types import Image as Shown
+from tests.conftest import SUPPORT
+from tests.support import forked
 from tests.support.episodes import outcome_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -32,27 +31,23 @@ _XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
 @pytest.fixture(scope="module")
-def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(random_model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model), "--served-model-name", "judge"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--structured-outputs-config", _XGRAMMAR]
-    log = tmp_path_factory.mktemp("judge") / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
+    environment = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    options = ("--model", random_model, "--served-model-name", "judge", "--dtype", "float32", "--enforce-eager", "--max-model-len", 4096)
+    options += ("--kv-cache-memory-bytes", 64 << 20, "--structured-outputs-config", _XGRAMMAR)
+    server = forked.Process(SUPPORT / "judge_server.py", "--host", "127.0.0.1", "--port", port, *options, environment=environment)
     try:
         began = time.monotonic()
         while not _is_up(f"http://127.0.0.1:{port}/health"):
-            assert server.poll() is None and time.monotonic() - began < 400, log.read_text()[-6000:]
-            time.sleep(0.5)
+            assert server.poll() is None and time.monotonic() - began < 400, server.output.read_text()[-6000:]
+            time.sleep(0.2)
         print(f"up after {time.monotonic() - began:.0f} s")
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        server.terminate()
-        server.wait(60)
+        server.end(by=time.monotonic() + 60)
 
 
 def _is_up(url: str) -> bool:

@@ -1,10 +1,7 @@
 """A task from a user's own file, outside the repository: a continued context with a second image, in a real engine and real updates."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +10,17 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
 from megatron_rl.types import Rollout
 from tests.conftest import SUPPORT
+from tests.support import forked
 
 OWN = SUPPORT / "own_task.py"
 
 
 @pytest.fixture(scope="module")
 def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of own_task.py, run where nothing of the repository is in sight but the installed package."""
+    """The run folder of own_task.py, run in a folder of its own."""
     home = tmp_path_factory.mktemp("elsewhere")
     shutil.copy(OWN, home / "mine.py")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, "mine.py", str(random_model), "run"], cwd=home, env={**environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    result = forked.run(home / "mine.py", random_model, "run", cwd=home, timeout_s=240)
     assert result.returncode == 0, result.stdout
     return home / "run"
 

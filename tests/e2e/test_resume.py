@@ -21,7 +21,6 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run_states import recall
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
-from tools.data.make_tiny_qwen2_5_vl import make
 
 TRAIN = ROOT / "launch" / "train.py"
 SMALL_DISK, HELD = SUPPORT / "small_disk.py", SUPPORT / "held_train.py"
@@ -113,11 +112,10 @@ def scalars(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warm(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a warm start: 40 steps from the random nano; it then writes JSON, and is sometimes right."""
     home = tmp_path_factory.mktemp("warm")
-    make(home / "nano", preset="nano", init="learn", seed=0)
-    end(begin(*SFT, f"model.path={home / 'nano'}", f"run.dir={home / 'sft'}"))
+    end(begin(*SFT, f"model.path={learning_model}", f"run.dir={home / 'sft'}"))
     return home / "sft"
 
 
@@ -146,32 +144,31 @@ def check_selection(folder: Path, steps: list[dict[str, float]]) -> None:
     assert total == pytest.approx(sum(12 * step["rollout/rounds"] * step["reward/mean"] for step in steps))
 
 
-def test_killed_during_the_save_of_step_3(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """The half-written checkpoint is none: the run goes on from that of step 2."""
+def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
+    """During the save of step 3: the half-written checkpoint is none, and the run goes on from that of step 2. Then during step 4, which
+    has begun when the checkpoint of step 3, written in the foreground, is there. From then on the parameters leave the device between
+    updates: how a run is saved and where it is computed may change on the way."""
     run = tmp_path / "run"
     overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=1")
     kill_when_there_is(run / "checkpoints" / ".step_00000003.partial", begin(*overrides))
     assert names(run) >= {"step_00000002", ".step_00000003.partial"} and "step_00000003" not in names(run)
-    assert f"resume: {run}/checkpoints/step_00000002\n" in end(begin(*overrides))
+
+    second = begin(*overrides, "checkpoint.background=false", "parallel.offload_parameters=true")
+    kill_when_there_is(run / "checkpoints" / "step_00000003", second)
+    said = second.output.read_text()
+    assert f"resume: {run}/checkpoints/step_00000002; changed since: checkpoint.background=False (was True), " in said
+    assert "step_00000004" not in names(run) and not (run / "final").exists()
+
+    third = (*overrides, "parallel.offload_parameters=true")
+    assert f"resume: {run}/checkpoints/step_00000003; changed since: checkpoint.background=True (was False)\n" in end(begin(*third))
     check_equal(run, unbroken)
     assert {"step_00000005", "step_00000006"} <= names(run) and len(names(run)) <= 3, "the last two and the best"
+    evaluation = json.loads((run / "eval.json").read_text())
+    assert recall(run / "checkpoints" / "step_00000006").success == evaluation["greedy_success"]
 
-
-def test_killed_during_step_4(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """Written in the foreground: step 4 has begun when that of step 3 is there. Between updates the parameters leave the device."""
-    run = tmp_path / "run"
-    checkpoint = ("checkpoint.every=3", "checkpoint.background=false")
-    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", *checkpoint, "parallel.offload_parameters=true")
-    kill_when_there_is(run / "checkpoints" / "step_00000003", begin(*overrides))
-    assert names(run) == {"step_00000003"} and not (run / "final").exists()
-    assert f"resume: {run}/checkpoints/step_00000003\n" in end(begin(*overrides))
-    check_equal(run, unbroken)
-    assert names(run) == {"step_00000003", "step_00000006"}
-    assert recall(run / "checkpoints" / "step_00000006").success == json.loads((run / "eval.json").read_text())["greedy_success"]
-    told = f"{run} is finished: greedy {json.loads((run / 'eval.json').read_text())['greedy_success']:.1%}, sampled "
-    assert end(begin(*overrides)).splitlines()[-1].startswith(told)
+    assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}, sampled ")
     told = f"error: run.dir={run}: holds a run with other settings: run.steps=5 (was 6); run.overwrite=true moves it aside"
-    assert told in end(begin(*overrides, "run.steps=5"), code=1)
+    assert told in end(begin(*third, "run.steps=5"), code=1)
     check_equal(run, unbroken)
 
 
@@ -252,12 +249,12 @@ def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) ->
     assert merged.returncode == 0 and "logits" in merged.stdout, merged.stdout
 
 
-def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, tmp_path: Path) -> None:
+def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_model: Path, tmp_path: Path) -> None:
     """From step 36, the first of the second stage's five; what the run had left of later steps is forgotten."""
     run = tmp_path / "sft"
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
-    overrides = (*SFT, f"model.path={warm.parent / 'nano'}", f"run.dir={run}")
+    overrides = (*SFT, f"model.path={learning_model}", f"run.dir={run}")
     life = begin(*overrides)
     while "sft step 37/40" not in life.output.read_text():
         assert life.poll() is None, end(life)

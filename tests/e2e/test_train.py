@@ -14,14 +14,13 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
 from tests.conftest import SUPPORT
-from tools.data.make_tiny_qwen2_5_vl import make
 
 WITNESSED = SUPPORT / "witnessed_train.py"
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = ("optim.lr=1e-3", "batch.prompts_per_step=4", "batch.group_size=4", "algo.kl_coef=0.01", "batch.micro_batch_tokens=1500")
 SEVERAL = ("batch.minibatches=2", "batch.epochs=2")
 LAYOUTS = {
-    "trainer tp2 sp, two engines tp1": ("parallel.tp=2", "parallel.sequence_parallel=true", *SEVERAL, "run.steps=20"),
+    "trainer tp2 sp, two engines tp1": ("parallel.tp=2", "parallel.sequence_parallel=true", *SEVERAL, "run.steps=10"),
     "trainer pp2, one engine tp2": ("parallel.pp=2", "engine.tp=2", *SEVERAL, "run.steps=2", "run.record_best=2"),
     "trainer dp2, two engines tp1": ("wandb.mode=offline", "run.steps=2", "run.record_worst=0", "run.eval_every=1"),
 }
@@ -45,12 +44,11 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def warm(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
+def warm(torchrun, learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
     """40 supervised steps from the random nano: it then writes JSON, and is right about as often as not."""
     home = tmp_path_factory.mktemp("warm")
-    make(home / "nano", preset="nano", init="learn", seed=0)
     sizes = ("sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60")
-    own = ("stage=sft", f"model.path={home / 'nano'}", *sizes)
+    own = ("stage=sft", f"model.path={learning_model}", *sizes)
     overrides = (*own, "optim.lr=1e-3", "optim.warmup_steps=5", "optim.beta2=0.95", *SIZES, f"run.dir={home / 'sft'}")
     return Finished(home / "sft", torchrun(2, WITNESSED, *overrides, timeout_s=280), overrides)
 
@@ -88,16 +86,16 @@ def canonical(name: str) -> str:
     return name.removeprefix("model.").removeprefix("language_model.")
 
 
-def test_the_warm_start_learns(warm: Finished) -> None:
+def test_the_warm_start_learns(warm: Finished, learning_model: Path) -> None:
     losses = [step["loss"] for step in warm.steps]
     assert len(losses) == 40
     assert losses[-1] < losses[0] / 4
-    check_checkpoint(warm, start=warm.folder.parent / "nano")
+    check_checkpoint(warm, start=learning_model)
 
 
 def test_engine_and_trainer_agree_at_every_step(run: Finished) -> None:
     """fp32: at most 1e-4, after as many weight updates as there were."""
-    assert [step["step"] for step in run.steps] == list(range(20 if run.has("run.steps=20") else 2))
+    assert [step["step"] for step in run.steps] == list(range(10 if run.has("run.steps=10") else 2))
     assert max(step["engine/logprob_gap_max"] for step in run.steps) <= 1e-4
     assert min(step["grad_norm"] for step in run.steps) > 0
 

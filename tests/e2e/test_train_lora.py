@@ -14,7 +14,6 @@ from megatron_rl.weights.formats.peft import WEIGHTS
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import ROOT, start
 from tools.convert.merger import Merge, merge
-from tools.data.make_tiny_qwen2_5_vl import make
 
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=16")
 # Replies of an untrained model are all worth the same: the entropy bonus gives the gradient, and moves the policy off its reference.
@@ -24,17 +23,10 @@ LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,proje
 
 
 @pytest.fixture(scope="module")
-def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("nano") / "nano"
-    make(out, preset="nano", init="learn", seed=0)
-    return out
-
-
-@pytest.fixture(scope="module")
-def folder(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By torchrun itself, from the first import to the last line."""
     out = tmp_path_factory.mktemp("run") / "run"
-    own = (f"model.path={nano}", f"run.dir={out}", "task.eval_samples=1")
+    own = (f"model.path={learning_model}", f"run.dir={out}", "task.eval_samples=1")
     ended = start(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *STEPS, *LORA, timeout_s=240)
     assert ended.returncode == 0, ended.stdout[-6000:]
     return out
@@ -65,14 +57,14 @@ def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_pat
         merge(replace(asked, out=tmp_path / "twice", lora=folder / "adapter"))
 
 
-def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, nano: Path) -> None:
+def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, learning_model: Path) -> None:
     assert all(tensor.any() for name, tensor in load_file(folder / "adapter" / WEIGHTS).items())
-    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(nano, dtype=torch.float32)
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(learning_model, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
     final = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "final", dtype=torch.float32)
     for (name, merged), (_, saved) in zip(adapted.named_parameters(), final.named_parameters(), strict=True):
         assert (merged - saved).abs().max() <= 1e-6, name
-    before, after = HfTensors(nano), HfTensors(folder / "final")
+    before, after = HfTensors(learning_model), HfTensors(folder / "final")
     same = {name for name in before.specs if torch.equal(before.read(name), after.read(name))}
     linears = {name for name in before.specs if name.endswith(("proj.weight", "qkv.weight", "mlp.0.weight", "mlp.2.weight"))}
     assert same == before.specs.keys() - linears | {"visual.patch_embed.proj.weight"}

@@ -93,6 +93,18 @@ def room_or_skip() -> None:
         pytest.skip(str(fault))
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a sandbox server in a process of its own; skipped where there is no room."""
+    room_or_skip()
+    command = [sys.executable, "-m", "sandbox", "serve", "--port=0", "--size=2", "--wait=30"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
 def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Example], Said]) -> list[list[Rollout]]:
     """For each policy an episode of each training example; all at once on two boxes."""
     room_or_skip()
@@ -154,8 +166,10 @@ def test_an_answer_that_stands_only_in_a_picture_of_turn_two_is_found(renderer: 
         ("functions", "deepeyes", 2.0),
     ],
 )
-def test_gold_earns_full_marks_and_no_gold_none(renderer: Renderer, questions: Path, protocol: str, reward: str, full: float) -> None:
-    task = task_of(questions, protocol=protocol, reward=reward)
+def test_gold_earns_full_marks_and_no_gold_none(
+    renderer: Renderer, questions: Path, server: str, protocol: str, reward: str, full: float
+) -> None:
+    task = task_of(questions, protocol=protocol, reward=reward, sandbox=SandboxSettings(url=server))
 
     def gold(example: Example) -> Said:
         replies = task.gold(example)
@@ -169,7 +183,9 @@ def test_gold_earns_full_marks_and_no_gold_none(renderer: Renderer, questions: P
 
 
 @pytest.mark.parametrize(("reward", "full", "verdicts"), [("codev", 1.0 + 0.3 + 0.5, 4), ("tapo", 1.0 + 0.5, 4)])
-def test_gold_earns_full_marks_of_a_judge_that_looks(renderer: Renderer, questions: Path, reward: str, full: float, verdicts: int) -> None:
+def test_gold_earns_full_marks_of_a_judge_that_looks(
+    renderer: Renderer, questions: Path, server: str, reward: str, full: float, verdicts: int
+) -> None:
     """The judge is a server on loopback. It gives its full score to evidence that has the color of the question's own picture."""
 
     def looks(body: dict) -> Reply:
@@ -177,8 +193,8 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(renderer: Renderer, questio
         first, *made = (Pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).resize((1, 1)).getpixel((0, 0)) for url in urls)
         return completion(json.dumps({"score": int(bool(made) and all(np.abs(np.subtract(first, other)).max() < 9 for other in made))}))
 
-    with serving(looks) as server:
-        task = task_of(questions, protocol="codev", reward=reward, judge=judged_by(server))
+    with serving(looks) as judge:
+        task = task_of(questions, protocol="codev", reward=reward, judge=judged_by(judge), sandbox=SandboxSettings(url=server))
 
         def gold(example: Example) -> Said:
             replies = task.gold(example)
@@ -193,19 +209,7 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(renderer: Renderer, questio
         rollouts, strayed = play(task, renderer, gold, beside)
     assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.rewards for rollout in rollouts]
     assert [rollout.reward for rollout in strayed] == pytest.approx([full - 0.5] * 4), [rollout.rewards for rollout in strayed]
-    assert len(server.bodies) == 2 * 4, "one judgement of each episode; the answer needs none"
-
-
-@pytest.fixture
-def server() -> Iterator[str]:
-    """The address of a sandbox server in a process of its own; skipped where there is no room."""
-    room_or_skip()
-    command = [sys.executable, "-m", "sandbox", "serve", "--port=0", "--size=2", "--wait=30"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
+    assert len(judge.bodies) == 2 * 4, "one judgement of each episode; the answer needs none"
 
 
 def test_a_server_of_boxes_gives_what_boxes_of_ones_own_give(renderer: Renderer, questions: Path, server: str) -> None:

@@ -15,7 +15,7 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the walk of four processes
 ONE_PROCESS = ["1,1,1,0,none,tied"]
-FOUR_PROCESSES = ["2,2,1,0,none,tied", "4,1,1,1,selective,tied", "2,1,1,0,none,tied", "1,2,2,0,full,tied", "2,2,1,1,none,tied"]
+FOUR_PROCESSES = ["2,2,1,1,none,tied", "4,1,1,1,selective,tied", "2,1,1,0,none,tied", "1,2,2,0,full,tied"]
 FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (4, FOUR_PROCESSES)) for layout in layouts]
 MODULES = (
     r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"

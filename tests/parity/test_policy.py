@@ -1,5 +1,6 @@
 """The policy against Hugging Face, and every layout against one process: fp32, 1e-5."""
 
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -12,24 +13,16 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(1000)  # the first test waits for the walk of eight processes
 ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]
-EIGHT_PROCESSES = [
-    # tp, pp, vpp, sequence parallel, recomputation, (MiB of a bucket of exported weights,) model; data parallel: what remains of 8
-    "4,2,1,0,none,untied",
-    "4,2,2,1,full,tied",
-    "4,2,1,1,selective,untied",
-    "4,1,1,0,full,tied",
-    "4,1,1,1,none,untied",
-    "2,2,1,0,selective,tied",
-    "2,2,2,1,none,0.1,untied",
-    "2,2,2,0,full,untied",
-    "2,2,1,1,full,tied",
+FOUR_PROCESSES = [
+    # tp, pp, vpp, sequence parallel, recomputation, (MiB of a bucket of exported weights,) model; data parallel: what remains of the world
     "2,1,1,1,selective,tied",
-    "2,1,1,0,none,untied",
-    "1,2,2,0,selective,tied",
-    "1,2,1,0,full,untied",
-    "1,1,1,0,full,tied",
+    "2,1,1,1,none,untied",
+    "1,2,2,0,none,tied",
+    "1,2,1,0,selective,untied",
 ]
-LAYOUTS = ONE_PROCESS + EIGHT_PROCESSES
+EIGHT_PROCESSES = ["4,2,2,1,selective,tied", "4,2,1,1,full,tied", "4,1,1,0,none,untied", "2,2,2,0,full,0.1,untied", "1,1,1,0,full,tied"]
+SEVERAL_PROCESSES = FOUR_PROCESSES + EIGHT_PROCESSES
+LAYOUTS = ONE_PROCESS + SEVERAL_PROCESSES
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +43,30 @@ def hf(models: Path) -> dict[str, HfRun]:
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("layouts")
     torchrun(1, SUPPORT / "layouts.py", models, out, *ONE_PROCESS)
+    torchrun(4, SUPPORT / "layouts.py", models, out, *FOUR_PROCESSES, timeout_s=400)
     torchrun(8, SUPPORT / "layouts.py", models, out, *EIGHT_PROCESSES, timeout_s=900)
     return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
 
 
 def model_of(layout: str) -> str:
     return layout.rsplit(",", 1)[1]
+
+
+def choices(layout: str | tuple[str, ...]) -> set[frozenset]:
+    """What a layout chooses, two at a time; and by which pipelines tied embeddings and sequences go."""
+    tp, pp, vpp, sequence, recompute, *_, model = layout.split(",") if isinstance(layout, str) else layout
+    names = zip(("tp", "pp", "vpp", "sequence", "recompute", "model"), (tp, pp, vpp, sequence, recompute, model), strict=True)
+    triples = {frozenset([("pp", pp), ("vpp", vpp), ("model", model)]), frozenset([("pp", pp), ("vpp", vpp), ("sequence", sequence)])}
+    return {frozenset(pair) for pair in combinations(names, 2)} | triples
+
+
+def test_the_layouts_cover_all_choices_two_at_a_time() -> None:
+    every = product("421", "21", "21", "01", ("none", "full", "selective"), ("tied", "untied"))
+    possible = [layout for layout in every if not (layout[1:3] == ("1", "2") or (layout[0] == "1" and layout[3] == "1"))]
+    chosen = set().union(*map(choices, SEVERAL_PROCESSES))
+    assert not set().union(*map(choices, possible)) - chosen and {tuple(layout.split(",")[:2]) for layout in SEVERAL_PROCESSES} == {
+        layout[:2] for layout in possible
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,7 +86,7 @@ def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: 
     assert worst[0] <= 1e-5, worst
 
 
-@pytest.mark.parametrize("layout", EIGHT_PROCESSES)
+@pytest.mark.parametrize("layout", SEVERAL_PROCESSES)
 @pytest.mark.parametrize(("steps", "bound"), [("first_step", 1e-5), ("three_steps", 1e-3)])
 def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: float, results: dict) -> None:
     """Against one process. The first step has Adam's eps at 1e-4; at 1e-8 Adam divides near-zero gradients by themselves."""
@@ -86,7 +97,7 @@ def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: fl
     assert worst[0] <= bound, worst
 
 
-@pytest.mark.parametrize("layout", EIGHT_PROCESSES)
+@pytest.mark.parametrize("layout", SEVERAL_PROCESSES)
 def test_copies_of_a_parameter_stay_bitwise_equal(layout: str, results: dict) -> None:
     """Replicated parameters over tensor-parallel ranks, all over data-parallel ranks, tied embeddings over stages; after three steps."""
     digests: dict[str, set[str]] = {}

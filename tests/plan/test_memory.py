@@ -1,5 +1,6 @@
 """The plan's numbers against a real policy's storages, a hand-computed engine, and what is refused."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -192,10 +193,28 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
 
 
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = Settings(
-        model=ModelSettings(path="Qwen/Qwen2.5-VL-3B-Instruct", dtype="bfloat16"), engine=EngineSettings(dtype="bfloat16"),
-        task=config.TaskSettings(name="number_line"), run=RunSettings(dir="there", dry=True, gpu="l40s"),
-    )  # fmt: skip
     with pytest.raises(ValueError, match=r"^run.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
-        run(settings)
-    assert "3,754,622,976" in capsys.readouterr().out
+        run(dry(gpu="l40s", host_gb=9999.0))
+    out = capsys.readouterr().out
+    assert "3,754,622,976" in out and "does not fit" not in out
+
+
+def test_a_host_that_does_not_hold_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan is read on another machine than the one it is for: the line is no refusal, and says by which setting the other is stated. What
+    is needed is the sum that the line of the host itself shows."""
+    run(dry(gpu="h200", host_gb=5.0))
+    *_, host, misfit, fits = capsys.readouterr().out.splitlines()
+    needed = re.fullmatch(r"host, a node of 1: up to (\d+\.\d GB) = 1 x .*", host)
+    said = f"does not fit: run.host_gb=5.0: its 5.0 GB are less than the {needed[1]} that 1 process may need at most; state another node's"
+    assert misfit.startswith(said)
+    assert fits.startswith("fits: ")
+    run(dry(gpu="h200", host_gb=float(needed[1].removesuffix(" GB")) + 0.1))
+    assert "does not fit" not in capsys.readouterr().out
+
+
+def dry(**run: object) -> Settings:
+    return Settings(
+        model=ModelSettings(path="Qwen/Qwen2.5-VL-3B-Instruct", dtype="bfloat16"), parallel=ParallelSettings(recompute="full"),
+        engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3), task=config.TaskSettings(name="number_line"),
+        run=RunSettings(dir="there", dry=True, **run),
+    )  # fmt: skip

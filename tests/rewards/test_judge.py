@@ -115,11 +115,11 @@ def test_the_next_server_takes_over(name: str) -> None:
 
         async def use(judge: Judge) -> None:
             judge.servers.endpoints[0].rest_s = 30.0
-            for index in range(20):
+            for index in range(8):
                 assert await judge.verdict(PROMPT, fields=fields(f"{index}")) == 1.0
 
         held(settings(bad, good, tries=50, timeout_s=1.0 if name == "hang" else 10.0), use)
-    assert len(good.bodies) == 20
+    assert len(good.bodies) == 8
     assert len(bad.bodies) <= 1 or name == "prose", "a server that failed was not given its rest"
 
 
@@ -165,15 +165,15 @@ def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, re
 
 
 def test_the_queue_for_a_slot_is_no_rest() -> None:
-    """Two at a time of sixty, who wait longer than the time-out for their turn, and a server that fails once meanwhile."""
+    """Two at a time of thirty, who wait longer than the time-out for their turn, and a server that fails once meanwhile."""
     began = time.monotonic()
     failure, well = iter([500]), right({}).body
-    with serving(lambda _: Reply(well, next(failure, 200) if time.monotonic() - began > 1.2 else 200, hang_s=0.1)) as server:
+    with serving(lambda _: Reply(well, next(failure, 200) if time.monotonic() - began > 0.8 else 200, hang_s=0.1)) as server:
 
         async def use(judge: Judge) -> None:
-            assert await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(60))) == [1.0] * 60
+            assert await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(30))) == [1.0] * 30
 
-        judge = held(settings(server, concurrency=2, timeout_s=1.0), use)
+        judge = held(settings(server, concurrency=2, timeout_s=0.7), use)
     assert judge.servers.failures == 1
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import JudgeSettings
-from megatron_rl.rewards import judge as judge_module
+from megatron_rl.rewards import greeting
 from megatron_rl.rewards.judge import Judge, judge_of
 from megatron_rl.types import HostFault
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
@@ -39,9 +39,9 @@ def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "GREETING_S", 0.3)
+    monkeypatch.setattr(greeting, "GREETING_S", 0.3)
     with serving(right) as server:
-        with pytest.raises(HostFault, match=r"serves served, judge, other, not task.judge.model=another\); start one"):
+        with pytest.raises(HostFault, match=r"serves served, judge, other, not task.judge.model=another: choose one of these\); start one"):
             held(settings(server, model="another"), lambda _: asyncio.sleep(0))
         server.greeting = Reply("", hang_s=1.0)
         with pytest.raises(HostFault, match=rf"no judge can be asked \({server.url}: no answer within 0 s\)"):

@@ -15,7 +15,7 @@ from threading import Event
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, tensor_parallel
 from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_rl.algo.objective import objective
@@ -25,6 +25,7 @@ from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.world import connect, place
+from tests.support.layouts import forget_layout
 from tests.support.packed import example_contexts
 
 
@@ -67,7 +68,7 @@ class World:
         try:
             yield
         finally:
-            parallel_state.destroy_model_parallel()
+            forget_layout()
 
     def policy(self, variant: Variant) -> Policy:
         return Policy(

@@ -81,7 +81,8 @@ def run(script: str | Path, *arguments: object, timeout_s: float, cwd: Path = RO
 
 
 def world(num: int, script: str | Path, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """As many processes as torchrun would start, with what it tells them; the first that fails ends the others. Raises TimeoutExpired."""
+    """As many processes as torchrun would start, with what it tells them; the first that fails ends the others, and its code is that of
+    the world. Raises TimeoutExpired."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,12 +97,12 @@ def world(num: int, script: str | Path, *arguments: object, timeout_s: float) ->
                 raise subprocess.TimeoutExpired(ranks[0].args, timeout_s, output=_said(ranks))
             for sentinel in ended:
                 left.pop(sentinel).communicate()
+        code = next((rank.returncode for rank in ranks if rank.returncode), 0)
     finally:
         by = time.monotonic() + GRACE_S
         for rank in ranks:
             rank.end(by=by)
-    failed = [rank.returncode for rank in ranks if rank.returncode]
-    return subprocess.CompletedProcess(ranks[0].args, failed[0] if failed else 0, _said(ranks))
+    return subprocess.CompletedProcess(ranks[0].args, code, _said(ranks))
 
 
 def _said(ranks: list[Process]) -> str:

@@ -11,6 +11,7 @@ from megatron_rl.minibatches import WeightedContext
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context
 from tests.support.packed import example_contexts
+from tools.convert.verify import logits_of
 
 TEMPERATURE = 0.7
 
@@ -21,15 +22,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def hf_logits(model: Qwen2_5_VLForConditionalGeneration, renderer: Renderer, context: Context) -> torch.Tensor:
     """HF's own forward of one context: logits [L, vocabulary]."""
-    ids = torch.tensor([context.token_ids])
-    images = {}
-    if context.images:
-        images = {
-            "pixel_values": torch.cat([image.patch_PC for image in context.images]),
-            "image_grid_thw": torch.tensor([image.grid for image in context.images]),
-            "mm_token_type_ids": (ids == renderer.image_token_id).int(),
-        }
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
+    return logits_of(model, context, image_token_id=renderer.image_token_id)
 
 
 def sampled_distribution(logits: torch.Tensor, banned_ids: list[int]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Batch, LossMetrics, Rows
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.world import connect, place
 from tests.support.packed import example_contexts
 
@@ -102,20 +103,19 @@ def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
     return named
 
 
-def make_policy(model: Path, layout: Layout, case: Case, *, lr: float, eps: float) -> Policy:
-    renderer = Renderer(ModelSettings(path=str(model)))
+def make_policy(model: Path, renderer: Renderer, layout: Layout, case: Case, *, lr: float, eps: float) -> Policy:
     return Policy(
         ModelSettings(path=str(model)), layout, parallel=case.settings(), optim=OptimSettings(lr=lr, eps=eps), num_steps=3,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, bucket_mib=case.bucket_mib,
     )  # fmt: skip
 
 
-def steps(policy: Policy, contexts: list[WeightedContext], *, count: int, max_tokens: int) -> dict[str, object]:
-    """GRPO steps: losses, gradient norms and the change of every tensor. The lr keeps the change far above fp32's rounding of weights."""
-    before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+def steps(policy: Policy, contexts: list[WeightedContext], *, count: int, stored: HfTensors) -> dict[str, object]:
+    """GRPO steps, each context a micro-batch: losses, gradient norms and every tensor's change since it was `stored`. The lr keeps the
+    change far above fp32's rounding of weights."""
     loss = objective(AlgoSettings(entropy_coef=0.1))
-    metrics = [policy.update(policy.pack(contexts, max_tokens=max_tokens), loss, step=step) for step in range(count)]
-    change = {name: tensor - before[name] for name, tensor in policy.hf_weights()}
+    metrics = [policy.update(policy.pack(contexts, max_tokens=1), loss, step=step) for step in range(count)]
+    change = {name: tensor - stored.read(name) for name, tensor in policy.hf_weights()}
     return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
 
 
@@ -140,7 +140,8 @@ def walk(models: Path, out: Path, text: str) -> None:
     contexts = example_contexts(renderer)
     positions = read_spec(model).positions
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, nothing shared
-    policy = make_policy(model, layout, case, lr=0.1, eps=1e-4)
+    stored = HfTensors(model)
+    policy = make_policy(model, renderer, layout, case, lr=0.1, eps=1e-4)
     result: dict[str, object] = {"logits": full_logits(policy, whole), "mask": whole.mask_T}
     encoded = [None] * dist.get_world_size()
     dist.all_gather_object(encoded, (layout.pp_rank, layout.dp_rank, policy.network.chunks[0].num_images_encoded))
@@ -148,9 +149,9 @@ def walk(models: Path, out: Path, text: str) -> None:
     result["logprobs"] = policy.logprobs([whole])[0]
     for cut, max_tokens in (("one", 10_000), ("each", 1)):
         result[f"gradients_{cut}"] = gradients(policy, policy.pack(contexts, max_tokens=max_tokens))
-    result["first_step"] = steps(policy, contexts, count=1, max_tokens=1)
-    policy = make_policy(model, layout, case, lr=1e-3, eps=1e-8)
-    result["three_steps"] = steps(policy, contexts, count=3, max_tokens=1)
+    result["first_step"] = steps(policy, contexts, count=1, stored=stored)
+    policy = make_policy(model, renderer, layout, case, lr=1e-3, eps=1e-8)
+    result["three_steps"] = steps(policy, contexts, count=3, stored=stored)
     replicas = [None] * dist.get_world_size()
     dist.all_gather_object(replicas, copies(policy))
     result["copies"] = [entry for found in replicas for entry in found]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.algo.objective import objective
@@ -24,7 +23,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Batch
 from megatron_rl.weights.stream import is_adapter
 from megatron_rl.world import connect, place
-from tests.support.layouts import Case, copies, full_logits, gradients
+from tests.support.layouts import Case, copies, forget_layout, full_logits, gradients
 from tests.support.packed import example_contexts
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
@@ -128,7 +127,7 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     result["dropped_copies"] = [entry for found in replicas for entry in found]
     if policy.layout.is_last_stage and policy.layout.tp_rank == 0 and policy.layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
-    parallel_state.destroy_model_parallel()
+    forget_layout()
 
 
 def main() -> None:

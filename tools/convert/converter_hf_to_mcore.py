@@ -23,7 +23,7 @@ from megatron_rl.weights.formats.open import as_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.source import EMBEDDINGS, NamedSource
 from megatron_rl.weights.formats.to_mcore import Import
-from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
+from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 
 PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
@@ -109,16 +109,8 @@ exit code: 0 the checkpoint is there and complete; 1 an error, said in one line,
 def main(arguments: list[str] | None = None) -> int:
     given = parse_arguments(arguments)
     quiet_libraries()
-    try:
-        said = convert(
-            find(given.hf), given.out, tp=given.tp, pp=given.pp, dtype=DTYPES[given.dtype] if given.dtype else None,
-            force=given.force, check_logits=given.verify, console=Console(stderr=True),
-        )  # fmt: skip
-    except (ValueError, OSError) as error:
-        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
-        return 1
-    print(said)
-    return 0
+    options = {"tp": given.tp, "pp": given.pp, "dtype": DTYPES.get(given.dtype), "force": given.force, "check_logits": given.verify}
+    return ended(lambda: convert(find(given.hf), given.out, console=Console(stderr=True), **options), out=given.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron_rl.weights.formats.merge_lora import Merged
 from megatron_rl.weights.formats.open import as_dtype, critics_part, hf_part, kind_of, open_source
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
 from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names
-from tools.commands import DTYPES, in_words, progress_bar, quiet_libraries
+from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 
 STYLES = {"released": str, "nested": nested}
 """How tensors are called. transformers 5.19 and vLLM 0.32 load both; released is what Qwen published, and what older ones load too."""
@@ -185,12 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     options["dtype"] = DTYPES.get(options["dtype"])
     quiet_libraries()
     asked = Merge(**options)
-    try:
-        print(merge(asked))
-    except (ValueError, OSError) as error:
-        print(f"error: {in_words(error, out=asked.out)}", file=sys.stderr)
-        return 1
-    return 0
+    return ended(lambda: merge(asked), out=asked.out)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from PIL import Image as Pillow
 from torch import nn
+from transformers import PreTrainedModel
 
 from megatron_rl.batch import pack
 from megatron_rl.config import LoraSettings, ParallelSettings, require
@@ -66,18 +67,20 @@ def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--h
     spec = read_spec(folder, key=key)
     _check_memory(spec, folder, key=key)
     model = spec.family.model.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
-    logits = {}
-    for name, context in prompts(spec).items():
-        ids = torch.tensor([context.token_ids])
-        images = {}
-        if context.images:
-            images = {
-                "pixel_values": torch.cat([image.patch_PC for image in context.images]),
-                "image_grid_thw": torch.tensor([image.grid for image in context.images]),
-                "mm_token_type_ids": (ids == spec.image_token_id).int(),
-            }
-        logits[name] = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
-    return logits
+    return {name: logits_of(model, context, image_token_id=spec.image_token_id) for name, context in prompts(spec).items()}
+
+
+def logits_of(model: PreTrainedModel, context: Context, *, image_token_id: int) -> torch.Tensor:
+    """Transformers' own forward of one context: logits [L, vocabulary]."""
+    ids = torch.tensor([context.token_ids])
+    images = {}
+    if context.images:
+        images = {
+            "pixel_values": torch.cat([image.patch_PC for image in context.images]),
+            "image_grid_thw": torch.tensor([image.grid for image in context.images]),
+            "mm_token_type_ids": (ids == image_token_id).int(),
+        }
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
 
 
 @on_cpu_too

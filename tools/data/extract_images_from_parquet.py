@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rl.config import require
 from megatron_rl.data.images import SUFFIXES, UNREADABLE, StoredImage, shortened, stored_image
 from megatron_rl.types import HostFault
-from tools.commands import in_words
+from tools.commands import ended
 
 QUALITY = 95
 ROWS_AT_ONCE = 64
@@ -182,13 +182,7 @@ exit code: 0 all is there; 1 an error, said in one line; the table is not writte
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for images/ and the new table")
     parser.add_argument("--threads", type=int, default=16, metavar="N", help="pictures that are made at once (default 16)")
     given = parser.parse_args(arguments)
-    try:
-        said = extract(given.parquet, given.out, threads=given.threads, console=Console(stderr=True))
-    except (ValueError, OSError) as error:
-        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
-        return 1
-    print(said)
-    return 0
+    return ended(lambda: extract(given.parquet, given.out, threads=given.threads, console=Console(stderr=True)), out=given.out)
 
 
 if __name__ == "__main__":

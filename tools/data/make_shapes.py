@@ -16,7 +16,7 @@ from megatron_rl.config import require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import SIZES, released_config
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
-from tools.commands import in_words
+from tools.commands import ended
 
 BLOCK = 1 << 25
 """Random numbers made; 64 MiB in bfloat16."""
@@ -57,13 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--layers", type=int, metavar="N", help="decoder layers; default: the size's own")
     given = parser.parse_args(arguments)
-    try:
+
+    def made() -> str:
         make(given.out, given.size, layers=given.layers)
-    except (ValueError, OSError) as error:
-        print(f"error: {in_words(error, out=given.out)}", file=sys.stderr)
-        return 1
-    print(f"{sum(path.stat().st_size for path in given.out.iterdir()):,} bytes in {given.out}")
-    return 0
+        return f"{sum(path.stat().st_size for path in given.out.iterdir()):,} bytes in {given.out}"
+
+    return ended(made, out=given.out)
 
 
 if __name__ == "__main__":
