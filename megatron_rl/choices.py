@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, check_algorithm
-from megatron_rl.config import EngineSettings, Settings, TaskSettings, require
+from megatron_rl.config import CriticSettings, EngineSettings, Settings, TaskSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import check_layout
@@ -97,6 +97,11 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
     if has_critic(settings, own):
         _check_critic(settings)
+    elif settings.stage == "rl":
+        plain = asdict(CriticSettings())
+        for key, value in asdict(settings.critic).items():
+            remedy = f"algo.name={settings.algo.name} has no critic; choose algo=ppo, or leave it out"
+            require(value == plain[key], f"critic.{key}", value, remedy)
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
