@@ -12,6 +12,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.rewards.functions import rewarded_by
+from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.tasks.base import Task, require_task
 from megatron_rl.tasks.gym_cards.blackjack_task import BlackjackTask
 from megatron_rl.tasks.gym_cards.points_task import EZPointsTask, Points24Task
@@ -21,6 +22,7 @@ from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
 
 TASKS: Mapping[str, type[Task]] = {
+    "alfworld": AlfworldTask,
     "blackjack": BlackjackTask,
     "ez_points": EZPointsTask,
     "number_line": NumberLineTask,

@@ -26,8 +26,9 @@ def evaluate(task: Task, settings: Settings, *, fleet: Fleet) -> dict[str, float
 
 
 def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
-    """Weighted mean success, return and share of episodes in which a tool ran, and the task's own figures; group numbers are positions
-    in `examples`.
+    """Weighted mean success, return, each part of the reward, share of episodes in which a tool ran, and the task's own figures.
+
+    Group numbers are positions in `examples`. A part is a mean over the episodes that it has an opinion on.
 
     Over the episodes that were scored. RunFailed when more than `max_failed` of them failed on our side, or no other is left.
     """
@@ -43,4 +44,7 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     returns = sum(weights[rollout.group] * rollout.reward for rollout in scored)
     users = sum(weights[rollout.group] * rollout.used_tool for rollout in scored)
     shares = {"success": success / total, "return": returns / total, "tool_use": users / total}
+    for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
+        judged = [(weights[rollout.group], rollout.rewards[name]) for rollout in scored if name in rollout.rewards]
+        shares.setdefault(name, sum(weight * value for weight, value in judged) / sum(weight for weight, _ in judged))
     return {**shares, **task.figures(examples, scored), "failed_fraction": len(failed) / len(rollouts)}

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import forked
 from tools.convert import converter_hf_to_mcore
+from tools.data import make_alfworld
 from tools.data.make_tiny_qwen2_5_vl import make
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,14 @@ def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.T
     for name, model in (("untied", random_model), ("tied", tied_model)):
         assert converter_hf_to_mcore.main(["--hf", str(model), "--out", str(folder / name), "--tp", "2"]) == 0
     return {"untied": (random_model, folder / "untied"), "tied": (tied_model, folder / "tied")}
+
+
+@pytest.fixture(scope="session")
+def alfworld_games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with train/, eval/ (one game of each kind) and words.txt."""
+    out = tmp_path_factory.mktemp("alfworld") / "games"
+    assert make_alfworld.main(["--out", str(out), "--num-train", "6", "--num-eval", "6", "--processes", "2"]) == 0
+    return out
 
 
 @pytest.fixture(scope="session")

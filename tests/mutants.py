@@ -34,6 +34,34 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "the share of a household's goal is paid by its level alone",
+        "megatron_rl/tasks/alfworld/task.py",
+        'before = self.view.met if self.options.progress == "change" else 0',
+        "before = 0",
+        "tests/tasks/test_alfworld.py -k earns",
+    ),
+    Mutant(
+        "cabinet 1 stands in cabinet 10",
+        "megatron_rl/tasks/alfworld/replies.py",
+        'if command in looked and re.search(rf"{re.escape(command)}(?!\\d)", looked, re.ASCII):',
+        "if command in looked:",
+        "tests/tasks/test_alfworld_parts.py -k reading",
+    ),
+    Mutant(
+        "a player that failed plays the next episode",
+        "megatron_rl/tasks/alfworld/pool.py",
+        "if player.is_free and player.num_games < MAX_GAMES:",
+        "if player.num_games < MAX_GAMES:",
+        "tests/tasks/test_alfworld_players.py -k fails_one",
+    ),
+    Mutant(
+        "scenes of training are held out too",
+        "megatron_rl/tasks/alfworld/making.py",
+        '"TRAIN_SCENE_NUMBERS" if split == "train" else "TEST_SCENE_NUMBERS"',
+        '"TRAIN_SCENE_NUMBERS"',
+        "tests/tools/test_make_alfworld.py -k drafts",
+    ),
+    Mutant(
         "turn baselines over all groups",
         "megatron_rl/algo/credit.py",
         "        groups[rollout.group].append(rollout)",

@@ -47,6 +47,14 @@ def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
     assert scores == {"success": 0.43, "draws": 0.09, "return": 2.0, "tool_use": 0.0, "failed_fraction": 0.5, "scored": 1}
 
 
+def test_a_part_is_a_mean_over_those_that_it_judged() -> None:
+    """Here one of weight 1/4 with 1, and one of weight 3/4 with 0.5; a part never hides what every evaluation tells."""
+    rollouts = [rollout(0, 2.0), rollout(0, 2.0), rollout(1, -1.0)]
+    rollouts[0].rewards, rollouts[2].rewards = {"won": 1.0, "return": 9.0}, {"won": 0.5}
+    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0)
+    assert scores["won"] == pytest.approx(0.25 * 1 + 0.75 * 0.5) and scores["return"] == pytest.approx((2 * 0.25 * 2 - 0.75) / 1.25)
+
+
 def test_too_many_failures_are_no_score() -> None:
     with pytest.raises(RunFailed, match="1 of 2 episodes failed, run.max_failed=0.1; first reason: judge: 429"):
         summarize(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)

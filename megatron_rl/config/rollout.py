@@ -116,7 +116,7 @@ class DataSettings:
     """The user's questions: files, folders or data sets in the cache of Hugging Face (docs/data.md)."""
 
     train: list[str] = field(default_factory=list)
-    """Files of the questions to train on."""
+    """Files of the questions to train on, or folders of the games."""
     eval: list[str] = field(default_factory=list)
     """Files of the held-out questions that evaluations ask."""
     demonstrations: list[str] = field(default_factory=list)
@@ -136,14 +136,14 @@ class TaskSettings:
     """What is played, by which rules, and what it needs: sandbox, judge, data."""
 
     name: str = MISSING
-    """Which task is played: number_line, ez_points, points24, blackjack, visual_python, visual_search, vqa, or one of your own."""
+    """Which task is played: number_line, ez_points, points24, blackjack, alfworld, visual_python, visual_search, vqa, or your own."""
     protocol: str = "pyvision"
     """How a task with tools is spoken: pyvision, codev, deepeyes or functions."""
     reward: str = ""
     """What is rewarded: of a task with questions accuracy, pyvision, deepeyes, codev or tapo; a function of your own; or one and the other,
     as accuracy+mine. Empty is the task's own way, with questions accuracy."""
     options: Any = None
-    """Settings that a task alone has: a game of cards (docs/games.md), or one of your own, as its dataclass says (docs/extend.md)."""
+    """Settings that a task alone has: a game (docs/games.md), or one of your own, as its dataclass says (docs/extend.md)."""
     prompt: str = ""
     """What task vqa asks, with {question} where question and pictures stand; empty asks for the answer between <answer> and </answer>."""
     system_prompt: str = ""

@@ -109,7 +109,40 @@ class BlackjackOptions(CardOptions):
             require(value >= 1, f"task.options.{key}", value, "must be at least 1")
 
 
+@dataclass
+class AlfworldOptions:
+    """What ALFWorld takes."""
+
+    reading: str = "json"
+    """How a reply is read: json takes one JSON object with an action, substring the first admissible command in a free text (RL4VLM)."""
+    invalid: str = "penalize"
+    """What a reply without a command does: penalize pays -1, noop and repeat pay 0 (repeat says why), random gives any command."""
+    progress: str = "level"
+    """What a step pays for the goal's conditions: level the share of them that holds (RL4VLM), change what it changed of that share."""
+    observation: str = "both"
+    """Where the text of an observation is: both in the picture and in the prompt, or in the picture alone."""
+    eval_picture: str = "drawn"
+    """What evaluations show: drawn as in training, or blank to see what a policy does without pictures."""
+    history: int = 0
+    """Commands before this one that the prompt lists at most; 0 lists none, as RL4VLM."""
+    processes: int = 64
+    """Processes of TextWorld at once, one an episode; further episodes wait for one."""
+    call_s: float = 60.0
+    """Seconds that TextWorld may take to begin a game or to play a command; after them the episode has failed."""
+
+    def __post_init__(self) -> None:
+        require_choice("task.options.reading", self.reading, ("json", "substring"))
+        require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "noop", "random"))
+        require_choice("task.options.progress", self.progress, ("level", "change"))
+        require_choice("task.options.observation", self.observation, ("both", "picture"))
+        require_choice("task.options.eval_picture", self.eval_picture, ("drawn", "blank"))
+        require(0 <= self.history <= 50, "task.options.history", self.history, "must be in 0..50")
+        require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")
+        require(self.call_s > 0, "task.options.call_s", self.call_s, "must be positive")
+
+
 OPTIONS: Mapping[str, type] = {
+    "alfworld": AlfworldOptions,
     "number_line": NumberLineOptions,
     "ez_points": EZPointsOptions,
     "points24": Points24Options,

@@ -108,6 +108,15 @@ def test_sandbox_calls() -> None:
     assert "| warm call: print |" in said and len(re.findall(r"^\| .*, an open box each \| \d+ \| \d+ \| \d+ \|$", said, re.MULTILINE)) == 3
 
 
+def test_alfworld_random(alfworld_games: Path) -> None:
+    """The planner wins all; who plays by chance takes more steps."""
+    said = said_by("alfworld_random", "--games", alfworld_games, "--num", 6, "--timed", 1, "--at-once", 2)
+    assert f"12 games in {alfworld_games}, 0 of them new" in said
+    chance, planner, (at_once, rate, memory) = [row for row in rows(said) if row[0] != "games at once"]
+    assert (chance[0], planner[0]) == ("random", "planner") and planner[1].startswith("100.0 (")
+    assert float(chance[-2]) > float(planner[-2]) and at_once == "2" and int(rate) > 0 and int(memory) > 0
+
+
 @pytest.mark.long
 def test_sandbox_calls_leave_nothing() -> None:
     """Alone on the machine: what others leave in the temporary folder would count."""

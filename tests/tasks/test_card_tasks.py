@@ -104,7 +104,7 @@ def test_blackjack_as_a_task_is_the_game_of_the_seed() -> None:
     assert {-1.0, 0.0, 1.0} == set(returns)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"alfworld"}))
 @pytest.mark.parametrize(("invalid", "reward"), [("penalize", -1), ("repeat", 0), ("random", None)])
 def test_what_a_reply_without_an_action_does(name: str, invalid: str, reward: int | None) -> None:
     task = task_of(name, invalid=invalid)

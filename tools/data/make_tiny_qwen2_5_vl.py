@@ -1,8 +1,8 @@
 """Writes a small Qwen2.5-VL as a complete Hugging Face folder: config, weights, tokenizer, processor, chat template.
 
 Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 140x140 images), `nano_search` (the same with
-a tokenizer for the words of visual search) and `smollm2` (SmolLM2-135M-Instruct's language weights and tokenizer, random vision tower). A
-folder appears whole or not at all.
+a tokenizer for the words of visual search; --words takes those of a file) and `smollm2` (SmolLM2-135M-Instruct's language weights and
+tokenizer, random vision tower). A folder appears whole or not at all.
 Over 300 lines because it is one file: run as a script, it does not see the package it lies in.
 """
 
@@ -246,12 +246,19 @@ def adopt_language(model: Qwen2_5_VLForConditionalGeneration, weights: dict[str,
     assert set(left) <= {"lm_head.weight"}, f"not taken over: {sorted(left)}"  # tied to the embedding
 
 
-def write(folder: Path, sizes: Sizes, *, preset: str, seed: int, init: str) -> int:
+def said_in(preset: str, words: Path | None) -> list[str]:
+    """Texts that the trained tokenizer has whole words for: those of a file where one is given."""
+    if words is not None:
+        return words.read_text(encoding="utf-8").splitlines(keepends=True)
+    return numberline_replies() if preset == "nano" else visual_search_episodes()
+
+
+def write(folder: Path, sizes: Sizes, *, preset: str, seed: int, init: str, words: Path | None) -> int:
     """Write the whole checkpoint into an existing empty folder; returns the number of parameters."""
     if preset == "smollm2":
         raw, weights = language_of_smollm2()
     else:
-        raw, weights = train_tokenizer(sizes.vocab, numberline_replies() if preset == "nano" else visual_search_episodes()), {}
+        raw, weights = train_tokenizer(sizes.vocab, said_in(preset, words)), {}
     tokenizer_class = "PreTrainedTokenizerFast" if preset == "smollm2" else "Qwen2Tokenizer"
     tokenizer = write_tokenizer(folder, raw, tokenizer_class=tokenizer_class, model_max_length=sizes.max_position)
     write_processor(folder, tokenizer, pixels=sizes.pixels)
@@ -267,7 +274,10 @@ def write(folder: Path, sizes: Sizes, *, preset: str, seed: int, init: str) -> i
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make(out: Path, *, preset: str = "nano", seed: int = 0, init: str = "learn", force: bool = False, **sizes: int | bool) -> int:
+def make(
+    out: Path, *, preset: str = "nano", seed: int = 0, init: str = "learn", force: bool = False, words: Path | None = None,
+    **sizes: int | bool,
+) -> int:  # fmt: skip
     """Write a checkpoint to `out` and return its number of parameters. `sizes` are fields of `Sizes` that replace the preset's.
 
     The folder is written beside `out` under a hidden name and renamed when complete. ValueError: bad sizes, or `out` exists.
@@ -276,6 +286,7 @@ def make(out: Path, *, preset: str = "nano", seed: int = 0, init: str = "learn",
     require_choice("--init", init, ("learn", "random"))
     fixed = sorted(sizes.keys() - VISION_SIZES) if preset == "smollm2" else []
     require(not fixed, "--preset", preset, f"fixes the language model; leave out {', '.join(fixed)}")
+    require(words is None or (preset == "nano" and words.is_file()), "--words", words, "must be a file of texts, with --preset nano")
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "config.json").is_file()
     require(replaceable, "--out", out, "is no checkpoint (it has no config.json), so --force does not replace it")
@@ -284,7 +295,7 @@ def make(out: Path, *, preset: str = "nano", seed: int = 0, init: str = "learn",
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     partial.mkdir()
     try:
-        num_parameters = write(partial, chosen, preset=preset, seed=seed, init=init)
+        num_parameters = write(partial, chosen, preset=preset, seed=seed, init=init, words=words)
         if out.exists():
             shutil.rmtree(out)
         os.rename(partial, out)
@@ -308,6 +319,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--init", default="learn", help="learn (default): can learn to read; random: nothing is a no-op")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    parser.add_argument("--words", type=Path, metavar="FILE", help="nano: texts that its tokenizer shall have whole words for")
     for field in fields(Sizes):
         option = "--" + field.name.replace("_", "-")
         if field.type is bool:

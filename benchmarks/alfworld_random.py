@@ -1,0 +1,121 @@
+"""What chance wins of generated games of ALFWorld, what the planner wins, and how many steps a second many games at once make.
+
+    .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld      # makes what games lack there, plays those of eval
+    .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2 --at-once 2      # tries the script
+
+Prints Markdown. Random play gives one of the admissible commands, each equally likely, 50 at most. Everything goes through the task's own
+environment, pictures and all, without an engine: what is measured is what stands between two replies of a policy.
+"""
+
+import argparse
+import asyncio
+import math
+import os
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.tasks.alfworld.goals import NAMES
+from megatron_rl.tasks.alfworld.scene import write_reply
+from megatron_rl.tasks.alfworld.task import MAX_STEPS, AlfworldTask
+from megatron_rl.tasks.options import AlfworldOptions
+from megatron_rl.types import Example
+from tools.data import make_alfworld
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of episodes, by kind of game."""
+
+    played: Counter[str] = field(default_factory=Counter)
+    won: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    earned: float = 0.0
+
+    def add(self, kind: str, *, won: bool, steps: int, earned: float) -> None:
+        self.played[kind] += 1
+        self.won[kind] += won
+        self.steps += steps
+        self.earned += earned
+
+    def row(self, name: str) -> str:
+        cells = [f"{100 * self.won[kind] / self.played[kind]:.0f}" if self.played[kind] else "-" for kind in NAMES]
+        num = self.played.total()
+        low, high = wilson(self.won.total(), num)
+        share = f"{100 * self.won.total() / num:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+        return f"| {name} | {share} | {' | '.join(cells)} | {self.steps / num:.1f} | {self.earned / num:.1f} |"
+
+
+def wilson(won: int, num: int) -> tuple[float, float]:
+    """Bounds of the 95% interval of a share (Wilson)."""
+    z, share = 1.96, won / num
+    middle, half = share + z * z / (2 * num), z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return (middle - half) / (1 + z * z / num), (middle + half) / (1 + z * z / num)
+
+
+def task_of(games: Path, *, at_once: int, num: int) -> AlfworldTask:
+    data = DataSettings(train=[str(games / "train")], eval=[str(games / "eval")], max_eval=num)
+    return AlfworldTask(TaskSettings(name="alfworld", max_turns=MAX_STEPS, data=data, options=AlfworldOptions(processes=at_once)))
+
+
+async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: list[str] | None, dice: random.Random) -> None:
+    """By these replies, or by chance."""
+    env = task.env(example)
+    won, steps, earned = False, 0, 0.0
+    try:
+        await env.reset(0)
+        while not won and steps < (MAX_STEPS if replies is None else len(replies)):
+            step = await env.step(write_reply("", dice.choice(env.view.commands)) if replies is None else replies[steps])
+            won, steps, earned = step.done, steps + 1, earned + step.reward
+    finally:
+        await env.close()
+    tally.add(example.payload["kind"], won=won, steps=steps, earned=earned)
+
+
+async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> tuple[Tally, float, float]:
+    """The tally, steps a second with the starts of games among them, and MiB of a player that it shares with none."""
+    task, tally = task_of(games, at_once=at_once, num=num), Tally()
+    try:
+        examples = task.examples("eval")
+        await play(task, examples[0], Tally(), replies=task.gold(examples[0]), dice=random.Random(0))  # TextWorld is loaded
+        started = time.perf_counter()
+        await asyncio.gather(*(
+            play(task, example, tally, replies=None if is_random else task.gold(example), dice=random.Random(number))
+            for number, example in enumerate(examples)
+        ))  # fmt: skip
+        spent = time.perf_counter() - started
+        players = [process for process in psutil.Process().children(recursive=True) if not process.children()]
+        memory = max(process.memory_full_info().uss for process in players) / 2**20
+        return tally, tally.steps / spent, memory
+    finally:
+        await task.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--games", type=Path, required=True, help="a folder of make_alfworld.py, which is called for what it lacks")
+    parser.add_argument("--num", type=int, default=200, help="games of eval")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8, 32], help="games played at the same time, one run each")
+    parser.add_argument("--timed", type=int, default=40, help="games of each of these runs")
+    given = parser.parse_args()
+    started = time.perf_counter()
+    assert make_alfworld.main(["--out", str(given.games), "--num-train", "6", "--num-eval", str(given.num)]) == 0
+    print(f"Made or found in {time.perf_counter() - started:.0f} s; {os.cpu_count()} cores.\n")
+    print(f"| share won (%) | all (95%) | {' | '.join(NAMES)} | steps | return |\n|---|---|{'---|' * len(NAMES)}---|---|")
+    for name in ("random", "planner"):
+        tally, *_ = asyncio.run(everyone(given.games, at_once=max(given.at_once), num=given.num, is_random=name == "random"))
+        print(tally.row(name), flush=True)
+    print("\n| games at once | steps a second | MiB of a player |\n|---|---|---|")
+    for at_once in given.at_once:
+        _, rate, memory = asyncio.run(everyone(given.games, at_once=at_once, num=given.timed, is_random=True))
+        print(f"| {at_once} | {rate:.0f} | {memory:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""ALFWorld without TextWorld: goals, replies, prompts, pictures, and where games are looked for."""
+
+import json
+import timeit
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.choices import build_task
+from megatron_rl.cli.help import documented
+from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.tasks.alfworld import games
+from megatron_rl.tasks.alfworld.goals import NAMES, Goal
+from megatron_rl.tasks.alfworld.picture import SIDE, blank, drawn
+from megatron_rl.tasks.alfworld.replies import READINGS, Invalid, read_substring
+from megatron_rl.tasks.alfworld.scene import View, prompt_of, thoughts_before, write_reply
+from megatron_rl.tasks.options import AlfworldOptions
+from tests.contracts.test_configs import settings_of
+from tests.contracts.test_field_docs import stands_alone
+
+KITCHEN = (
+    "objecttype apple1 appletype; objecttype apple2 appletype; objecttype mug1 mugtype; objecttype lamp1 desklamptype; "
+    "receptacletype fridge1 fridgetype; receptacletype table1 diningtabletype; receptacletype table2 diningtabletype; "
+    "receptacleatlocation fridge1 loc1; receptacleatlocation table1 loc2; receptacleatlocation table2 loc3; "
+)
+COMMANDS = ["go to cabinet 1", "go to cabinet 10", "go to cabinet 2", "look", "take apple 1 from cabinet 2"]
+
+
+def facts_of(text: str) -> dict[str, set[tuple[str, ...]]]:
+    facts = defaultdict(set)
+    for fact in filter(None, text.split("; ")):
+        name, *arguments = fact.split()
+        facts[name].add(tuple(arguments))
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "state", "met"),
+    [
+        ("pick", "Fridge", "inreceptacle apple1 table1", (0, 1)),
+        ("pick", "Fridge", "inreceptacle mug1 fridge1", (0, 1)),
+        ("pick", "Fridge", "inreceptacle apple2 fridge1", (1, 1)),
+        ("two", "DiningTable", "inreceptacle apple1 table1; inreceptacle apple2 table2", (1, 2)),
+        ("two", "DiningTable", "inreceptacle apple1 table2; inreceptacle apple2 table2", (2, 2)),
+        ("two", "DiningTable", "inreceptacle apple1 table2; inreceptacle mug1 table2", (1, 2)),
+        ("heat", "DiningTable", "ishot mug1", (0, 3)),
+        ("heat", "DiningTable", "ishot apple1; holds agent1 apple1", (1, 3)),
+        ("heat", "DiningTable", "inreceptacle apple1 table1", (1, 3)),
+        ("heat", "DiningTable", "ishot apple1; inreceptacle apple2 table1", (2, 3)),
+        ("heat", "DiningTable", "ishot apple1; inreceptacle apple1 table1", (3, 3)),
+        ("cool", "DiningTable", "ishot apple1; inreceptacle apple1 table1", (1, 3)),
+        ("cool", "DiningTable", "iscool apple1; inreceptacle apple1 table1", (3, 3)),
+        ("clean", "DiningTable", "isclean apple1; inreceptacle apple1 table1", (3, 3)),
+        ("look", "DeskLamp", "inreceptacle lamp1 table1; atlocation agent1 loc2", (0, 2)),
+        ("look", "DeskLamp", "inreceptacle lamp1 table1; atlocation agent1 loc2; istoggled lamp1", (1, 2)),
+        ("look", "DeskLamp", "inreceptacle lamp1 table1; atlocation agent1 loc1; istoggled lamp1; holds agent1 apple1", (1, 2)),
+        ("look", "DeskLamp", "inreceptacle lamp1 table1; atlocation agent1 loc2; istoggled lamp1; holds agent1 apple1", (2, 2)),
+        ("look", "DeskLamp", "inreceptacle lamp1 table1; atlocation agent1 loc2; istoggled lamp1; holds agent1 mug1", (1, 2)),
+    ],
+)
+def test_goal_conditions_by_hand(kind: str, place: str, state: str, met: tuple[int, int]) -> None:
+    """As ALFWorld's env/tasks.py counts them."""
+    assert Goal(kind, "Apple", place, 1).met(facts_of(KITCHEN + state)) == met
+
+
+def test_a_folder_names_its_goal() -> None:
+    goal = Goal.named("look_at_obj_in_light-AlarmClock-None-DeskLamp-308")
+    assert goal == Goal("look", "AlarmClock", "DeskLamp", 308) and goal.folder == "look_at_obj_in_light-AlarmClock-None-DeskLamp-308"
+    others = ("pick_and_place_with_movable_recep-Fork-Bowl-SinkBasin-7", "pick_and_place_simple-AppleSliced-None-Fridge-3", "x", ".partial")
+    assert [Goal.named(folder) for folder in others] == [None] * 4
+    assert len(NAMES) == 6 and {Goal.named(f"{name}-Mug-None-Desk-301").kind for name in NAMES.values()} == {*NAMES}
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ('{"thoughts": "go to cabinet 1?", "action": "go to cabinet 10"}', "go to cabinet 10"),
+        ('{"action": "Go to Cabinet 1"}', "go to cabinet 1"),
+        ('{"action": "go to cabinet 11"}', Invalid.NO_ACTION),
+        ('"action": first look, then go to cabinet 2', "go to cabinet 2"),
+        ("I want to take apple 1 from cabinet 2", "take apple 1 from cabinet 2"),
+        ("take apple 1 from cabinet 2 and then some more words than thirty", Invalid.NO_ACTION),
+        ("go to cabinet \u0661", Invalid.NO_ACTION), ("", Invalid.NO_ACTION), ("look" + " " * 5000, Invalid.TOO_LONG),
+        ("__import__('os').system('look')", "look"), ("action: look" + "." * 40, Invalid.NO_ACTION),
+    ],
+)  # fmt: skip
+def test_rl4vlms_reading(text: str, command: str) -> None:
+    """The first in the order of the commands, so that with two named the reply's own order has no say: RL4VLM's way."""
+    read = read_substring(text, COMMANDS)
+    assert (read if isinstance(read, Invalid) else COMMANDS[read]) == command
+
+
+PIECES = [*COMMANDS, '"action":', '{"action": "', '"}', "{", "}", "[", "1", "10", "\uff11", "\x00", "\u0130", "__class__", "(" * 500]
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@settings(max_examples=300, deadline=None)
+@given(text=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_no_text_breaks_a_reading(reading: str, text: str) -> None:
+    """One admissible command that the text holds, or a reason. `lower` may lengthen a text: dotted capital I."""
+    read = READINGS[reading](text, COMMANDS)
+    assert isinstance(read, Invalid) or COMMANDS[read] in text.lower()
+    if reading == "json" and not isinstance(read, Invalid):
+        assert json.loads(text)["action"] == COMMANDS[read]
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_reading_takes_microseconds(reading: str) -> None:
+    """The worst there is, among 60 commands: the best of some tries, since others use the machine too."""
+    commands = [f"go to cabinet {number}" for number in range(60)]
+    worst = [
+        "(" * 4096,
+        "[" * 4096,
+        "go to cabinet 99" * 256,
+        '{"action":' * 400,
+        '"action": ' + "go to cabinet 599 " * 220,
+        "\u0130" * 4096,
+    ]
+    for text in worst:
+        assert min(timeit.repeat(lambda text=text: READINGS[reading](text, commands), number=1, repeat=20)) < 2e-3
+
+
+def test_a_reply_says_what_it_is_about() -> None:
+    commands = ["go to fridge 1", "open fridge 1", "take apple 1 from fridge 1", "look"]
+    assert thoughts_before(commands) == "Next: take apple 1 from fridge 1." and thoughts_before(["look"]) == "Next: look."
+    reply = write_reply(thoughts_before(commands), commands[0])
+    assert list(json.loads(reply)) == ["thoughts", "action"]
+    assert READINGS["json"](reply, commands) == READINGS["substring"](reply, commands) == 0
+
+
+def test_the_prompt_says_all_that_is_told_and_nothing_else() -> None:
+    view = View("On the shelf 1, you see a mug 1.", ["look", "take mug 1 from shelf 1"], won=False, met=0, conditions=1)
+    whole = prompt_of("put a mug in desk", view, before=["go to shelf 1"])
+    for part in ("put a mug in desk.", view.text, "Before: go to shelf 1.", "look; take mug 1 from shelf 1."):
+        assert part in whole
+    silent = prompt_of("put a mug in desk", view, has_text=False)
+    assert view.text not in silent and "Before" not in silent and "look; take" in silent
+
+
+def test_a_picture_has_its_words_as_large_as_they_fit() -> None:
+    short, long = (np.array(drawn(text).convert("L")) for text in ("You see a mug 1.", "You see a mug 1. " * 12))
+    assert short.shape == (SIDE, SIDE) and short.min() == 0 and short[:, -8:].min() == 255
+    heights = [np.flatnonzero((pixels < 128).any(1)) for pixels in (short, long)]
+    first_line = [rows[: np.flatnonzero(np.diff(rows, append=999) > 1)[0] + 1].size for rows in heights]
+    assert first_line[0] > 1.3 * first_line[1] and heights[1].max() > 200, "few words are drawn large"
+    assert np.array(drawn("a b")).tobytes() != np.array(drawn("a c")).tobytes() and np.array(blank("a b")).min() == 255
+    drawn("w" * 5000)
+    drawn("")
+
+
+def a_game(root: Path, folder: str, trial: str, **content: object) -> Path:
+    path = root / folder / trial / games.GAME
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"pddl_domain": "", **content}))
+    return path
+
+
+def task_of(tmp_path: Path, **options: object) -> object:
+    data = DataSettings(train=[str(tmp_path / "train")], eval=[str(tmp_path / "eval")], max_eval=2)
+    return build_task(TaskSettings(name="alfworld", data=data, options=AlfworldOptions(**options)))
+
+
+def test_games_are_found_in_an_order_of_their_own(tmp_path: Path) -> None:
+    for number in range(4):
+        a_game(tmp_path / "train", "pick_and_place_simple-Mug-None-Desk-308", f"trial_{number}")
+        a_game(tmp_path / "eval", "look_at_obj_in_light-Mug-None-DeskLamp-302", f"trial_{number}", solvable=True)
+    a_game(tmp_path / "train", "pick_and_place_simple-Pen-None-Desk-308", "trial_9", solvable=False)
+    a_game(tmp_path / "train", "pick_and_place_with_movable_recep-Pen-Bowl-Desk-308", "trial_9")
+    task = task_of(tmp_path)
+    train = task.examples("train")
+    assert {example.id.split("/")[0] for example in train} == {"pick_and_place_simple-Mug-None-Desk-308"} and len(train) == 4
+    assert [example.payload["kind"] for example in task.examples("eval")] == ["look"] * 2
+    assert [example.id for example in train] == [example.id for example in task_of(tmp_path).examples("train")]
+    assert {example.payload["picture"] for example in train} == {"drawn"}
+    shown = task_of(tmp_path, eval_picture="blank").examples("eval")
+    assert {example.payload["picture"] for example in shown} == {"blank"}
+    with pytest.raises(ValueError, match=r"^task.data.train=.*--transcribe"):
+        task.demonstrations("correct", num=1, seed=0)
+    assert task.gold(train[0]) == []
+
+
+def test_official_games_are_where_alfworld_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_game(tmp_path / "json_2.1.1/train", "pick_and_place_simple-Mug-None-Desk-308", "trial_1")
+    a_game(tmp_path / "json_2.1.1/valid_unseen", "pick_and_place_simple-Mug-None-Desk-10", "trial_1")
+    a_game(tmp_path / "json_2.1.1/valid_seen", "pick_and_place_simple-Mug-None-Desk-308", "trial_2")
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    task = build_task(TaskSettings(name="alfworld"))
+    assert [[example.payload["scene"] for example in task.examples(split)] for split in ("train", "eval")] == [[308], [10]]
+
+
+def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    makes = r".*python tools/data/make_alfworld.py --out data/alfworld"
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    task = build_task(TaskSettings(name="alfworld"))
+    with pytest.raises(ValueError, match=rf"^task.data.eval=\[\]: {makes}"):
+        task.examples("eval")
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=rf"^ALFWORLD_DATA={tmp_path}/nowhere/json_2.1.1/train: no such folder; {makes}"):
+        build_task(TaskSettings(name="alfworld")).examples("train")
+    with pytest.raises(ValueError, match=rf"^task.data.train={tmp_path}/train: no such folder; {makes}"):
+        task_of(tmp_path).examples("train")
+    (tmp_path / "train").mkdir()
+    with pytest.raises(ValueError, match=rf"^task.data.train={tmp_path}/train: no game.tw-pddl .*{makes}"):
+        task_of(tmp_path).examples("train")
+    a_game(tmp_path / "train", "pick_and_place_simple-Mug-None-Desk-308", "trial_1")
+    monkeypatch.setattr(games, "PACKAGES", {"no_such_module": "textworld"})
+    with pytest.raises(ValueError, match=r"^task.name=alfworld: needs textworld; run: pip install"):
+        task_of(tmp_path).examples("train")
+
+
+def test_options_and_turns(tmp_path: Path) -> None:
+    chosen = settings_of("task=alfworld", "model.path=here", "run.dir=there", "task.options.progress=change", "task.options.history=4")
+    assert chosen.task.options == AlfworldOptions(progress="change", history=4) and chosen.task.max_turns == 50
+    assert all(stands_alone(doc) for doc in documented(AlfworldOptions).values())
+    with pytest.raises(ValueError, match="^task.max_turns=51: an episode has 50 steps"):
+        build_task(TaskSettings(name="alfworld", max_turns=51))
+    for wrong in ({"reading": "x"}, {"invalid": "x"}, {"progress": "x"}, {"observation": "x"}, {"eval_picture": "x"},
+                  {"history": -1}, {"processes": 0}, {"call_s": 0}):  # fmt: skip
+        (name,) = wrong
+        with pytest.raises(ValueError, match=rf"^task.options.{name}="):
+            AlfworldOptions(**wrong)

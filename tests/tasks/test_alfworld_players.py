@@ -1,0 +1,157 @@
+"""Players of TextWorld that raise, end, crash, hang, are killed; that hold nobody up, and leave nobody behind."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.tasks.alfworld.games import GAME
+from megatron_rl.tasks.alfworld.scene import write_reply
+from megatron_rl.tasks.alfworld.task import AlfworldTask
+from megatron_rl.types import Example, HostFault
+from tests.conftest import ROOT
+from tests.support.households import episode, task_of
+
+HOSTILE = {
+    "raises": "{1 / 0}",
+    "ends": "{__import__('os')._exit(3)}",
+    "crashes": "{__import__('ctypes').string_at(0)}",
+    "hangs": "{__import__('time').sleep(60)}",
+}
+"""What a grammar can be made to do: TextWorld evaluates it. Here in the answer to `inventory`."""
+
+
+@pytest.fixture(scope="module")
+def hostile(alfworld_games: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hostile")
+    source = next((alfworld_games / "train").glob("pick_and_place*/*"))
+    for name, rule in {**HOSTILE, "slow": "{__import__('time').sleep(1)}"}.items():
+        data = json.loads((source / GAME).read_text())
+        data["grammar"] = data["grammar"].replace("You are not carrying anything.", rule)
+        assert rule in data["grammar"]
+        folder = root / "train" / source.parent.name / name
+        folder.mkdir(parents=True)
+        (folder / GAME).write_text(json.dumps(data))
+    return root
+
+
+def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
+    """Each in its way, beside an episode that goes on; the next episode is played, by another player where it must be."""
+
+    async def side_by_side() -> dict[str, str]:
+        task = task_of(hostile, processes=3, call_s=4)
+        examples = {example.id.split("/")[1]: example for example in task.examples("train")}
+        look, inventory = write_reply("", "look"), write_reply("", "inventory")
+        told = {}
+        try:
+            good = task.env(examples["slow"])
+            await good.reset(0)
+            (mine,) = players_of(task)
+            for name in HOSTILE:
+                with pytest.raises(HostFault) as fault:
+                    await episode(task, examples[name], [look, inventory, look])
+                told[name] = str(fault.value)
+                assert not (await good.step(look)).call.error
+                _, steps = await episode(task, examples[name], [look])
+                assert len(steps) == 1
+            victim = task.env(examples["slow"])
+            await victim.reset(0)
+            working = asyncio.create_task(victim.step(inventory))
+            await asyncio.sleep(0.2)
+            (busy,) = [player for player in players_of(task) if player != mine]
+            busy.kill()
+            with pytest.raises(HostFault, match="its process ended"):
+                await working
+            await victim.close()
+            assert (await good.step(inventory)).reward == 0
+            await good.close()
+            keeper = task.players._keeper
+            keeper.kill()
+            keeper.wait()
+            await asyncio.sleep(0.1)
+            _, steps = await episode(task, examples["slow"], [look])
+            assert not steps[0].call.error and task.players._keeper is not keeper, "idle players went with their keeper"
+        finally:
+            everyone = [psutil.Process(task.players._keeper.pid), *players_of(task)]
+            await task.close()
+        assert not psutil.wait_procs(everyone, timeout=5)[1], "nobody is left"
+        return told
+
+    told = asyncio.run(side_by_side())
+    assert "ZeroDivisionError: division by zero" in told["raises"]
+    for name in ("ends", "crashes", "hangs"):
+        assert "task.options.call_s" in told[name] and '"command": "inventory"' in told[name]
+
+
+def players_of(task: AlfworldTask) -> list[psutil.Process]:
+    return psutil.Process(task.players._keeper.pid).children()
+
+
+def test_the_event_loop_does_not_wait(hostile: Path) -> None:
+    """While a player takes a second for one command."""
+
+    async def ticking() -> tuple[int, float]:
+        task = task_of(hostile)
+        (example,) = [example for example in task.examples("train") if example.id.endswith("/slow")]
+        env = task.env(example)
+        await env.reset(0)
+        started, ticks = time.monotonic(), 0
+        working = asyncio.create_task(env.step(write_reply("", "inventory")))
+        while not working.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        spent = time.monotonic() - started
+        await env.close()
+        await task.close()
+        return ticks, spent
+
+    ticks, spent = asyncio.run(ticking())
+    assert spent > 1 and ticks > 30
+
+
+def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_path: Path) -> None:
+    """Read first by a new keeper, which does not load; the next episode has a keeper again."""
+    task = task_of(alfworld_games)
+    good = task.examples("train")[0]
+    bad = Example(id="bad", payload={**good.payload, "game": str(tmp_path / "a-Mug-None-Desk-1" / "b" / GAME)})
+
+    async def both() -> None:
+        with pytest.raises(HostFault, match="did not load"):
+            await episode(task, bad, [])
+        await episode(task, good, task.gold(good))
+        with pytest.raises(HostFault, match="FileNotFoundError"):
+            await episode(task, bad, [])
+        await episode(task, good, task.gold(good))
+        await task.close()
+
+    asyncio.run(both())
+
+
+ORPHANS = """
+import asyncio, psutil, sys
+from megatron_rl.tasks.alfworld.pool import Players
+
+async def hold() -> None:
+    players = Players(2, seconds=60)
+    playing = [await players.take(sys.argv[1]) for _ in range(2)]
+    for player in playing:
+        await player.ask(game=sys.argv[1])
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(hold())
+"""
+
+
+def test_nobody_is_left_when_the_run_is_killed(alfworld_games: Path) -> None:
+    game = next((alfworld_games / "train").rglob(GAME))
+    with subprocess.Popen([sys.executable, "-c", ORPHANS, str(game)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        others = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]
+        run.kill()
+    assert len(others) == 3, "a keeper and two players"
+    assert not psutil.wait_procs(others, timeout=10)[1]
