@@ -23,11 +23,11 @@ PPO = ["experiment=numberline_ppo_cpu"]
 WARM = {
     "number_line": ["experiment=numberline_sft_cpu"],
     "ez_points": [
-        "experiment=numberline_sft_cpu", "task=ez_points", "sft.splits=[correct]", "sft.steps=[80]", "sft.num_demonstrations=3000",
+        "experiment=numberline_sft_cpu", "task=ez_points", "sft.splits=[correct]", "sft.steps=[110]", "sft.num_demonstrations=3000",
         "model.min_pixels=28000", "model.max_pixels=28300",
     ],
     "blackjack": [
-        "experiment=numberline_sft_cpu", "task=blackjack", "sft.splits=[correct]", "sft.steps=[80]", "sft.num_demonstrations=3000",
+        "experiment=numberline_sft_cpu", "task=blackjack", "sft.splits=[correct]", "sft.steps=[110]", "sft.num_demonstrations=3000",
         "model.min_pixels=28000", "model.max_pixels=28300",
     ],
 }  # fmt: skip

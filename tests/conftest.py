@@ -53,6 +53,7 @@ def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.T
 @pytest.fixture(scope="session")
 def alfworld_games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with train/, eval/ (one game of each kind) and words.txt."""
+    pytest.importorskip("fast_downward", reason="without launch/install_alfworld.sh")
     out = tmp_path_factory.mktemp("alfworld") / "games"
     assert make_alfworld.main(["--out", str(out), "--num-train", "6", "--num-eval", "6", "--processes", "2"]) == 0
     return out

@@ -8,6 +8,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash launch/install.sh
+if command -v g++ >/dev/null; then
+    bash launch/install_alfworld.sh
+else
+    echo "tests/run.sh: there is no g++: tests of task=alfworld are skipped"
+fi
 export PATH="$PWD/.venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # many short processes import the same 2 GB of packages: compile once
 export OMP_NUM_THREADS=1 # processes of the distributed tests share the cores; torchrun sets the same

@@ -114,9 +114,9 @@ class AlfworldOptions:
     """What ALFWorld takes."""
 
     reading: str = "json"
-    """How a reply is read: json takes one JSON object with an action, substring the first admissible command in a free text (RL4VLM)."""
+    """How a reply is read: json takes one JSON object with an action, rl4vlm the first admissible command in a free text."""
     invalid: str = "penalize"
-    """What a reply without a command does: penalize pays -1, noop and repeat pay 0 (repeat says why), random gives any command."""
+    """What a reply without a command does: penalize pays -1, repeat pays 0, random gives any command; no command changes nothing."""
     progress: str = "level"
     """What a step pays for the goal's conditions: level the share of them that holds (RL4VLM), change what it changed of that share."""
     observation: str = "both"
@@ -131,8 +131,8 @@ class AlfworldOptions:
     """Seconds that TextWorld may take to begin a game or to play a command; after them the episode has failed."""
 
     def __post_init__(self) -> None:
-        require_choice("task.options.reading", self.reading, ("json", "substring"))
-        require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "noop", "random"))
+        require_choice("task.options.reading", self.reading, ("json", "rl4vlm"))
+        require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "random"))
         require_choice("task.options.progress", self.progress, ("level", "change"))
         require_choice("task.options.observation", self.observation, ("both", "picture"))
         require_choice("task.options.eval_picture", self.eval_picture, ("drawn", "blank"))

@@ -129,7 +129,7 @@ def test_a_reply_says_what_it_is_about() -> None:
     assert thoughts_before(commands) == "Next: take apple 1 from fridge 1." and thoughts_before(["look"]) == "Next: look."
     reply = write_reply(thoughts_before(commands), commands[0])
     assert list(json.loads(reply)) == ["thoughts", "action"]
-    assert READINGS["json"](reply, commands) == READINGS["substring"](reply, commands) == 0
+    assert READINGS["json"](reply, commands) == READINGS["rl4vlm"](reply, commands) == 0
 
 
 def test_the_prompt_says_all_that_is_told_and_nothing_else() -> None:
@@ -208,7 +208,7 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: p
         task_of(tmp_path).examples("train")
     a_game(tmp_path / "train", "pick_and_place_simple-Mug-None-Desk-308", "trial_1")
     monkeypatch.setattr(games, "PACKAGES", {"no_such_module": "textworld"})
-    with pytest.raises(ValueError, match=r"^task.name=alfworld: needs textworld; run: pip install"):
+    with pytest.raises(ValueError, match=r"^task.name=alfworld: needs textworld; run: bash launch/install_alfworld.sh"):
         task_of(tmp_path).examples("train")
 
 

@@ -144,7 +144,7 @@ def test_a_noop_is_a_blank_in_the_formula(name: str) -> None:
             task_of(other, invalid="noop")
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"alfworld"}))
 def test_a_state_has_one_name_whenever_it_is_met(name: str) -> None:
     """Equal names, equal observations: of every state that random play meets in some episodes of one example."""
     task = task_of(name, invalid="random")

@@ -51,7 +51,7 @@ class Transcript:
 
 def require_packages() -> None:
     lacking = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
-    require(not lacking, "task.name", "alfworld", f"needs {', '.join(lacking)}; run: pip install 'megatron-rl[alfworld]'")
+    require(not lacking, "task.name", "alfworld", f"needs {', '.join(lacking)}; run: bash launch/install_alfworld.sh")
 
 
 def folders_of(data: DataSettings, split: str) -> list[Path]:

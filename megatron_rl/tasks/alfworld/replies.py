@@ -25,5 +25,5 @@ def read_substring(text: str, commands: Sequence[str]) -> int | Invalid:
     return Invalid.NO_ACTION
 
 
-READINGS: Mapping[str, Callable[[str, Sequence[str]], int | Invalid]] = {"json": read_json, "substring": read_substring}
+READINGS: Mapping[str, Callable[[str, Sequence[str]], int | Invalid]] = {"json": read_json, "rl4vlm": read_substring}
 """By task.options.reading."""

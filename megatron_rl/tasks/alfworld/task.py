@@ -10,6 +10,7 @@ task.options.invalid says what it does, as in the card games (gym_cards/game.py)
 """
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from megatron_rl.tasks.alfworld.replies import READINGS, Invalid
 from megatron_rl.tasks.alfworld.scene import View, prompt_of, thoughts_before, write_reply
 from megatron_rl.tasks.base import Env, Step, Task
 from megatron_rl.tasks.gym_cards.game import PENALTY, Transcripts, asked
+from megatron_rl.tasks.gym_cards.replies import action_at
 from megatron_rl.tasks.options import AlfworldOptions
 from megatron_rl.types import Example, Message, ToolCall
 
@@ -80,17 +82,24 @@ class AlfworldEnv(Env):
         self.view = View(**answer)
         return [self._shown()]
 
+    @property
+    def state(self) -> str:
+        """What was done so far: where things are follows from it, and nothing else does in a house that is seen in part."""
+        return "\n".join(self.played)
+
     async def step(self, text: str) -> Step:
+        return replace(await self._answer(text), action_at=action_at(text))
+
+    async def _answer(self, text: str) -> Step:
         commands = self.view.commands
         read = READINGS[self.options.reading](text, commands)
         if not isinstance(read, Invalid):
             return await self._play(commands[read], ToolCall(tool="move", source=commands[read]))
-        told = f"Your last reply was invalid: {read}." if self.options.invalid == "repeat" else ""
-        call = ToolCall(tool="move", source=text, text=told, error=str(read), ran=False)
+        call = ToolCall(tool="move", source=text, error=str(read), ran=False)
         if self.options.invalid == "random":
             return await self._play(self.dice.choice(commands), call)
         reward = self._progress(self.view) + (PENALTY if self.options.invalid == "penalize" else 0.0)
-        return Step(messages=[self._shown(told)], reward=reward, done=False, call=call, new_context=True)
+        return Step(messages=[self._shown()], reward=reward, done=False, call=call, new_context=True)
 
     async def _play(self, command: str, call: ToolCall) -> Step:
         assert self.player is not None, "step before reset"
@@ -107,10 +116,10 @@ class AlfworldEnv(Env):
         before = self.view.met if self.options.progress == "change" else 0
         return (view.met - before) / view.conditions
 
-    def _shown(self, told: str = "") -> Message:
+    def _shown(self) -> Message:
         before = self.played[-self.options.history :] if self.options.history else []
         prompt = prompt_of(self.task, self.view, before=before, has_text=self.options.observation == "both")
-        return asked(self.look(self.view.text), f"{told} {prompt}" if told else prompt)
+        return asked(self.look(self.view.text), prompt)
 
     async def close(self) -> None:
         if self.player is not None:

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Adds to .venv what task=alfworld needs. TextWorld's planner is compiled: that takes g++ and minutes, once.
+#   bash launch/install_alfworld.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+LOCK=requirements/alfworld.txt
+STAMP=.venv/alfworld.stamp # what was installed; goes with .venv
+
+bash launch/install.sh
+if [[ -f $STAMP ]] && cmp -s "$LOCK" "$STAMP"; then
+    exit 0
+fi
+if ! command -v g++ >/dev/null; then
+    echo "install_alfworld: error: needs g++ to compile TextWorld's planner. Install it (Debian: apt-get install g++) and run this again." >&2
+    exit 1
+fi
+echo "install_alfworld: installing $(grep -c '==' "$LOCK") packages from $LOCK (its planner is compiled: minutes)"
+.venv/bin/python -m pip install -qq --no-input --no-deps -r "$LOCK"
+.venv/bin/python -c 'import megatron_rl.tasks.alfworld.engine' || {
+    echo "install_alfworld: error: the packages of $LOCK do not load" >&2
+    exit 1
+}
+cp "$LOCK" "$STAMP.partial"
+mv "$STAMP.partial" "$STAMP"
