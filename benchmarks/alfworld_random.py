@@ -61,7 +61,9 @@ def wilson(won: int, num: int) -> tuple[float, float]:
 
 def task_of(games: Path, *, at_once: int, num: int) -> AlfworldTask:
     data = DataSettings(train=[str(games / "train")], eval=[str(games / "eval")], max_eval=num)
-    return AlfworldTask(TaskSettings(name="alfworld", max_turns=MAX_STEPS, data=data, options=AlfworldOptions(processes=at_once)))
+    return AlfworldTask(
+        TaskSettings(name="alfworld", max_turns=MAX_STEPS, data=data, options=AlfworldOptions(processes=at_once, call_s=600))
+    )
 
 
 async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: list[str] | None, dice: random.Random) -> None:
@@ -101,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--games", type=Path, required=True, help="a folder of make_alfworld.py, which is called for what it lacks")
     parser.add_argument("--num", type=int, default=200, help="games of eval")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8, 32], help="games played at the same time, one run each")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8], help="games played at the same time, one run each")
     parser.add_argument("--timed", type=int, default=40, help="games of each of these runs")
     given = parser.parse_args()
     started = time.perf_counter()

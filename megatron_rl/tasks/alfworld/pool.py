@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 from megatron_rl.types import HostFault, LastingFault
@@ -36,6 +37,7 @@ class Player:
         assert self.is_free, "the player still answers, or is gone"
         self.is_free = False
         self.num_games += "game" in question
+        started = time.monotonic()
         try:
             async with asyncio.timeout(self.seconds + SLACK_S):
                 self.writer.write(json.dumps(question).encode() + b"\n")
@@ -45,8 +47,9 @@ class Player:
             raise HostFault(self._failed(question, f"no answer in {self.seconds:g} s, task.options.call_s")) from late
         except OSError as gone:
             raise HostFault(self._failed(question, str(gone))) from gone
+        spent = time.monotonic() - started
         if not line.endswith(b"\n"):
-            raise HostFault(self._failed(question, f"its process ended; it had {self.seconds:g} s, task.options.call_s"))
+            raise HostFault(self._failed(question, f"its process ended after {spent:.1f} s of {self.seconds:g} (task.options.call_s)"))
         answer = json.loads(line)
         if "fault" in answer:
             raise HostFault(self._failed(question, answer["fault"]))
