@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algo.objective import objective
 from megatron_rl.config import AlgoSettings, OptimSettings
-from megatron_rl.policy.network import _merge
+from megatron_rl.policy.network import _add, _raise
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Batch, LossMetrics, NotFinite, Rows
 from tests.support.one_process import policy_of, world_of_one
@@ -90,7 +90,8 @@ def test_weights_that_an_update_broke_are_never_served(world: None, random_model
 def test_a_maximum_keeps_nan(order: tuple[float, ...]) -> None:
     maxima: dict[str, float] = {}
     for value in order:
-        _merge({}, maxima, {}, {"gap": value})
+        _raise(maxima, {"gap": value})
     assert math.isnan(maxima["gap"])
-    _merge(sums := {"a": 1.0}, maxima := {"gap": -math.inf}, {"a": 2.0, "b": 4.0}, {"gap": 0.5})
+    _add(sums := {"a": 1.0}, {"a": 2.0, "b": 4.0})
+    _raise(maxima := {"gap": -math.inf}, {"gap": 0.5})
     assert (sums, maxima) == ({"a": 3.0, "b": 4.0}, {"gap": 0.5})
