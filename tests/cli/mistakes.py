@@ -96,7 +96,7 @@ MISTAKES = {
     "model.path={tmp}/no_tokenizer": "model.path={tmp}/no_tokenizer: tokenizer.json is missing; copy it from where the model came from",
     "model.path={tmp}/half": "model.path={tmp}/half: ...model.safetensors...corrupt...copy it again...",
     "model.path={tmp}/bad_header": "model.path={tmp}/bad_header: ...model.safetensors...corrupt...copy it again...",
-    "task.name=chess": "task.name=chess: no such task; choose one of alfworld, blackjack, ez_points, number_line, points24, visual_python, ...",
+    "task.name=chess": "task.name=chess: no such task; choose one of alfworld, blackjack, ez_points, number_line, ...",
     "task=vqa": "task.data.eval=[]: give the files of questions that are held out",
     "task=vqa task.data.eval=[{tmp}/good.jsonl]": "task.data.train=[]: give the files of questions...",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/nowhere.jsonl]": "task.data.train={tmp}/nowhere.jsonl: no such file",
