@@ -16,7 +16,6 @@ from megatron_rl.tasks import gym_cards
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS as STEPS
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
 from megatron_rl.tasks.gym_cards.replies import READINGS, Invalid, read_json, read_token
-from megatron_rl.tasks.options import OPTIONS
 from tests.support.card_games import task_of
 
 MOVES = ("stand", "hit")
@@ -120,12 +119,10 @@ def test_no_reply_takes_long(kind: str, reading: str) -> None:
     assert min(took) < 2e-3, f"{min(took) * 1e6:.0f} us"
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", GAMES)
 def test_whatever_is_replied_is_played_or_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whole episodes, by every reading and every way to take an invalid reply. Nothing is evaluated, compiled or imported for it."""
     told = []
-    for function in ("eval", "exec", "compile"):
-        monkeypatch.setattr(builtins, function, lambda *given, **options: told.append(given))
     replies = [*HUGE.values(), *NAMES, *(f'{{"action": "{word}"}}' for word in (*NAMES, *GAMES[name])), *GAMES[name]]
     invalids = ("penalize", "repeat", "random", *(("noop",) if name in ("ez_points", "points24") else ()))
 
@@ -140,9 +137,12 @@ def test_whatever_is_replied_is_played_or_counted(name: str, monkeypatch: pytest
             assert (step.call.ran, step.call.error) == ((True, "") if not isinstance(read, Invalid) else (False, str(read)))
             assert step.call.source == (text if isinstance(read, Invalid) else GAMES[name][read])
 
-    for reading in READINGS:
-        for invalid in invalids:
-            asyncio.run(episodes(reading, invalid))
+    with monkeypatch.context() as watched:
+        for function in ("eval", "exec", "compile"):
+            watched.setattr(builtins, function, lambda *given, **options: told.append(given))
+        for reading in READINGS:
+            for invalid in invalids:
+                asyncio.run(episodes(reading, invalid))
     assert not told
 
 
