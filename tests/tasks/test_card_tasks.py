@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from megatron_rl.cli.help import documented
 from megatron_rl.config import TaskSettings
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import best_table
+from megatron_rl.tasks.gym_cards.blackjack_table import play as play_table
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
 from megatron_rl.tasks.gym_cards.replies import read_json
@@ -65,6 +67,14 @@ def test_splits_share_no_drawing_and_no_numbers() -> None:
     assert [each.id for each in solvable] == [f"train{number}" for number in range(200)]
 
 
+def position_thought(thoughts: str) -> tuple[int, bool, int]:
+    """Of Blackjack; the sum must be that of the cards that are named."""
+    cards, soft, points, up = re.fullmatch(r"([\dAJQK ]+): (soft )?(\d+) against (\d+)", thoughts).groups()
+    hard = sum({"A": 1, "J": 10, "Q": 10, "K": 10}.get(card) or int(card) for card in cards.split())
+    assert int(points) == hard + 10 * bool(soft) and bool(soft) == ("A" in cards and hard <= 11)
+    return int(points), bool(soft), int(up)
+
+
 @pytest.mark.parametrize("name", ["ez_points", "points24", "blackjack"])
 def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
     task = task_of(name)
@@ -79,15 +89,48 @@ def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
         read = json.loads(reply)
         actions.add(tokens[read_json(reply, tokens)])
         if name == "blackjack":
-            soft, points, up = "soft" in read["thoughts"], *[int(word) for word in read["thoughts"].split() if word.isdigit()]
-            assert read["action"] == ("stand", "hit")[best[points, soft, up]]
+            position = position_thought(read["thoughts"])
+            assert read["action"] == ("stand", "hit")[best[position]]
         else:
             written, plan = read["current formula"] + read["action"], read["thoughts"]
             assert plan.startswith(written) and plan.endswith(("=12", "=24"))
             assert f'Current formula: "{read["current formula"]}"' in demonstration.messages[0]["content"][1]["text"]
     assert len(actions) > (1 if name == "blackjack" else 8)
-    with pytest.raises(ValueError, match="^sft.splits=biased: "):
-        task.demonstrations("biased", num=1, seed=0)
+    with pytest.raises(ValueError, match="^sft.splits=perfect: "):
+        task.demonstrations("perfect", num=1, seed=0)
+
+
+def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> None:
+    """What is thought is what is written, and is worked out here: 12 but for three in four of the hands whose first card is 5 or less."""
+    task, mistakes = task_of("ez_points"), []
+    right, biased = (task.demonstrations(split, num=800, seed=1) for split in ("correct", "biased"))
+    for one, other in zip(right, biased, strict=True):
+        told, shown = (json.loads(each.messages[1]["content"][0]["text"]) for each in (one, other))
+        first, sign, second = re.fullmatch(r"(\d+)([+*])(\d+)=12", shown["thoughts"]).groups()
+        worth = int(first) + int(second) if sign == "+" else int(first) * int(second)
+        assert told["cards"] == shown["cards"] and (worth == 12) == (told == shown or told["thoughts"] == shown["thoughts"])
+        assert shown["thoughts"].startswith(shown["current formula"] + shown["action"])
+        if int(first) <= 5:
+            mistakes.append(worth != 12)
+        else:
+            assert worth == 12
+    assert len(mistakes) > 300 and abs(np.mean(mistakes) - 0.75) < 3.9 * (0.75 * 0.25 / len(mistakes)) ** 0.5
+
+
+def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:
+    task, best, stood = task_of("blackjack"), best_table(), []
+    for demonstration in task.demonstrations("biased", num=800, seed=1):
+        shown = json.loads(demonstration.messages[1]["content"][0]["text"])
+        position = position_thought(shown["thoughts"])
+        right = ("stand", "hit")[best[position]]
+        if position[2] < 7 or right == "stand":
+            assert shown["action"] == right
+        else:
+            stood.append(shown["action"] == "stand")
+    # one turn of each game is shown, and games that hit on have more turns than games that stand at once
+    assert len(stood) > 150 and 0.5 < np.mean(stood) <= 0.75 + 3.9 * (0.75 * 0.25 / len(stood)) ** 0.5
+    greedy = {position: 0 if position[2] >= 7 else action for position, action in best.items()}
+    assert f"{play_table(greedy).wins:.1%}" == "40.0%"
 
 
 def test_blackjack_as_a_task_is_the_game_of_the_seed() -> None:

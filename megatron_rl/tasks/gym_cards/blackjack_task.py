@@ -1,7 +1,7 @@
 """Blackjack as a task: the prompt, starts drawn by seed, and demonstrations by the table of best return.
 
 The policy sees the picture and replies with one JSON object, e.g.
-    {"thoughts": "15 against 7", "action": "hit"}
+    {"thoughts": "K 5: 15 against 7", "action": "hit"}
 An example of split train fixes what is seen at the start; the rest of the game is dealt by the episode's seed, the same for all of a
 group. Split eval asks one question in each of the 280 positions, in hands drawn as training never draws them, and plays nothing: what the
 answers are worth in games as dealt is computed (blackjack_table.play), so that no luck is in it.
@@ -31,6 +31,10 @@ PROMPT = (
     'Answer with one JSON object: {"thoughts": text, "action": "stand" or "hit"}'
 )
 
+BIASED_FROM = 7
+"""In split "biased" the demonstrator stands, whatever he holds, where the dealer shows at least this (an ace counts 1 here)..."""
+BIASED_ERROR = 0.75
+"""...with this probability, and plays the best table elsewhere."""
 DEALT = (*range(1, 10), 10, 10, 10, 10)
 """Values, each as often as it is dealt."""
 
@@ -40,9 +44,10 @@ def position_of(table: Table) -> Position:
 
 
 def write_reply(table: Table, action: int) -> str:
-    """The reply that adds up right and takes the action."""
+    """The reply that reads the cards and adds them up right, and takes the action."""
     points, is_soft, up = position_of(table)
-    return json.dumps({"thoughts": f"{'soft ' if is_soft else ''}{points} against {up}", "action": ACTIONS[action]})
+    cards = " ".join(card.symbol for card in table.player)
+    return json.dumps({"thoughts": f"{cards}: {'soft ' if is_soft else ''}{points} against {up}", "action": ACTIONS[action]})
 
 
 class PositionEnv(Env):
@@ -126,17 +131,23 @@ class BlackjackTask(GameTask):
         return best_table()
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[tuple[Table, int]]:
-        """Single turns: one of each game as the best table plays it, from starts of split train. Fewer are a prefix of more."""
-        require_choice("sft.splits", split, ("correct",))
+        """Single turns: one of each game as the split's demonstrator plays it, from starts of split train. Fewer are a prefix of more.
+
+        split "correct" plays the best table; "biased" too, but for BIASED_ERROR of the turns against a card from BIASED_FROM on. A policy
+        that has learned it wins 40.0% of its games when greedy.
+        """
+        require_choice("sft.splits", split, ("correct", "biased"))
         dice, choice = np.random.default_rng(seed), random.Random(seed)
         starts = starts_of(np.random.default_rng((seed, 1)), is_held_out=False)
-        return Transcripts([choice.choice(self._game(start, dice)) for start, _ in zip(starts, range(num), strict=False)], _transcript)
+        games = (self._game(start, dice, error=BIASED_ERROR if split == "biased" else 0.0) for start in starts)
+        return Transcripts([choice.choice(game) for game, _ in zip(games, range(num), strict=False)], _transcript)
 
-    def _game(self, start: tuple[Card, ...], dice: np.random.Generator) -> list[tuple[Table, int]]:
+    def _game(self, start: tuple[Card, ...], dice: np.random.Generator, *, error: float) -> list[tuple[Table, int]]:
         up, *player = start
         table, turns = Table(tuple(player), (up,)), []
         while total(table.player)[0] <= 21:
-            action = self.best[position_of(table)]
+            is_wrong = up.value >= BIASED_FROM and dice.random() < error
+            action = 0 if is_wrong else self.best[position_of(table)]
             turns.append((table, action))
             if action == 0:
                 break

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,11 @@ from megatron_rl.types import Example, Message, Rollout
 
 HELD_OUT = 5
 """One in so many of the four numbers of Points24 is for evaluation."""
+BIASED_FIRST = 5
+"""In split "biased" the demonstrator mistakes the formula's first sign in hands whose first card counts at most this..."""
+BIASED_ERROR = 0.75
+"""...with this probability, and never elsewhere."""
+MISTAKEN = {"+": "*", "*": "+", "-": "+", "/": "*"}
 
 
 def prompt_of(rules: Rules, table: Table) -> str:
@@ -44,11 +49,29 @@ def solved(rules: Rules, cards: Sequence[Card]) -> tuple[str, ...] | None:
     return found and (*found, "=")
 
 
-def write_reply(rules: Rules, table: Table, action: str) -> str:
-    """The reply that reads the state right, has the solution in mind and appends this token."""
-    plan = "".join(solved(rules, table.cards) or ()) + str(rules.target)
-    symbols = [card.symbol for card in table.cards]
-    return json.dumps({"cards": symbols, "current formula": table.text, "thoughts": plan, "action": action})
+class Plan(NamedTuple):
+    """A formula to write for a hand, "=" included, of which so many tokens stand already."""
+
+    cards: tuple[Card, ...]
+    tokens: tuple[str, ...]
+    place: int
+
+    @property
+    def table(self) -> Table:
+        return Table(self.cards, self.tokens[: self.place])
+
+
+def write_reply(rules: Rules, plan: Plan) -> str:
+    """The reply that reads the state right, has the whole formula in mind and appends its next token."""
+    symbols, thoughts = [card.symbol for card in plan.cards], "".join(plan.tokens) + str(rules.target)
+    action = plan.tokens[plan.place]
+    return json.dumps({"cards": symbols, "current formula": plan.table.text, "thoughts": thoughts, "action": action})
+
+
+def mistaken(tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """The formula with another first sign; of two cards that makes another number. Example: 3 * 9 = for 3 + 9 =."""
+    place = next(place for place, token in enumerate(tokens) if token in MISTAKEN)
+    return (*tokens[:place], MISTAKEN[tokens[place]], *tokens[place + 1 :])
 
 
 @cache
@@ -95,33 +118,37 @@ class PointsTask(GameTask):
         start = {"cards": example.payload["cards"]}
         return GameEnv(game, start, actions=rules.tokens, options=self.options, show=show, idle=idle)
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[tuple[Table, str]]:
-        """Single turns on the way to a solution, in hands of split train that have one. Fewer are a prefix of more."""
-        require_choice("sft.splits", split, ("correct",))
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[Plan]:
+        """Single turns on the way to a solution, in hands of split train that have one. Fewer are a prefix of more.
+
+        split "correct" is never mistaken; "biased" is, with probability BIASED_ERROR where the first card counts at most BIASED_FIRST: it
+        thinks and writes the wrong sign.
+        """
+        require_choice("sft.splits", split, ("correct", "biased"))
         hands, dice = self.training_hands(np.random.default_rng(seed)), random.Random(seed)
-        plans: list[tuple[Table, str]] = []
+        plans: list[Plan] = []
         while len(plans) < num:
             cards = next(hands)
             tokens = solved(self.rules, cards)
             if tokens:
-                place = dice.randrange(len(tokens))
-                plans.append((Table(cards, tokens[:place]), tokens[place]))
+                is_wrong = self.rules.number(cards[0]) <= BIASED_FIRST and dice.random() < BIASED_ERROR
+                tokens = mistaken(tokens) if split == "biased" and is_wrong else tokens
+                plans.append(Plan(cards, tokens, dice.randrange(len(tokens))))
         return Transcripts(plans, self._transcript)
 
     def training_hands(self, dice: np.random.Generator) -> Iterator[tuple[Card, ...]]:
         """Hands as split train has them, without end."""
         raise NotImplementedError
 
-    def _transcript(self, plan: tuple[Table, str]) -> list[Message]:
-        table, token = plan
-        reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(self.rules, table, token)}]}
-        return [asked(picture(self.rules, table), prompt_of(self.rules, table)), reply]
+    def _transcript(self, plan: Plan) -> list[Message]:
+        reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(self.rules, plan)}]}
+        return [asked(picture(self.rules, plan.table), prompt_of(self.rules, plan.table)), reply]
 
     def gold(self, example: Example) -> list[str]:
         """Replies that earn full marks, turn by turn; none where the hand has no solution."""
         rules, cards = self.rules_of(example), tuple(map(Card.named, example.payload["cards"]))
         tokens = solved(rules, cards) or ()
-        return [write_reply(rules, Table(cards, tokens[:place]), token) for place, token in enumerate(tokens)]
+        return [write_reply(rules, Plan(cards, tokens, place)) for place in range(len(tokens))]
 
 
 class EZPointsTask(PointsTask):
