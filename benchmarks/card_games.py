@@ -1,4 +1,4 @@
-"""What a nano of a million parameters learns of the card games: GRPO, GiGPO and PPO from one warm start; a cell at a time, one core each.
+"""What a nano of a million parameters learns of the games: GRPO, GiGPO and PPO from one warm start; a cell at a time, one core each.
 
     .venv/bin/python benchmarks/card_games.py --out runs/games                             # every cell that is missing, then the table
     .venv/bin/python benchmarks/card_games.py --out runs/games --cells number_line/ppo --seeds 0
@@ -6,42 +6,49 @@
     .venv/bin/python benchmarks/card_games.py --out runs/tiny --tiny --seeds 0             # a step a run: tries the script, says nothing
 
 A cell is a game, an algorithm and a seed (of the first weights, the demonstrations and the rollouts); its run resumes where it was stopped.
-Success is what the game's own evaluation says (docs/games.md), greedy.
+Success is what the game's own evaluation says (docs/games.md, docs/alfworld.md), greedy. Minutes are processor time of the run and all that
+it started, which a busy machine disturbs least.
 """
 
 import argparse
 import json
+import math
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PPO = ["experiment=numberline_ppo_cpu"]
-WARM = {
-    "number_line": ["experiment=numberline_sft_cpu"],
-    "ez_points": [
-        "experiment=numberline_sft_cpu", "task=ez_points", "sft.splits=[correct]", "sft.steps=[110]", "sft.num_demonstrations=3000",
-        "model.min_pixels=28000", "model.max_pixels=28300",
-    ],
-    "blackjack": [
-        "experiment=numberline_sft_cpu", "task=blackjack", "sft.splits=[correct]", "sft.steps=[110]", "sft.num_demonstrations=3000",
-        "model.min_pixels=28000", "model.max_pixels=28300",
-    ],
-}  # fmt: skip
-PICTURES = ["model.min_pixels=28000", "model.max_pixels=28300"]
 CELLS = {
     "number_line/grpo": ["experiment=numberline_grpo_cpu"],
     "number_line/gigpo": ["experiment=numberline_grpo_cpu", "algo=gigpo"],
-    "number_line/ppo": PPO,
-    "ez_points/ppo": [*PPO, "task=ez_points", *PICTURES, "algo.discount=0.99"],
-    "blackjack/ppo": [*PPO, "task=blackjack", *PICTURES, "algo.discount=1.0", "batch.prompts_per_step=192"],
+    "number_line/ppo": ["experiment=numberline_ppo_cpu"],
+    "ez_points/ppo": ["experiment=ezpoints_ppo_cpu"],
+    "blackjack/ppo": ["experiment=blackjack_ppo_cpu"],
+    "points24/ppo": ["experiment=points24_ppo_cpu"],
+    "alfworld/ppo": ["experiment=alfworld_ppo_cpu"],
 }
-PUBLISHED = {"number_line": "RL4VLM 89.4, GFlowVLM 100", "ez_points": "RL4VLM 50.0, CoSo 50", "blackjack": "RL4VLM 40.2, GFlowVLM 43.8"}
-RANDOM = {"number_line": 28.3, "ez_points": 0.064, "blackjack": 28.1}
-BEST = {"number_line": 100.0, "ez_points": 100.0, "blackjack": 42.95}
+ONE_SEED = ("points24/ppo", "alfworld/ppo")
+
+
+@dataclass(slots=True, frozen=True)
+class Game:
+    warm_start: str
+    random: float
+    best: float
+    published: str
+
+
+GAMES = {
+    "number_line": Game("numberline_sft_cpu", 28.3, 100.0, "RL4VLM 89.4, GFlowVLM 100"),
+    "ez_points": Game("ezpoints_sft_cpu", 0.064, 100.0, "RL4VLM 50.0, CoSo 50"),
+    "blackjack": Game("blackjack_sft_cpu", 28.1, 42.95, "RL4VLM 40.2, GFlowVLM 43.8"),
+    "points24": Game("points24_sft_cpu", 0.0, 70.2, "RL4VLM 2.3, GTR-Turbo 53.5"),
+    "alfworld": Game("alfworld_sft_cpu", math.nan, 100.0, "RL4VLM 21.7, of official games"),
+}
 TINY = ["task.eval_samples=1", "task.max_tokens_per_turn=8", "task.max_turns=1"]
 TINY_STAGE = {
     "sft": ["sft.steps=[1]", "sft.splits=[correct]", "sft.num_demonstrations=4", "sft.batch_size=2"],
@@ -50,49 +57,67 @@ TINY_STAGE = {
 TINY_GAME = {"ez_points": ["task.max_turns=7"], "blackjack": ["task.options.eval_drawings=1"]}
 
 
-def train(folder: Path, *overrides: str) -> dict[str, float]:
-    """Run to the end, or nothing where it is there; the evaluation, with the seconds of all its lives."""
+def train(folder: Path, *overrides: str) -> None:
+    """Run to the end, or nothing where it is there; how many processor seconds all its lives took is written beside it."""
     clock = folder.with_name(f"{folder.name}.seconds")
     if not (folder / "eval.json").exists():
-        spent, started = float(clock.read_text()) if clock.exists() else 0.0, time.perf_counter()
+        spent, before = float(clock.read_text()) if clock.exists() else 0.0, cpu_s()
         command = [sys.executable, "launch/train.py", *overrides, f"run.dir={folder}", "checkpoint.every=10"]
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             with folder.with_name(f"{folder.name}.log").open("a") as log:
                 subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
         finally:
-            clock.write_text(f"{spent + time.perf_counter() - started:.1f}\n")
-    return json.loads((folder / "eval.json").read_text()) | {"seconds": float(clock.read_text())}
+            clock.write_text(f"{spent + cpu_s() - before:.1f}\n")
+
+
+def cpu_s() -> float:
+    """Of all that this process has started and that has ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def make(tool: str, folder: Path, *arguments: object) -> None:
+    """What is there already stays."""
+    if not folder.exists():
+        command = [sys.executable, f"tools/data/{tool}.py", "--out", folder, *arguments]
+        subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
     """The cell's warm start, which its game's other cells share, and its run."""
     game, algorithm = cell.split("/")
-    home = out / f"seed{seed}"
-    if not (home / "nano").exists():
-        maker = [sys.executable, "tools/data/make_tiny_qwen2_5_vl.py", "--out", str(home / "nano"), "--seed", str(seed)]
-        subprocess.run(maker, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    home, nano, given = out / f"seed{seed}" / game, out / f"seed{seed}" / "nano", [f"run.seed={seed}"]
+    if game == "alfworld":
+        games, nano = out / "alfworld_games", home / "nano"
+        make("make_alfworld", games)
+        make("make_tiny_qwen2_5_vl", nano, "--seed", seed, "--words", games / "words.txt", "--vocab", 1400)
+        given += [f"task.data.{split}=[{games / split}]" for split in ("train", "eval")]
+    make("make_tiny_qwen2_5_vl", nano, "--seed", seed)
     small = [[*TINY, *TINY_STAGE[stage], *TINY_GAME.get(game, [])] if tiny else [] for stage in ("sft", "rl")]
-    train(home / game / "sft", *WARM[game], f"model.path={home / 'nano'}", f"run.seed={seed}", *small[0])
-    start = home / game / "sft" / "final"
-    train(home / game / algorithm, *CELLS[cell], f"model.path={start}", f"run.seed={seed}", *small[1])
+    train(home / "sft", f"experiment={GAMES[game].warm_start}", f"model.path={nano}", *given, *small[0])
+    train(home / algorithm, *CELLS[cell], f"model.path={home / 'sft' / 'final'}", *given, *small[1])
 
 
 def table(out: Path, seeds: list[int]) -> str:
     """Means over the seeds that were run, the lowest and the highest beside them."""
-    lines = ["| game | algorithm | seeds | warm start | after | random | best possible | published (7B) | s a run |", "|" + "---|" * 9]
+    head = "| game | algorithm | seeds | warm start | after | random | best possible | published (7B) | warm start, min | run, min |"
+    lines = [head, "|" + "---|" * 10]
     for cell in CELLS:
         game, algorithm = cell.split("/")
         homes = [out / f"seed{seed}" / game for seed in seeds if (out / f"seed{seed}" / game / algorithm / "eval.json").exists()]
+        found, minutes = "not run | | ", " | "
         if homes:
             before, after = ([_success(home / stage) for home in homes] for stage in ("sft", algorithm))
-            seconds = [float((home / f"{algorithm}.seconds").read_text()) for home in homes]
             found = f"{len(homes)} | {_spread(before)} | {_spread(after)}"
-        else:
-            seconds, found = [], "not run | | "
-        clock = f"{statistics.fmean(seconds):.0f}" if seconds else ""
-        lines.append(f"| {game} | {algorithm} | {found} | {RANDOM[game]} | {BEST[game]} | {PUBLISHED[game]} | {clock} |")
+            minutes = " | ".join(f"{_minutes(homes, stage):.1f}" for stage in ("sft", algorithm))
+        known = GAMES[game]
+        lines.append(f"| {game} | {algorithm} | {found} | {known.random} | {known.best} | {known.published} | {minutes} |")
     return "\n".join(lines)
+
+
+def _minutes(homes: list[Path], stage: str) -> float:
+    return statistics.fmean(float((home / f"{stage}.seconds").read_text()) for home in homes) / 60
 
 
 def _success(folder: Path) -> float:
@@ -114,6 +139,8 @@ def main() -> None:
     out = arguments.out.resolve()
     for seed in [] if arguments.table else arguments.seeds:
         for cell in arguments.cells:
+            if cell in ONE_SEED and seed != arguments.seeds[0]:
+                continue
             play(cell, seed, out, tiny=arguments.tiny)
             print(f"seed {seed}, {cell}: done", flush=True)
     print(table(out, arguments.seeds))

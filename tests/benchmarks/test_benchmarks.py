@@ -75,11 +75,16 @@ def test_card_games(tmp_path: Path) -> None:
     assert "seed 3, number_line/ppo: done" in said
     found = {(row[0], row[1]): row for row in rows(said)}
     ran = found["number_line", "ppo"]
-    assert ran[2] == "1" and 0 <= float(ran[3].split()[0]) <= 100 and float(ran[8]) > 0
-    assert found["blackjack", "ppo"][2] == found["number_line", "gigpo"][2] == "not run" and len(found) == 5
+    assert ran[2] == "1" and 0 <= float(ran[3].split()[0]) <= 100 and float(ran[8]) > 0 and float(ran[9]) > 0
+    assert found["blackjack", "ppo"][2] == found["number_line", "gigpo"][2] == "not run" and len(found) == 7
     began = time.monotonic()
     assert rows(said_by("card_games", *given, "number_line/ppo")) == rows(said)
     assert time.monotonic() - began < 5, "read, not run"
+
+
+def test_env_steps(random_model: Path) -> None:
+    theirs, ours, ratio = rows(said_by("env_steps", "--model", random_model, "--seconds", 0.5, "--steps", 2, "--max-tokens", 4))
+    assert float(theirs[1]) > 0 and float(ratio[1]) == pytest.approx(float(ours[1]) / float(theirs[1]), rel=0.1)
 
 
 def test_mfu(random_model: Path) -> None:

@@ -1,0 +1,104 @@
+"""Environment steps a second while rollouts are made: a run of PPO beside RL4VLM's shape, one core each, the same nano, game and rules.
+
+    .venv/bin/python benchmarks/env_steps.py --model runs/quickstart/sft/final --seconds 60
+
+Ours is launch/train.py with its one engine: a step's episodes are played at once, and their logprobs come with their tokens. Counted are
+its turns over the seconds of its rollouts (time/engine and time/environment), of each step but the first.
+
+RL4VLM's shape (arXiv 2405.10292, seeds' --num-processes 1): one environment; at each step Hugging Face's generate writes a reply to the one
+prompt, and a second forward pass over prompt and reply gives its logprobs. There is no engine there, and the passes are Hugging Face's own.
+Pictures are drawn and cut by the same code on both sides, each once.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from megatron_rl.choices import build_task
+from megatron_rl.config import ModelSettings, TaskSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Task
+
+ROOT = Path(__file__).resolve().parents[1]
+PIXELS = {"min_pixels": 19600, "max_pixels": 20000}
+MAX_TOKENS = 48
+
+
+def ours(model: str, *, steps: int, max_tokens: int) -> list[float]:
+    """Turns a second of every step but the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [f"model.path={model}", f"run.dir={folder}/run", f"run.steps={steps}"]
+        task = ["task.eval_samples=1", f"task.max_tokens_per_turn={max_tokens}"]
+        command = [sys.executable, "launch/train.py", "experiment=numberline_ppo_cpu", *run, *task]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        lines = map(json.loads, Path(folder, "run/metrics.jsonl").read_text().splitlines())
+        found = [line for line in lines if "rollout/turns" in line]
+    return [line["rollout/turns"] * line["rollout/kept_groups"] / (line["time/engine"] + line["time/environment"]) for line in found[1:]]
+
+
+class OneByOne:
+    """RL4VLM's shape."""
+
+    def __init__(self, model: str, task: Task, *, max_tokens: int) -> None:
+        self.renderer = Renderer(ModelSettings(path=model, **PIXELS))
+        self.network = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+        self.task, self.max_tokens = task, max_tokens
+
+    async def play(self, *, seconds: float) -> float:
+        """Environment steps a second; the first is not counted."""
+        examples, taken, began = self.task.examples("train"), 0, 0.0
+        while not began or time.perf_counter() - began < seconds:
+            env, number = self.task.env(examples[taken % len(examples)]), 0
+            messages, is_over = await env.reset(taken), False
+            while not is_over and number < self.task.settings.max_turns:
+                step = await env.step(self._reply(messages))
+                messages, is_over, number = step.messages, step.done, number + 1
+                taken, began = (taken + 1, began) if began else (0, time.perf_counter())
+        return taken / (time.perf_counter() - began)
+
+    @torch.no_grad()
+    def _reply(self, messages: list) -> str:
+        context = self.renderer.prompt(messages)
+        patches = torch.cat([image.patch_PC for image in context.images])
+        seen = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid for image in context.images])}
+        ids = torch.tensor([context.token_ids])
+        written = self.network.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **seen, max_new_tokens=self.max_tokens, do_sample=True, temperature=1.0,
+            top_k=0, top_p=1.0, eos_token_id=self.renderer.end_id, pad_token_id=self.renderer.end_id,
+        )  # fmt: skip
+        reply = written[:, ids.shape[1] :]
+        logits = self.network(input_ids=written, attention_mask=torch.ones_like(written), **seen).logits[:, ids.shape[1] - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(-1, reply.unsqueeze(-1))
+        assert torch.isfinite(logprobs).all()
+        return self.renderer.text(reply[0].tolist())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a nano after its warm start: replies end as they should")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of RL4VLM's shape")
+    parser.add_argument("--steps", type=int, default=6, help="of ours")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    task = build_task(TaskSettings(name="number_line", max_turns=10, max_tokens_per_turn=given.max_tokens))
+    theirs = asyncio.run(OneByOne(given.model, task, max_tokens=given.max_tokens).play(seconds=given.seconds))
+    rates = ours(str(Path(given.model).resolve()), steps=given.steps, max_tokens=given.max_tokens)
+    print("| environment steps a second | mean | lowest | highest |\n|---|---|---|---|")
+    print(f"| RL4VLM's shape | {theirs:.2f} | | |")
+    print(f"| ours | {sum(rates) / len(rates):.1f} | {min(rates):.1f} | {max(rates):.1f} |")
+    print(f"| ratio | {sum(rates) / len(rates) / theirs:.1f} | {min(rates) / theirs:.1f} | {max(rates) / theirs:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
