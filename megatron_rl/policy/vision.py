@@ -16,9 +16,20 @@ from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
 
+class PatchProduct(nn.Conv3d):
+    """A convolution over patches that are as large as its kernel: one matrix product, of the same weight.
+
+    As vLLM does it since torch 2.9 (0.32.0, model_executor/layers/conv.py): cuDNN has no good engine for it in bfloat16.
+    """
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
+
+
 def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
     tower = spec.tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
+    tower.patch_embed.proj.__class__ = PatchProduct
     if layout.recompute == "full":
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     if lora.rank:

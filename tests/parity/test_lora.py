@@ -97,7 +97,7 @@ def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: 
     """The adapter's numbers come back bit for bit; PEFT finds no key missing or unknown and gives the same logits."""
     folder = results[file]["folder"]
     model = base_model(models)
-    loaded = PeftModel.from_pretrained(model, folder)
+    loaded = PeftModel.from_pretrained(model, folder).double()
     names = {name for name, _ in loaded.named_parameters() if "lora_" in name}
     assert names == {name for name, _ in peft.model.named_parameters() if "lora_" in name}
     for name, parameter in peft.model.named_parameters():

@@ -1,11 +1,17 @@
-"""Images shared out over tensor-parallel ranks: every rank has the embeddings that one tower makes of all, whatever is one token."""
+"""Images shared out over tensor-parallel ranks: every rank has the embeddings that one tower makes of all, whatever is one token.
 
+And patches embedded by a product: the tower as Hugging Face makes it."""
+
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.config import LoraSettings
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import vision
 
 
@@ -45,3 +51,40 @@ def test_shares_of_the_images_are_put_together_in_order(ranks: int, merge: int, 
     results = encoded_by(ranks, tower, patch_PC, grid_I3, monkeypatch)
     assert all(torch.equal(embeddings_VH, expected) for embeddings_VH, _ in results)
     assert sum(count for _, count in results) == 4
+
+
+class Watch(TorchDispatchMode):
+    """Every operation that runs, backward ones included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        self.ran.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_patches_are_embedded_by_a_product(random_model: Path) -> None:
+    """The same embeddings and gradients as Hugging Face's tower makes by a convolution, and no convolution runs, forward or backward."""
+    spec, grid_I3 = read_spec(random_model), torch.tensor([[1, 4, 6]])
+    torch.manual_seed(0)
+    theirs = spec.tower()
+    ours = vision.vision_tower(spec, SimpleNamespace(recompute="none"), torch.float32, lora=LoraSettings())
+    ours.load_state_dict(theirs.state_dict())
+    patch_PC = torch.randn(24, theirs.patch_embed.proj.weight[0].numel())
+    seen = []
+    for tower in (theirs, ours):
+        with Watch() as watch:
+            embedded = tower.patch_embed(patch_PC)
+            (embedded * torch.arange(embedded.shape[1])).sum().backward()
+        gradient = tower.patch_embed.proj.weight.grad
+        tower.zero_grad()
+        seen.append((embedded, gradient, any("conv" in name for name in watch.ran)))
+    (one, one_gradient, convolved), (other, other_gradient, still_convolved) = seen
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(other_gradient, one_gradient, rtol=1e-5, atol=1e-5 * float(one_gradient.abs().max()))
+    assert convolved and not still_convolved
+    with Watch() as watch:
+        ours(patch_PC, grid_thw=grid_I3).pooler_output.sum().backward()
+    assert watch.ran and not any("conv" in name for name in watch.ran)

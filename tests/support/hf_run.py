@@ -33,14 +33,18 @@ def sampled_distribution(logits: torch.Tensor, banned_ids: list[int]) -> torch.T
 
 
 class HfRun:
-    """What HF computes on the same contexts, one sequence at a time, with torch's own autograd."""
+    """What HF computes on the same contexts, one sequence at a time, with torch's own autograd.
+
+    In float64, so that the rounding seen is the policy's own (HF's norms and rotary angles stay in float32).
+    """
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         """With the LoRA adapter of a PEFT folder, its gradients alone."""
         self.renderer = Renderer(ModelSettings(path=str(folder)))
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
         if adapter:
             self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
+        self.model.double()
         self.contexts: list[WeightedContext] = example_contexts(self.renderer)
         logits, logprobs, loss = [], [], 0.0
         for weighted in self.contexts:
