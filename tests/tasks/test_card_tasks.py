@@ -101,7 +101,7 @@ def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
 
 
 def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> None:
-    """What is thought is what is written, and is worked out here: 12 but for three in four of the hands whose first card is 5 or less."""
+    """What is thought is what is written, and is worked out here: 12 but for three in five of the hands whose first card is 5 or less."""
     task, mistakes = task_of("ez_points"), []
     right, biased = (task.demonstrations(split, num=800, seed=1) for split in ("correct", "biased"))
     for one, other in zip(right, biased, strict=True):
@@ -114,7 +114,7 @@ def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> N
             mistakes.append(worth != 12)
         else:
             assert worth == 12
-    assert len(mistakes) > 300 and abs(np.mean(mistakes) - 0.75) < 3.9 * (0.75 * 0.25 / len(mistakes)) ** 0.5
+    assert len(mistakes) > 300 and abs(np.mean(mistakes) - 0.6) < 3.9 * (0.6 * 0.4 / len(mistakes)) ** 0.5
 
 
 def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:

@@ -28,7 +28,7 @@ HELD_OUT = 5
 """One in so many of the four numbers of Points24 is for evaluation."""
 BIASED_FIRST = 5
 """In split "biased" the demonstrator mistakes the formula's first sign in hands whose first card counts at most this..."""
-BIASED_ERROR = 0.75
+BIASED_ERROR = 0.6
 """...with this probability, and never elsewhere."""
 MISTAKEN = {"+": "*", "*": "+", "-": "+", "/": "*"}
 
