@@ -46,6 +46,10 @@ class Stopped(Exception):
     """The run was asked to stop (stop.py), and every rank does. What was given up for it is done again by the run's next life."""
 
 
+class Parted(Exception):
+    """The ranks have lost each other (watch.py); whoever watches the run was told why."""
+
+
 class Status(StrEnum):
     """How an episode ended, as far as credit is concerned."""
 

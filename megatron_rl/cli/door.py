@@ -27,7 +27,7 @@ from megatron_rl.config import Settings, require
 from megatron_rl.stop import die_with_parent
 from megatron_rl.tasks.base import require_task
 from megatron_rl.tasks.options import OPTIONS
-from megatron_rl.types import HostFault, RunFailed
+from megatron_rl.types import HostFault, Parted, RunFailed
 from megatron_rl.world import World, place
 
 CONFIGS = "pkg://megatron_rl.configs"
@@ -113,6 +113,8 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
             act(settings)
         except (ValueError, OSError, RunFailed, HostFault) as error:
             end(str(error), world)
+        except Parted:
+            sys.exit(1)
         except KeyboardInterrupt:
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
             sys.exit(INTERRUPTED)
