@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_critic
 from megatron_rl.config import Settings
@@ -26,6 +28,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Result, Run, check_improvement, writing
 from megatron_rl.run_folder import held
 from megatron_rl.run_states import Checkpoints, find
+from megatron_rl.services.serving import addressed, check_service, chosen, serving
 from megatron_rl.sft import warm_start
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
@@ -159,6 +162,13 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
             if evaluation is not None:
                 return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=evaluation, is_finished=True, is_new=False)
             check_nodes(settings, world)
+            try:
+                if chosen(settings.services):
+                    urls = closing.enter_context(serving(settings, world, go_on=stop.check))
+                    task = build_task(addressed(settings.task, urls), own)
+            except Stopped:
+                step = find(settings)[1].step
+                return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)
             parts = build(settings, stage, task=task, own=own, world=world, stop=stop, closing=closing)
             try:
                 finish(settings, parts, stage.play(settings, parts))
@@ -174,6 +184,8 @@ def prepared(settings: Settings, own: Own, *, world: World) -> Task:
     check(settings, world.size, own)
     if world.is_main:
         check_wandb(settings.wandb)
+        for name, service in chosen(settings.services).items():
+            check_service(name, service, num_ranks=world.local_size, num_gpus=torch.cuda.device_count())
     check_examples(task, STAGES[settings.stage].splits)
     return task
 

@@ -42,18 +42,19 @@ MAY_IMPORT = {
     "stop": {"types"},
     "watch": {"types", "world"},
     "nodes": {"run", *DATA},
+    "services": {"jsonl", "stop", *DATA},
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "stop", "tasks", *DATA},
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "step_metrics", "stop", "tasks", *DATA},
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
     "cli": {
-        "choices", "configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "stop", "tasks",
+        "choices", "configs", "data", "models", "nodes", "observe", "plan", "rewards", "rollout", "services", "start", "stop", "tasks",
         "weights", *DATA,
     },
     "opening": {"data", "rollout", *DATA},
     "parts": {"algo", "policy", "rollout", "stop", "tasks", *DATA},
     "start": {
         "algo", "choices", "evaluate", "models", "nodes", "observe", "opening", "parts", "plan", "policy", "rollout", "run", "run_folder",
-        "run_states", "sft", "stop", "tasks", "train", "watch", "weights", *DATA,
+        "run_states", "services", "sft", "stop", "tasks", "train", "watch", "weights", *DATA,
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and start."""
