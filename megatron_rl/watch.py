@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
@@ -89,7 +90,7 @@ class Watch:
                 self._say("last", Answer(node=self._node, at=place(list(traceback.walk_tb(trace))), waits=True))
                 self._part(error)
             else:
-                why = "its work is done" if error is None else first_line(error) or kind.__name__
+                why = "it is done, and others are not" if error is None else first_line(error) or kind.__name__
                 self._say("last", Answer(node=self._node, ended=why))
         except dist.DistError as lost:
             if parts:
@@ -131,13 +132,17 @@ class Watch:
         self._heard = asked
         frames = self._frames()
         answer = Answer(node=self._node, at=place(frames), waits=waits(frames))
+        with suppress(OSError):  # what is said counts, too, where nothing can be written
+            self._write(answer)
+        self._say(asked.decode(), answer)
+        return True
+
+    def _write(self, answer: Answer) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / f"rank_{self._world.rank}.txt").open("w") as file:
             file.write(f"rank {self._world.rank} ({self._node}), {time.strftime('%Y-%m-%d %H:%M:%S')}, at {answer.at}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
-        self._say(asked.decode(), answer)
-        return True
 
     def _part(self, error: BaseException) -> None:
         """Say why, once a node, and everywhere the same."""
@@ -174,7 +179,7 @@ def verdict(answers: Mapping[int, Answer], gone: Mapping[int, Answer], *, stacks
     lagging = {rank: answer for rank, answer in answers.items() if not (answer.waits or answer.ended)}
     if ended:
         rank, answer = next(iter(ended.items()))
-        return f"rank {rank} ({answer.node}) has ended: {answer.ended}"
+        return f"{answer.ended} (rank {rank}, {answer.node})"
     if gone:
         return f"{_named(gone)} gone; was a node lost, memory short, or did someone end it?"
     if not lagging:

@@ -41,7 +41,7 @@ def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert time.time() - (tmp_path / "began_0").stat().st_mtime < 30
     (line,) = [line for line in done.stdout.splitlines() if "error" in line]
-    assert line == f"error: rank 1 {HERE} has ended: key=value: remedy"
+    assert line == f"error: key=value: remedy (rank 1, {HERE[1:-1]})"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
         ),
         (
             {0: at_work("x", waits=True), 1: Answer(node="n", ended="a=b: c")}, {2: Answer(node="n")},
-            "rank 1 (n) has ended: a=b: c",
+            "a=b: c (rank 1, n)",
         ),
         ({0: at_work("x", waits=True), 1: at_work("y", waits=True)}, {}, "all ranks wait, each for another, at x, y; stacks: hang"),
     ],

@@ -37,7 +37,8 @@ class Service:
     """One service. `look` until it has an address; `end` however that went."""
 
     def __init__(self, name: str, settings: ServiceSettings, *, run: Path, host: str) -> None:
-        """`host` is where it listens unless its settings say otherwise; check_service has passed."""
+        """`host` is where it listens unless its settings say otherwise; check_service has passed.
+        ValueError: that is no address of this node."""
         self.name, self._settings, self._run, self._kind = name, settings, run, KINDS[settings.kind]
         self._nonce, self._began, self._told = secrets.token_hex(8), time.monotonic(), time.monotonic()
         self.url = ""
@@ -48,7 +49,10 @@ class Service:
             self._start(settings.host or host)
 
     def _start(self, host: str) -> None:
-        port = self._settings.port or free_port(host)
+        try:
+            port = self._settings.port or free_port(host)
+        except OSError as error:
+            raise ValueError(f"services.{self.name}.host={host}: {error}; give an address of {socket.gethostname()}") from error
         self._address = f"http://{host}:{port}{self._kind.path}"
         options = self._kind.options(self._settings, self.name, self._nonce)
         command = [*(self._settings.command or self._kind.command), *options, "--host", host, "--port", str(port), *self._settings.args]
