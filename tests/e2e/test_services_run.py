@@ -64,11 +64,19 @@ def killed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill
         urls = {name: find(home / "run", name, kind) for name, kind in (("judge", "vllm"), ("sandbox", "sandbox"))}
         health = httpx.get(f"{urls['sandbox']}/health").json()
         started = psutil.Process(run.pid).children(recursive=True)
-        lines = [" ".join(process.cmdline()) for process in started]
+        lines = [line for process in started if (line := command_of(process))]
     finally:
         run.kill()
     _, alive = psutil.wait_procs(started, timeout=30)
-    return Killed(home, run.output.read_text(), urls, health, lines, [" ".join(process.cmdline()) for process in alive])
+    return Killed(home, run.output.read_text(), urls, health, lines, [line for process in alive if (line := command_of(process))])
+
+
+def command_of(process: psutil.Process) -> str:
+    """Empty of one that has ended, whether anybody has heard of it or not."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 def test_the_judge_of_the_run_gives_the_verdicts_of_its_training(killed: Killed) -> None:
