@@ -114,10 +114,10 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
             settings = resolve(chosen, tasks)
             leave_out_wandb(settings.wandb.mode == "disabled")
             act(settings)
-        except (ValueError, OSError, RunFailed, HostFault) as error:
-            end(str(error), world)
         except Parted:
             sys.exit(1)
+        except (ValueError, OSError, RunFailed, HostFault) as error:
+            end(str(error), world)
         except KeyboardInterrupt:
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
             sys.exit(INTERRUPTED)
