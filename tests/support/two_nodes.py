@@ -26,7 +26,10 @@ def launched(script: Path, *arguments: object, num_processes: int, homes: Sequen
 def ranks(script: Path, *arguments: object, folders: Sequence[Path]) -> list[forked.Process]:
     """A node of one rank in each of the folders, its temporary one, too, with what torchrun tells it."""
     size, port = len(folders), free_port()
-    world = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": str(size)}
+    world = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": str(size), "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }  # fmt: skip
     return [
         forked.Process(
             script, *arguments, cwd=folder,
