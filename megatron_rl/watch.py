@@ -181,17 +181,18 @@ def verdict(answers: Mapping[int, Answer], gone: Mapping[int, Answer], *, stacks
         rank, answer = next(iter(ended.items()))
         return f"{answer.ended} (rank {rank}, {answer.node})"
     if gone:
-        return f"{_named(gone)} gone; was a node lost, memory short, or did someone end it?"
+        return f"no answer from {_named(gone)}; was a node lost, memory short, or did someone end them?"
     if not lagging:
         return f"all ranks wait, each for another, at {_told(waiting)}; stacks: {stacks}"
-    return f"{_named(lagging)} behind, at {_told(lagging)}; the others wait at {_told(waiting)}; stacks: {stacks}"
+    verb = "is" if len(lagging) == 1 else "are"
+    return f"{_named(lagging)} {verb} behind, at {_told(lagging)}; the others wait at {_told(waiting)}; stacks: {stacks}"
 
 
 def _named(answers: Mapping[int, Answer]) -> str:
-    """Example: `ranks 2 and 3 (node 1, n2) are`."""
+    """Example: `ranks 2 and 3 (node 1, n2)`."""
     nodes = "; ".join(dict.fromkeys(answer.node for answer in answers.values()))
     ranks = " and ".join(map(str, answers))
-    return f"ranks {ranks} ({nodes}) are" if len(answers) > 1 else f"rank {ranks} ({nodes}) is"
+    return f"rank{'s' if len(answers) > 1 else ''} {ranks} ({nodes})"
 
 
 def _told(answers: Mapping[int, Answer]) -> str:

@@ -53,7 +53,7 @@ def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
         ),
         (
             {0: at_work("x", waits=True), 3: at_work("y", waits=True)}, {1: Answer(node="n, b"), 2: Answer(node="n, b")},
-            "ranks 1 and 2 (n, b) are gone; was a node lost, memory short, or did someone end it?",
+            "no answer from ranks 1 and 2 (n, b); was a node lost, memory short, or did someone end them?",
         ),
         (
             {0: at_work("x", waits=True), 1: Answer(node="n", ended="a=b: c")}, {2: Answer(node="n")},
