@@ -27,8 +27,8 @@ from megatron_rl.world import on_main_rank
 
 LOCK = ".lock"
 FREE = (
-    "parallel.", "engine.", "checkpoint.", "wandb.", "run.dir", "run.gpu", "run.world", "run.dry", "run.overwrite", "run.grace_s",
-    "run.max_failed", "run.patience_s", "run.host_gb", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url",
+    "parallel.", "engine.", "checkpoint.", "wandb.", "services.", "run.dir", "run.gpu", "run.world", "run.dry", "run.overwrite",
+    "run.grace_s", "run.max_failed", "run.patience_s", "run.host_gb", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url",
 )  # fmt: skip
 """Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
 _OPEN = ("optim.part_lr", "task.options")

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.models.released import known_spec
+from megatron_rl.nodes import check_nodes
 from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.opening import tell_prompts
 from megatron_rl.parts import Trained, build_critic, build_fleet, build_policy
@@ -25,12 +28,14 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import Result, Run, check_improvement, writing
 from megatron_rl.run_folder import held
 from megatron_rl.run_states import Checkpoints, find
+from megatron_rl.services.serving import addressed, check_service, chosen, serving
 from megatron_rl.sft import warm_start
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.train import train
 from megatron_rl.types import RunFailed, Stopped
-from megatron_rl.world import World, connect, disconnect, place
+from megatron_rl.watch import Watch
+from megatron_rl.world import World, connect, disconnect, place, together
 
 T = TypeVar("T")
 
@@ -145,26 +150,44 @@ def outside_of_loops(act: Callable[[], T]) -> T:
 
 def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
     """A life of the run, from the building of its parts to their end."""
+    timeout_s, folder = settings.parallel.timeout_s, Path(settings.run.dir)
+    stage = STAGES[settings.stage]
+    watch, num_steps = Watch(world, folder=folder, timeout_s=timeout_s), stage.num_steps(settings)
+    with ExitStack() as closing:
+        connect(world, timeout_s=timeout_s)
+        closing.callback(disconnect)
+        with watch:
+            task = together(lambda: prepared(settings, own, world=world))
+            evaluation = closing.enter_context(held(settings))
+            if evaluation is not None:
+                return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=evaluation, is_finished=True, is_new=False)
+            check_nodes(settings, world)
+            try:
+                if chosen(settings.services):
+                    urls = closing.enter_context(serving(settings, world, go_on=stop.check))
+                    task = build_task(addressed(settings.task, urls), own)
+            except Stopped:
+                step = find(settings)[1].step
+                return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)
+            parts = build(settings, stage, task=task, own=own, world=world, stop=stop, closing=closing)
+            try:
+                finish(settings, parts, stage.play(settings, parts))
+            except Stopped:
+                parts.save_what_is_done()
+            done = parts.run
+            return Result(folder=folder, step=done.num_done, num_steps=num_steps, metrics=done.evaluation, is_finished=done.is_finished)
+
+
+def prepared(settings: Settings, own: Own, *, world: World) -> Task:
+    """The task, and what can be known of a run before anything of it is built."""
     task = build_task(settings.task, own)
     check(settings, world.size, own)
     if world.is_main:
         check_wandb(settings.wandb)
-    stage, folder = STAGES[settings.stage], Path(settings.run.dir)
-    check_examples(task, stage.splits)
-    num_steps = stage.num_steps(settings)
-    with ExitStack() as closing:
-        connect(world, timeout_s=settings.parallel.timeout_s)
-        closing.callback(disconnect)
-        evaluation = closing.enter_context(held(settings))
-        if evaluation is not None:
-            return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=evaluation, is_finished=True, is_new=False)
-        parts = build(settings, stage, task=task, own=own, world=world, stop=stop, closing=closing)
-        try:
-            finish(settings, parts, stage.play(settings, parts))
-        except Stopped:
-            parts.save_what_is_done()
-        record = parts.run
-        return Result(folder=folder, step=record.num_done, num_steps=num_steps, metrics=record.evaluation, is_finished=record.is_finished)
+        for name, service in chosen(settings.services).items():
+            check_service(name, service, num_ranks=world.local_size, num_gpus=torch.cuda.device_count())
+    check_examples(task, STAGES[settings.stage].splits)
+    return task
 
 
 def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: World, stop: Stop, closing: ExitStack) -> Parts:

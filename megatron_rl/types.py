@@ -42,6 +42,10 @@ class NotFinite(RunFailed):
     """A number is NaN or infinite: it stops the run before any weight takes it."""
 
 
+class Parted(RunFailed):
+    """The ranks have lost each other (watch.py); whoever watches the run was told why."""
+
+
 class Stopped(Exception):
     """The run was asked to stop (stop.py), and every rank does. What was given up for it is done again by the run's next life."""
 

@@ -1,6 +1,7 @@
 """This process's place among its peers, and the group they talk through. Knows nothing of Megatron."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,30 +19,55 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    local_size: int = 1
+    """Processes of this node."""
+    node: int = 0
+    num_nodes: int = 1
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_first_here(self) -> bool:
+        """Of the processes of its node."""
+        return self.local_rank == 0
+
 
 def place() -> World:
-    """Read torchrun's variables; without torchrun this process is a world of one."""
+    """Read torchrun's variables; without torchrun this process is a world of one. A node is what one torchrun has started."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    return World(rank=int(os.environ.get("RANK", 0)), size=int(os.environ.get("WORLD_SIZE", 1)), local_rank=local_rank, device=device)
+    return World(
+        rank=int(os.environ.get("RANK", 0)), size=int(os.environ.get("WORLD_SIZE", 1)), local_rank=local_rank, device=device,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), node=int(os.environ.get("GROUP_RANK", 0)),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+    )  # fmt: skip
 
 
 def connect(world: World, *, timeout_s: float) -> None:
-    """Join the default process group: gloo on CPUs, NCCL beside it on GPUs. A collective that waits longer than timeout_s raises."""
+    """Join the default process group: gloo on CPUs, NCCL beside it on GPUs. A collective that waits longer than timeout_s raises.
+
+    ValueError: this node has fewer GPUs than processes, or its processes do not find the others.
+    """
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
+        found = torch.cuda.device_count()
+        if world.local_rank >= found:
+            raise ValueError(f"--nproc_per_node={world.local_size}: {socket.gethostname()} has {found} GPUs; start one process a GPU")
         torch.cuda.set_device(world.device)
     if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher, or this process was such a world before
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as error:
+            raise ValueError(
+                f"--nnodes={world.num_nodes}: the {world.size} processes did not meet ({first_line(error)}); see that every node began, "
+                "and name the interface between them (ip addr lists all) in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            ) from error
 
 
 def disconnect() -> None:
@@ -55,6 +81,30 @@ def gather(mine: T) -> list[T]:
     everyones: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     return everyones
+
+
+def together(act: Callable[[], T]) -> T:
+    """What every rank does for itself; where one of them meets an OSError or a ValueError, every rank raises it (the first of several).
+
+    It is told of whom it is, unless all have met it.
+    """
+    result, met = None, None
+    try:
+        result = act()
+    except OSError as reason:
+        met = (OSError, str(reason))
+    except ValueError as reason:
+        met = (ValueError, str(reason))
+    everyones = gather((met, socket.gethostname()))
+    troubles = [(rank, host, *trouble) for rank, (trouble, host) in enumerate(everyones) if trouble is not None]
+    if troubles:
+        rank, host, kind, text = troubles[0]
+        raise kind(text if len(troubles) == len(everyones) else f"{text} (rank {rank} on {host})")
+    return result
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def on_main_rank(act: Callable[[], T]) -> T:

@@ -75,7 +75,8 @@ def serve(arguments: argparse.Namespace) -> int:
     limits = Limits(**dict(arguments.limit))
     pool = Sandbox(size=arguments.size, limits=limits, isolation=arguments.isolation)
     try:
-        serving = server.serve(pool, host=arguments.host, port=arguments.port, wait_s=arguments.wait, idle_s=arguments.idle)
+        place = {"host": arguments.host, "port": arguments.port, "name": arguments.name}
+        serving = server.serve(pool, wait_s=arguments.wait, idle_s=arguments.idle, **place)
         asyncio.run(serving)
     except (SandboxFault, OSError) as fault:  # OSError: the port is taken
         print(f"sandbox serve: {fault}", file=sys.stderr)
@@ -115,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument("--wait", type=float, default=10.0, help="seconds a request waits for a free box (default %(default)g)")
     serving.add_argument("--idle", type=float, default=600.0, help="seconds without a call that close a box (default %(default)g)")
     serving.add_argument("--limit", type=limit, action="append", default=[], metavar="NAME=VALUE", help="for example call_s=20")
+    serving.add_argument("--name", default="", help="what /health says of it, to tell it from another at its address later")
     serving.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
     serving.set_defaults(command=serve)
     attacking = commands.add_parser("attack", help="every attack and its control; exits 0 if all were held and all controls through")

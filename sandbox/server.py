@@ -4,7 +4,7 @@
     POST   /boxes/{id}/calls       run code in it      404 for an id that is not open (any more), 409 for a call's name that was used before
     POST   /boxes/{id}/files       read its files
     DELETE /boxes/{id}             close it
-    GET    /health /metrics        size, layers and limits; Prometheus text
+    GET    /health /metrics        name, size, layers and limits; Prometheus text
     POST   /run_code               SandboxFusion's request (fusion.py)
 
 What the code did is never an HTTP error: it is in the result. A client that goes away in the middle of a call loses its box, and one that
@@ -94,8 +94,8 @@ class Service:
     """What the routes do, over a running pool. `waiting` requests at most (one per box by default) wait for a free box, each at most
     `wait_s`; more are refused at once."""
 
-    def __init__(self, pool: Sandbox, *, wait_s: float, idle_s: float, waiting: int | None) -> None:
-        self.pool, self.wait_s = pool, wait_s
+    def __init__(self, pool: Sandbox, *, wait_s: float, idle_s: float, waiting: int | None, name: str) -> None:
+        self.pool, self.wait_s, self.name = pool, wait_s, name
         self.metrics = Metrics(pool)
         self.rooms = Rooms(idle_s=idle_s, metrics=self.metrics)
         self.line = asyncio.Semaphore(waiting if waiting is not None else pool.size)
@@ -165,15 +165,16 @@ class Service:
 
     async def health(self) -> dict[str, Any]:
         pool = self.pool
-        return {"status": "ok", "size": pool.size, "open": pool.num_open, "layers": pool.layers.names(), "limits": asdict(pool.limits)}
+        told = {"status": "ok", "name": self.name, "size": pool.size, "open": pool.num_open}
+        return {**told, "layers": pool.layers.names(), "limits": asdict(pool.limits)}
 
     async def metrics_text(self) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None) -> FastAPI:
+def create_app(pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None, name: str = "") -> FastAPI:
     """The application over a running pool; its end closes every box."""
-    service = Service(pool, wait_s=wait_s, idle_s=idle_s, waiting=waiting)
+    service = Service(pool, wait_s=wait_s, idle_s=idle_s, waiting=waiting, name=name)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -203,12 +204,13 @@ async def _unknown(_request: Request, error: BoxClosed) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, 404)
 
 
-async def serve(pool: Sandbox, *, host: str, port: int, wait_s: float, idle_s: float) -> None:
+async def serve(pool: Sandbox, *, host: str, port: int, wait_s: float, idle_s: float, name: str = "") -> None:
     """Until SIGINT or SIGTERM. Port 0 is any free one: the address is printed once it takes requests. Raises SandboxFault, OSError."""
     with socket.create_server((host, port)) as listener:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it; without it a reply takes 40 ms
         async with pool:
-            config = uvicorn.Config(create_app(pool, wait_s=wait_s, idle_s=idle_s), log_level="warning", timeout_graceful_shutdown=5)
+            app = create_app(pool, wait_s=wait_s, idle_s=idle_s, name=name)
+            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
             server = uvicorn.Server(config)
             for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops, then raises it again: the pool must end before us
                 asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)

@@ -5,18 +5,18 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import sandbox
 import sandbox.doctor
 from megatron_rl.choices import Own, build_task, check_sizes, has_critic
-from megatron_rl.config import JudgeSettings, Settings
+from megatron_rl.cli.doctor_job import examine_together, look_at_time
+from megatron_rl.cli.report import Report, show
+from megatron_rl.config import JudgeSettings, Settings, service_of
 from megatron_rl.data.prompts import Prompts, around
 from megatron_rl.data.questions import Questions, open_questions
 from megatron_rl.data.survey import Survey, survey
@@ -28,6 +28,7 @@ from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rewards.greeting import Greeting, client_of, greet, warning_of
 from megatron_rl.rollout.fleet import prompt_of
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.services.serving import check_service, chosen
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import HostFault
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
@@ -40,21 +41,6 @@ USES_DATA = ("visual_python", "vqa")
 """Tasks of the user's data, and what of it each stage reads."""
 READS = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
 GIB = 1 << 30
-
-
-@dataclass(slots=True)
-class Report:
-    rows: list[tuple[str, str]] = field(default_factory=list)
-    """What was looked at, and what was found."""
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def say(self, what: str, found: str) -> None:
-        self.rows.append((what, found))
-
-    def fail(self, what: str, problem: str) -> None:
-        self.say(what, "not usable")
-        self.errors.append(problem)
 
 
 def look_at_machine(settings: Settings, report: Report) -> None:
@@ -207,14 +193,25 @@ def look_at_judges(settings: Settings, report: Report) -> None:
 
 async def _greet_judges(judge: JudgeSettings) -> dict[str, Greeting]:
     async with AsyncExitStack() as opened:
-        clients = {url: await opened.enter_async_context(client_of(url)) for url in dict.fromkeys(judge.urls)}
+        clients = {url: await opened.enter_async_context(client_of(url)) for url in dict.fromkeys(judge.urls) if not service_of(url)}
         return await greet(clients, model=judge.model)
+
+
+def look_at_services(settings: Settings, report: Report) -> None:
+    """What the run starts for itself can be started here."""
+    for name, service in chosen(settings.services).items():
+        try:
+            check_service(name, service, num_ranks=place().local_size, num_gpus=torch.cuda.device_count())
+        except ValueError as error:
+            report.fail(f"service {name}", str(error))
+        else:
+            report.say(f"service {name}", f"{service.kind} {service.model}, {'elsewhere' if service.elsewhere else 'can be started'}")
 
 
 def look_at_sandbox(settings: Settings, report: Report) -> None:
     """The server answers, or this machine can wall code in."""
     chosen = settings.task.sandbox
-    if settings.task.name not in USES_SANDBOX:
+    if settings.task.name not in USES_SANDBOX or service_of(chosen.url):
         return
     if chosen.url:
         try:
@@ -263,25 +260,19 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
         look_at_host(settings, report, own)
     task = look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer, task=task)
+    look_at_services(settings, report)
     look_at_judges(settings, report)
     look_at_sandbox(settings, report)
     look_at_wandb(settings, report)
     return report
 
 
-def show(report: Report, console: Console) -> None:
-    table = Table(show_header=False)
-    for row in report.rows:
-        table.add_row(*row)
-    console.print(table, markup=False)
-    for kind, lines in (("warning", report.warnings), ("error", report.errors)):
-        for line in lines:
-            console.print(f"{kind}: {line}", markup=False, highlight=False, soft_wrap=True)
-
-
 def examine_and_show(settings: Settings, own: Own) -> int:
-    """Print a table, and a line for each problem: `error: key=value: remedy`. 0: a run can start; 1: it cannot."""
-    report = examine(settings, own)
-    show(report, Console())
-    print("a run cannot start" if report.errors else "a run can start")
+    """Print a table, and a line for each problem: `error: key=value: remedy`. 0: a run can start; 1: it cannot. On all ranks of a job."""
+    world = place()
+    report = examine(settings, own) if world.size == 1 else examine_together(settings, world, lambda: examine(settings, own))
+    look_at_time(settings, report)
+    if world.is_main:
+        show(report, Console())
+        print("a run cannot start" if report.errors else "a run can start")
     return 1 if report.errors else 0

@@ -27,7 +27,7 @@ from megatron_rl.config import Settings, require
 from megatron_rl.stop import die_with_parent
 from megatron_rl.tasks.base import require_task
 from megatron_rl.tasks.options import OPTIONS
-from megatron_rl.types import HostFault, RunFailed
+from megatron_rl.types import HostFault, Parted, RunFailed
 from megatron_rl.world import World, place
 
 CONFIGS = "pkg://megatron_rl.configs"
@@ -62,33 +62,36 @@ def cli(
     *, tasks: Mapping[str, type] | None = None, rewards: Mapping[str, Callable[..., object]] | None = None,
     algorithms: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Do what the command line says; the first word may be `doctor`, which looks at what the run needs and does not start it.
+    """Do what the command line says; the first word may be `doctor`, which looks at what the run needs and does not start it, or `serve`,
+    which starts nothing but services of it.
 
     A user's own tasks, rewards and algorithms are chosen by their names here, as those that ship are: {"mine": MyTask} by task=mine,
     {"short": short} by task.reward=short, {"mine": Algorithm(...)} by algo.name=mine (docs/extend.md).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/spawn.py, and by no shell that may go home first
         die_with_parent()
-    examines = sys.argv[1:2] == ["doctor"]
-    if examines:
-        del sys.argv[1]
+    word = sys.argv.pop(1) if sys.argv[1:2] in (["doctor"], ["serve"]) else "train"
 
     def act(settings: Settings) -> None:
         from megatron_rl.choices import Own  # brings torch
+        from megatron_rl.services.job import serve
         from megatron_rl.start import run  # brings Megatron
 
         own = Own(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
-        if examines:
+        if word == "doctor":
             from megatron_rl.cli.doctor import examine_and_show
 
             sys.exit(examine_and_show(settings, own))
+        if word == "serve":
+            serve(settings)
+            return
         result = run(settings, own)
         if result is not None and not result.is_finished:
             if not place().is_main:
                 time.sleep(QUIET_S)
             sys.exit(STOPPED)
 
-    read_and(act, tasks or {}, examines=examines)
+    read_and(act, tasks or {}, examines=word == "doctor")
 
 
 def offer(tasks: Mapping[str, type]) -> None:
@@ -111,6 +114,8 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
             settings = resolve(chosen, tasks)
             leave_out_wandb(settings.wandb.mode == "disabled")
             act(settings)
+        except Parted:
+            sys.exit(1)
         except (ValueError, OSError, RunFailed, HostFault) as error:
             end(str(error), world)
         except KeyboardInterrupt:

@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 import psutil
+import torch
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from megatron_rl.config import RunSettings
 from megatron_rl.stop import SIGNALS
+from megatron_rl.world import first_line
 
 CLOSING_S = 120
 """Beyond run.grace_s: a step's updates, its checkpoint and the end of the engine."""
@@ -59,7 +63,9 @@ class Processes:
 def spawn(arguments: Sequence[str]) -> int:
     """Start the processes and wait for their end. Returns the exit code."""
     given = parse_args(list(arguments))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    num_processes = determine_local_world_size(given.nproc_per_node)
+    num_threads = threads(len(os.sched_getaffinity(0)), num_processes=num_processes, num_gpus=torch.cuda.device_count())
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     logging.disable(logging.CRITICAL)  # torch's own report of what the processes report themselves
     given.signals_to_handle = "SIGHUP,SIGQUIT"
     patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSING_S
@@ -78,7 +84,18 @@ def spawn(arguments: Sequence[str]) -> int:
             return code
         except SignalException as ended:
             return 128 + ended.sigval
+        except (DistError, RendezvousError) as apart:
+            where = given.rdzv_endpoint and f"--rdzv_endpoint={given.rdzv_endpoint}"
+            where = where or f"--master_addr={given.master_addr} --master_port={given.master_port}"
+            remedy = "start it on every node with this address of the first one; a port that is taken needs another"
+            print(f"error: {where}: the launchers of {given.nnodes} nodes did not meet ({first_line(apart)}); {remedy}", flush=True)
+            return 1
     return 0
+
+
+def threads(num_cores: int, *, num_processes: int, num_gpus: int) -> int:
+    """OMP_NUM_THREADS of a process: its part of the cores beside a GPU. Without one it is 1: vLLM on a CPU is far slower with two."""
+    return max(1, num_cores // num_processes) if num_gpus else 1
 
 
 def grace_s(overrides: Sequence[str]) -> float:

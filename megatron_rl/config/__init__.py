@@ -14,13 +14,14 @@ from megatron_rl.config.optim import OptimSettings
 from megatron_rl.config.rollout import ColumnSettings, DataSettings, EngineSettings, JudgeSettings, SandboxSettings, TaskSettings
 from megatron_rl.config.run import CheckpointSettings, RunSettings, WandbSettings
 from megatron_rl.config.select import DROPS, ENDS, SelectSettings
+from megatron_rl.config.services import ServiceSettings, ServicesSettings, service_of
 from megatron_rl.config.sft import SftSettings
 
 __all__ = [
     "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings", "CriticSettings",
     "DataSettings", "EngineSettings", "JudgeSettings", "LoraSettings", "ModelSettings", "OptimSettings", "ParallelSettings",
-    "RunSettings", "SandboxSettings", "SelectSettings", "Settings", "SftSettings", "TaskSettings", "WandbSettings", "require",
-    "require_choice",
+    "RunSettings", "SandboxSettings", "SelectSettings", "ServiceSettings", "ServicesSettings", "Settings", "SftSettings", "TaskSettings",
+    "WandbSettings", "require", "require_choice", "service_of",
 ]  # fmt: skip
 
 
@@ -42,8 +43,10 @@ class Settings:
     run: RunSettings = field(default_factory=RunSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
+    services: ServicesSettings = field(default_factory=ServicesSettings)
 
     def __post_init__(self) -> None:
         require_choice("stage", self.stage, ("rl", "sft"))
         is_rl, dropout = self.stage == "rl", self.lora.dropout
         require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the policy that sampled had none")
+        self.services.require_asked(self.task)

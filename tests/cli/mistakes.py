@@ -79,6 +79,13 @@ MISTAKES = {
     "model.frozen=[eyes]": "model.frozen=eyes: choose one of vision, merger, language",
     "lora.rank=4 lora.targets=[head]": "lora.targets=head: choose one of attention, mlp, vision, projector",
     "task.sandbox.size=0": "task.sandbox.size=0: must be at least 1",
+    "task.judge.urls=[service:judge]": "task.judge.urls=service:judge: no such service is started; choose one, services.judge.kind=vllm",
+    "services.judge.kind=vlm": "services.judge.kind=vlm: choose one of vllm, sandbox",
+    "services.judge.model=7b": "services.judge.kind=: starts no server, and services.judge.model is given; choose vllm or sandbox",
+    "services.judge.kind=vllm": "services.judge.model=: is needed by kind=vllm, and by no other: the model that it serves",
+    "services.sandbox.kind=sandbox services.sandbox.port=70000": "services.sandbox.port=70000: is no port; 0 takes a free one",
+    "services.sandbox.kind=sandbox services.sandbox.command=[nope]": "services.sandbox.command=['nope']: there is no program nope on ...",
+    "services.sandbox.kind=sandbox services.sandbox.gpus=[99]": "services.sandbox.gpus=[99]: ...GPUs, counted from 0",
     "wandb.mode=onlin": "wandb.mode=onlin: choose one of disabled, offline, online",
     "stage=rll": "stage=rll: choose one of rl, sft",
     # what does not fit the model, the machine or the number of processes

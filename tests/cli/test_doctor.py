@@ -19,7 +19,8 @@ from rich.console import Console
 
 import sandbox.doctor
 from megatron_rl.cli import doctor
-from megatron_rl.cli.doctor import Report, examine, look_at_judges, look_at_sandbox, show
+from megatron_rl.cli.doctor import examine, look_at_judges, look_at_sandbox
+from megatron_rl.cli.report import Report, show
 from megatron_rl.config import Settings
 from megatron_rl.data.questions import questions
 from megatron_rl.rewards.judge import Judge

@@ -40,15 +40,21 @@ MAY_IMPORT = {
     "run_states": {"jsonl", "policy", "run", "weights", *DATA},
     "run_folder": {"run", "run_states", *DATA},
     "stop": {"types"},
+    "watch": {"types", "world"},
+    "nodes": {"run", *DATA},
+    "services": {"jsonl", "stop", *DATA},
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "stop", "tasks", *DATA},
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "step_metrics", "stop", "tasks", *DATA},
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
-    "cli": {"choices", "configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "stop", "tasks", "weights", *DATA},
+    "cli": {
+        "choices", "configs", "data", "models", "nodes", "observe", "plan", "rewards", "rollout", "services", "start", "stop", "tasks",
+        "weights", *DATA,
+    },
     "opening": {"data", "rollout", *DATA},
     "parts": {"algo", "policy", "rollout", "stop", "tasks", *DATA},
     "start": {
-        "algo", "choices", "evaluate", "models", "observe", "opening", "parts", "plan", "policy", "rollout", "run", "run_folder",
-        "run_states", "sft", "stop", "tasks", "train", "weights", *DATA,
+        "algo", "choices", "evaluate", "models", "nodes", "observe", "opening", "parts", "plan", "policy", "rollout", "run", "run_folder",
+        "run_states", "services", "sft", "stop", "tasks", "train", "watch", "weights", *DATA,
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and start."""

@@ -1,14 +1,19 @@
 """Weights into the engine: what it serves afterwards, and that nothing on the way goes unnoticed."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
+from vllm.config import ParallelConfig
+from vllm.v1.executor import Executor
 
+from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.vllm.core import place_of
 from megatron_rl.rollout.vllm.weights import checksum
 from tests.support.packed import prompts
 from tests.support.sampled import BOUND, gap, generate
@@ -154,3 +159,18 @@ def test_checksum_sees_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> 
     assert checksum(data.view(dtype).view(shape)) == reference
     if tensor.numel() > 1:
         assert checksum(tensor.flatten().roll(1)) != reference
+
+
+def test_the_engine_of_a_rank_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM makes of our arguments for rank 13, the sixth of its node: GPU 5, also where an engine is one rank; its own choice is 0."""
+    monkeypatch.setenv("RANK", "13")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+
+    def place(arguments: dict[str, object]) -> tuple[str, int, int]:
+        names = ("tensor_parallel_size", "distributed_executor_backend")
+        parallel = ParallelConfig(**{name: arguments[name] for name in names if name in arguments})
+        config = SimpleNamespace(parallel_config=parallel, device_config=SimpleNamespace(device="cuda"))
+        return Executor.get_class(config)._distributed_args(SimpleNamespace(vllm_config=config))
+
+    assert place(place_of(EngineSettings(), cuda=True)) == place(place_of(EngineSettings(tp=2), cuda=True)) == ("env://", 13, 5)
+    assert place(place_of(EngineSettings(), cuda=False))[1:] == (0, 0)

@@ -32,7 +32,7 @@ from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 
 PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
-HYDRA = ("launch/train.py", "launch/doctor.py")
+HYDRA = ("launch/train.py", "launch/doctor.py", "launch/serve.py")
 ASSIGNMENTS = re.compile(r"(?:[A-Z_]+=\S*\s+)*")
 """Of environment variables, in front of a command."""
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the door has it
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron_rl.rollout.vllm.core import _prepare_environment

@@ -66,12 +66,6 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
         if not cuda:
             keep_weights_plain()
             name_shared_memory(name)
-        place = (
-            {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": True}
-            if cuda
-            else {"kv_cache_memory_bytes": settings.kv_cache_mib << 20, "block_size": 32, "enforce_eager": True, "async_scheduling": False}
-        )
-        ranks = {"tensor_parallel_size": settings.tp, "distributed_executor_backend": "external_launcher"} if settings.tp > 1 else {}
         try:
             llm = LLM(
                 model_path,
@@ -86,8 +80,7 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
                 logprobs_mode="processed_logprobs",
                 logits_processors=[ban_and_seed(banned_ids)],
                 use_tqdm_on_load=False,
-                **place,
-                **ranks,
+                **place_of(settings, cuda=cuda),
             )
         except ValueError as error:
             too_small = "KV cache is needed" in str(error)
@@ -98,6 +91,19 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
     for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open now: nothing of it outlives them, however they end
         segment.unlink(missing_ok=True)
     return llm
+
+
+def place_of(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
+    """Arguments of LLM that say where it computes, and with how much memory.
+
+    On CUDA an engine of one rank has the external launcher, too: it reads LOCAL_RANK. The other executor would put the engines of all of a
+    node's ranks on cuda:0 (vLLM 0.32.0 v1/executor/uniproc_executor.py, _distributed_args).
+    """
+    launcher = {"tensor_parallel_size": settings.tp, "distributed_executor_backend": "external_launcher"}
+    if cuda:
+        return {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": True, **launcher}
+    host = {"kv_cache_memory_bytes": settings.kv_cache_mib << 20, "block_size": 32, "enforce_eager": True, "async_scheduling": False}
+    return host | (launcher if settings.tp > 1 else {})
 
 
 def name_shared_memory(name: str) -> None:

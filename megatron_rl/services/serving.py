@@ -1,0 +1,197 @@
+"""The servers that a run starts for itself: rank 0 starts them, waits until they answer, and ends them with the run.
+
+Each has a keeper (keeper.py), so that none is left however the run dies, a log RUN/services/NAME.log, and its address in a file beside it
+(address.py).
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_rl.config import ServiceSettings, ServicesSettings, Settings, TaskSettings, require, service_of
+from megatron_rl.services import keeper
+from megatron_rl.services.address import FOLDER, KINDS, file_of, find, is_there, publish
+from megatron_rl.world import World, on_main_rank
+
+LOOK_S, TELL_S = 0.5, 10.0
+"""Between two questions whether a service answers, and between two lines about one that does not."""
+SHOWN_CHARACTERS = 300
+"""Of the last line of a log."""
+OF_TORCHRUN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_",
+    "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_",
+)  # fmt: skip
+"""Beginnings of the variables that tell a rank its place: a server is no rank."""
+
+
+class Service:
+    """One service. `look` until it has an address; `end` however that went."""
+
+    def __init__(self, name: str, settings: ServiceSettings, *, run: Path, host: str) -> None:
+        """`host` is where it listens unless its settings say otherwise; check_service has passed.
+        ValueError: that is no address of this node."""
+        self.name, self._settings, self._run, self._kind = name, settings, run, KINDS[settings.kind]
+        self._nonce, self._began, self._told = secrets.token_hex(8), time.monotonic(), time.monotonic()
+        self.url = ""
+        """From the moment on when it is up."""
+        self.log = run / FOLDER / f"{name}.log"
+        self._keeper: subprocess.Popen[bytes] | None = None
+        if not settings.elsewhere:
+            self._start(settings.host or host)
+
+    def _start(self, host: str) -> None:
+        try:
+            port = self._settings.port or free_port(host)
+        except OSError as error:
+            raise ValueError(f"services.{self.name}.host={host}: {error}; give an address of {socket.gethostname()}") from error
+        self._address = f"http://{host}:{port}{self._kind.path}"
+        options = self._kind.options(self._settings, self.name, self._nonce)
+        command = [*(self._settings.command or self._kind.command), *options, "--host", host, "--port", str(port), *self._settings.args]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        file_of(self._run, self.name).unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
+            log.flush()
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", keeper.__file__, *command], stdin=subprocess.PIPE, stdout=log, stderr=log,
+                env=environment(os.environ, self._settings.gpus), start_new_session=True,
+            )  # fmt: skip
+
+    def look(self) -> None:
+        """Ask whether it answers, and then publish where. ValueError: it has ended, or its time is over."""
+        if self.url and not self._settings.elsewhere:
+            self._require_alive()
+        if self.url:
+            return
+        passed = time.monotonic() - self._began
+        self.url = find(self._run, self.name, self._settings.kind) if self._settings.elsewhere else self._own_url()
+        if self.url:
+            print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
+        elif passed > self._settings.start_s:
+            self._fail("start_s", self._settings.start_s, "it does not answer")
+        elif time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            print(f"service {self.name}: does not answer yet, after {passed:.0f} s; {self._last_words()}", flush=True)
+
+    def _own_url(self) -> str:
+        self._require_alive()
+        if not is_there(self._address, self._settings.kind, nonce=self._nonce):
+            return ""
+        publish(self._run, self.name, url=self._address, nonce=self._nonce)
+        return self._address
+
+    def _require_alive(self) -> None:
+        code = self._keeper.poll()
+        if code is not None:
+            self._fail("kind", self._settings.kind, f"its server has ended with exit code {code}")
+
+    def _fail(self, key: str, value: object, what: str) -> NoReturn:
+        raise ValueError(f"services.{self.name}.{key}={value}: {what}; {self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The end of its log, which is told on one line."""
+        if self._settings.elsewhere:
+            return f"{file_of(self._run, self.name)} is to be written by launch/serve.py in another job"
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return f"{self.log} ends: {lines[-1].strip()[:SHOWN_CHARACTERS]}"
+
+    def end(self) -> None:
+        """Take the address back and end the server, if it is this run's."""
+        if self._keeper is None:
+            return
+        file_of(self._run, self.name).unlink(missing_ok=True)
+        self._keeper.stdin.close()
+        self._keeper.wait()
+
+
+def chosen(services: ServicesSettings) -> dict[str, ServiceSettings]:
+    """Those that are started, by name."""
+    named = {"judge": services.judge, "listener": services.listener, "sandbox": services.sandbox}
+    return {name: service for name, service in named.items() if service.kind}
+
+
+@contextmanager
+def serving(settings: Settings, world: World, *, go_on: Callable[[], None]) -> Iterator[dict[str, str]]:
+    """The services inside the block: their addresses by name. All ranks together; `go_on` may end the wait for them by raising."""
+    own: list[Service] = []
+    with ExitStack() as running:
+
+        def begin() -> None:
+            for name, service in chosen(settings.services).items():
+                own.append(Service(name, service, run=Path(settings.run.dir), host=host_of(world)))
+                running.callback(own[-1].end)
+
+        on_main_rank(begin)
+        while not on_main_rank(lambda: are_up(own)):
+            go_on()
+            time.sleep(LOOK_S)
+        yield on_main_rank(lambda: {service.name: service.url for service in own})
+
+
+def are_up(services: Sequence[Service]) -> bool:
+    for service in services:
+        service.look()
+    return all(service.url for service in services)
+
+
+def addressed(task: TaskSettings, urls: Mapping[str, str]) -> TaskSettings:
+    """The task's settings with the addresses of services in the place of their names."""
+    judge = replace(task.judge, urls=[urls.get(service_of(url), url) for url in task.judge.urls])
+    url = task.sandbox.url
+    return replace(task, judge=judge, sandbox=replace(task.sandbox, url=urls.get(service_of(url), url)))
+
+
+def check_service(name: str, settings: ServiceSettings, *, num_ranks: int, num_gpus: int) -> None:
+    """ValueError: its command does not exist here, its port is taken, or it has no share of the GPUs of this node and its ranks."""
+    key, host = f"services.{name}", socket.gethostname()
+    if settings.elsewhere:
+        return
+    program = (settings.command or KINDS[settings.kind].command)[0]
+    remedy = f"there is no program {program} on {host}; correct the command, or leave it out"
+    require(shutil.which(program) is not None, f"{key}.command", settings.command, remedy)
+    remedy = f"is taken on {host}; choose another, or 0 for a free one"
+    require(settings.port == 0 or is_free(settings.port), f"{key}.port", settings.port, remedy)
+    require(max(settings.gpus, default=-1) < num_gpus, f"{key}.gpus", settings.gpus, f"{host} has {num_gpus} GPUs, counted from 0")
+    shared = [gpu for gpu in settings.gpus or range(num_gpus) if gpu < num_ranks]
+    has_share = settings.kind != "vllm" or any(word.startswith("--gpu-memory-utilization") for word in settings.args)
+    remedy = f"ranks train on GPU {', '.join(map(str, shared))}; give it others, or a share: {key}.args=[--gpu-memory-utilization,0.3]"
+    require(has_share or not shared, f"{key}.gpus", settings.gpus, remedy)
+
+
+def host_of(world: World) -> str:
+    """Where all ranks find what listens on rank 0's node."""
+    return os.environ["MASTER_ADDR"] if world.num_nodes > 1 else "127.0.0.1"
+
+
+def environment(given: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
+    """Of a service, from the run's: without its place among ranks, and with its share of the GPUs that the run sees."""
+    kept = {name: value for name, value in given.items() if not name.startswith(OF_TORCHRUN)}
+    if gpus:
+        visible = [number for number in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
+    return kept
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

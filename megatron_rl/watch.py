@@ -1,0 +1,228 @@
+"""A watch over ranks that wait for each other: who lags, who is gone, and what each was at.
+
+A thread of every rank looks at the stack of the one that trains. Where that stands still for NEARLY of parallel.timeout_s, all ranks are
+asked: each writes its stacks to RUN/hang/rank_N.txt, and says where it is and whether it waits for others; a warning names those that do
+not. Where a collective fails, because it waited too long or because a peer has died, the run ends with one line a node. Ranks talk through
+the store that torchrun's processes meet by. On CUDA torch's flight recorder writes the last collectives of NCCL beside the stacks, when
+NCCL ends a process that waited too long: this was never run.
+"""
+
+import faulthandler
+import json
+import linecache
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from megatron_rl.types import HostFault, Parted, RunFailed
+from megatron_rl.world import World, first_line
+
+FOLDER = "hang"
+NEARLY = 0.9
+"""Of the time limit: when NCCL ends a process, that has nothing more to say."""
+LOOKS, LOOK_S = 20, 0.5
+"""Between two looks: a part of the time limit, and no more than half a second."""
+ANSWER_S = 5.0
+"""What the others have for their answers; who gives none is gone."""
+_NOBODY = "nobody"
+_PACKAGE = Path(__file__).parent
+_HELPERS = (Path(__file__), _PACKAGE / "world.py")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Answer:
+    """What a rank says when it is asked, or of itself when it ends."""
+
+    node: str
+    at: str = ""
+    """The line that it is at."""
+    waits: bool = False
+    """For others, in a collective."""
+    ended: str = ""
+    """Why it has ended, where that was no collective's failure."""
+
+
+class Watch:
+    """As a context around what the ranks do together, on every rank; made before they meet. In a world of one it does nothing."""
+
+    def __init__(self, world: World, *, folder: Path, timeout_s: float) -> None:
+        self._world, self._folder, self._timeout_s = world, folder / FOLDER, timeout_s
+        self._node = f"node {world.node}, {socket.gethostname()}"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        if world.device.type == "cuda":
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder.absolute() / "nccl_"))
+
+    def __enter__(self) -> Self:
+        self._watched = threading.get_ident()
+        if self._world.size > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            patience = timedelta(seconds=ANSWER_S)
+            self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+            self._heard = self._store.compare_set("watch/asked", "", _NOBODY)
+            self._say("here", Answer(node=self._node))
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Parted instead of a collective's failure."""
+        if self._world.size == 1:
+            return
+        self._over.set()
+        self._thread.join()
+        parts = error is not None and of_collective(error)
+        try:
+            if parts:
+                self._say("last", Answer(node=self._node, at=place(list(traceback.walk_tb(trace))), waits=True))
+                self._part(error)
+            else:
+                why = "it is done, and others are not" if error is None else first_line(error) or kind.__name__
+                self._say("last", Answer(node=self._node, ended=why))
+        except dist.DistError as lost:
+            if parts:
+                _tell(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
+        if parts:
+            raise Parted from error
+
+    def _look(self) -> None:
+        """In the thread: answer who asks, and ask where nothing moves."""
+        before, since = None, time.monotonic()
+        while not self._over.wait(min(LOOK_S, self._timeout_s / LOOKS)):
+            now = [(frame.f_code, frame.f_lasti) for frame, _ in self._frames()]
+            if now != before:
+                before, since = now, time.monotonic()
+            still_s = time.monotonic() - since
+            try:
+                asks = still_s > NEARLY * self._timeout_s and self._ask()
+                if self._hear():
+                    since = time.monotonic()
+                if asks:
+                    _tell(f"warning: rank {self._world.rank} has not moved for {still_s:.0f} s: {self._verdict()}")
+            except dist.DistError:  # the first node is gone: the next collective will say so
+                return
+
+    def _frames(self) -> list[tuple[FrameType, int]]:
+        """Of the one that trains, the outermost first."""
+        return list(traceback.walk_stack(sys._current_frames()[self._watched]))[::-1]
+
+    def _ask(self) -> bool:
+        """Ask all ranks anew; False where another one did so at the same time."""
+        mine = f"rank {self._world.rank} at {time.time()}"
+        return self._store.compare_set("watch/asked", self._heard.decode(), mine).decode() == mine
+
+    def _hear(self) -> bool:
+        """Answer, with the stacks in a file, where somebody has asked anew."""
+        asked = self._store.get("watch/asked")
+        if asked == self._heard:
+            return False
+        self._heard = asked
+        frames = self._frames()
+        answer = Answer(node=self._node, at=place(frames), waits=waits(frames))
+        with suppress(OSError):  # what is said counts, too, where nothing can be written
+            self._write(answer)
+        self._say(asked.decode(), answer)
+        return True
+
+    def _write(self, answer: Answer) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"rank_{self._world.rank}.txt").open("w") as file:
+            file.write(f"rank {self._world.rank} ({self._node}), {time.strftime('%Y-%m-%d %H:%M:%S')}, at {answer.at}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+
+    def _part(self, error: BaseException) -> None:
+        """Say why, once a node, and everywhere the same."""
+        self._ask()
+        waited = f"parallel.timeout_s={self._timeout_s:g}: a collective waited longer; " if "Timed out" in str(error) else ""
+        line = self._store.compare_set("watch/verdict", "", waited + self._verdict()).decode()
+        if self._store.add(f"watch/told/{self._world.node}", 1) == 1:
+            _tell(f"error: {line}")
+
+    def _say(self, when: str, answer: Answer) -> None:
+        self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
+
+    def _verdict(self) -> str:
+        """From the answers of all, which are waited for."""
+        asked = self._store.get("watch/asked").decode()
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + ANSWER_S
+        while len(answers) < self._world.size and time.monotonic() < deadline:
+            time.sleep(LOOK_S / 10)
+            for rank, when in product(range(self._world.size), ("last", asked)):
+                if rank not in answers and self._store.check([f"watch/{when}/{rank}"]):
+                    answers[rank] = self._read(when, rank)
+        gone = {rank: self._read("here", rank) for rank in range(self._world.size) if rank not in answers}
+        return verdict(answers, gone, stacks=self._folder)
+
+    def _read(self, when: str, rank: int) -> Answer:
+        return Answer(**json.loads(self._store.get(f"watch/{when}/{rank}")))
+
+
+def verdict(answers: Mapping[int, Answer], gone: Mapping[int, Answer], *, stacks: Path) -> str:
+    """Who keeps the others waiting. A rank that has ended knows why; one that is gone has said nothing; the others are at work."""
+    ended = {rank: answer for rank, answer in answers.items() if answer.ended}
+    waiting = {rank: answer for rank, answer in answers.items() if answer.waits}
+    lagging = {rank: answer for rank, answer in answers.items() if not (answer.waits or answer.ended)}
+    if ended:
+        rank, answer = next(iter(ended.items()))
+        return f"{answer.ended} (rank {rank}, {answer.node})"
+    if gone:
+        return f"no answer from {_named(gone)}; was a node lost, memory short, or did someone end them?"
+    if not lagging:
+        return f"all ranks wait, each for another, at {_told(waiting)}; stacks: {stacks}"
+    verb = "is" if len(lagging) == 1 else "are"
+    return f"{_named(lagging)} {verb} behind, at {_told(lagging)}; the others wait at {_told(waiting)}; stacks: {stacks}"
+
+
+def _named(answers: Mapping[int, Answer]) -> str:
+    """Example: `ranks 2 and 3 (node 1, n2)`."""
+    nodes = "; ".join(dict.fromkeys(answer.node for answer in answers.values()))
+    ranks = " and ".join(map(str, answers))
+    return f"rank{'s' if len(answers) > 1 else ''} {ranks} ({nodes})"
+
+
+def _told(answers: Mapping[int, Answer]) -> str:
+    """Where they are: each place once."""
+    return ", ".join(dict.fromkeys(answer.at for answer in answers.values()))
+
+
+def place(frames: Sequence[tuple[FrameType, int]]) -> str:
+    """The innermost line of this package, and of whoever is at work there. Example: `train.py:188 in attach (threading.py:320 in wait)`."""
+    told = [f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}" for frame, line in frames]
+    own = [number for number, (frame, _) in enumerate(frames) if _is_own(Path(frame.f_code.co_filename))]
+    return told[-1] if not own or told[own[-1]] == told[-1] else f"{told[own[-1]]} ({told[-1]})"
+
+
+def _is_own(path: Path) -> bool:
+    return path.is_relative_to(_PACKAGE) and path not in _HELPERS
+
+
+def waits(frames: Sequence[tuple[FrameType, int]]) -> bool:
+    """Whether the innermost line is one of torch's collectives, or waits for one that was begun before (Megatron's, by .wait())."""
+    frame, line = frames[-1]
+    return "/torch/distributed/" in frame.f_code.co_filename or ".wait(" in linecache.getline(frame.f_code.co_filename, line)
+
+
+def of_collective(error: BaseException) -> bool:
+    """Whether it tells of peers: torch 2.13's own errors, and gloo's, which have no class but name their source."""
+    if isinstance(error, HostFault | RunFailed):
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""Two nodes on one machine: two launchers that meet over the loopback, two processes each, with temporary folders of their own.
+
+They train what one launcher's four processes train, with tensor, pipeline and data parallelism over the border; and one that is lost ends
+the other.
+"""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.cli.spawn import threads
+from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
+from tests.support.two_nodes import launched
+from tools.data.make_tiny_qwen2_5_vl import make
+
+pytestmark = pytest.mark.timeout(300)
+LAYOUTS = {  # tp, pp, vpp, sequence parallel, recomputation, model: what crosses the border
+    "4,1,1,0,none,wide": "tp",
+    "2,1,1,1,none,wide": "dp",
+    "2,2,1,0,none,wide": "pp",
+    "1,1,1,0,none,wide": "dp of four",
+}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What two nodes did, of which the second was killed in the end."""
+
+    out: Path
+    homes: list[Path]
+    code: int
+    said: str
+    seconds: float
+    left: list[int]
+    """Processes that outlived it."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make(folder / "wide", preset="nano", init="random", seed=1, heads=8, kv_heads=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lost(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
+    out, homes = tmp_path_factory.mktemp("nodes"), [tmp_path_factory.mktemp("home") for _ in range(2)]
+    nodes = launched(SUPPORT / "nodes_world.py", models, out, *LAYOUTS, "until_lost", num_processes=2, homes=homes)
+    try:
+        deadline = time.monotonic() + 200
+        while not (out / "places.json").exists():
+            assert time.monotonic() < deadline and nodes[0].poll() is nodes[1].poll() is None, [n.output.read_text() for n in nodes]
+            time.sleep(0.1)
+        time.sleep(0.5)
+        second = [psutil.Process(nodes[1].pid), *psutil.Process(nodes[1].pid).children()]
+        began = time.monotonic()
+        for process in second:
+            process.send_signal(signal.SIGKILL)
+        said, _ = nodes[0].communicate(timeout=50)
+        pids = [place["pid"] for place in json.loads((out / "places.json").read_text())]
+        yield Lost(out, homes, nodes[0].returncode, said, time.monotonic() - began, [pid for pid in pids if psutil.pid_exists(pid)])
+    finally:
+        for node in nodes:
+            node.end(by=time.monotonic() + 5)
+
+
+def test_two_nodes_train_what_one_does(lost: Lost, models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+    """Losses and gradient norms of two steps at each layout; the same ranks, split over nodes."""
+    torchrun(4, SUPPORT / "nodes_world.py", models, tmp_path, *LAYOUTS)
+    one, two = (json.loads((out / "steps.json").read_text()) for out in (tmp_path, lost.out))
+    assert one.keys() == two.keys() == LAYOUTS.keys()
+    for layout, steps in one.items():
+        for name, values in steps.items():
+            assert len(values) == 2 and values == pytest.approx(two[layout][name], rel=1e-5), (LAYOUTS[layout], name)
+    assert one["4,1,1,0,none,wide"]["loss"][0] != one["4,1,1,0,none,wide"]["loss"][1], "it learns something"
+    places = json.loads((lost.out / "places.json").read_text())
+    assert [(place["node"], place["local_rank"]) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [place["tmp"] for place in places] == [str(home) for home in lost.homes for _ in range(2)]
+
+
+def test_a_node_that_is_lost_ends_the_other(lost: Lost) -> None:
+    """Within seconds, with one line that names it and an exit code; nobody is left."""
+    assert lost.code == 1 and lost.seconds < 30 and not lost.left
+    host = socket.gethostname()
+    (line,) = [line for line in lost.said.splitlines() if "rank" in line]
+    assert line.startswith(f"error: no answer from ranks 2 and 3 (node 1, {host}); was a node lost"), lost.said
+    assert "Traceback" not in lost.said and lost.said.splitlines()[-1] == line
+
+
+def test_launchers_that_do_not_meet_say_where() -> None:
+    """The first node's port is taken: one line, not a page."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        meet = ("--nnodes", 2, "--node_rank", 0, "--master_addr", "127.0.0.1", "--master_port", port, "--nproc_per_node", 1)
+        done = forked.run(ROOT / "launch" / "spawn.py", *meet, SUPPORT / "nodes_world.py", timeout_s=30)
+    assert done.returncode == 1
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"error: --master_addr=127.0.0.1 --master_port={port}: the launchers of 2 nodes did not meet (")
+
+
+def test_threads_are_a_ranks_part_of_the_cores_beside_gpus() -> None:
+    assert threads(128, num_processes=8, num_gpus=8) == 16 and threads(4, num_processes=8, num_gpus=8) == 1
+    assert threads(os.cpu_count() or 1, num_processes=1, num_gpus=0) == 1

@@ -1,0 +1,198 @@
+"""Servers that a run starts for itself, with one in the place of vLLM's that is there at once and has an orphan in a session of its own."""
+
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.config import JudgeSettings, ModelSettings, RunSettings, SandboxSettings, ServiceSettings, ServicesSettings, Settings
+from megatron_rl.config import TaskSettings as Task
+from megatron_rl.services.address import file_of, find, publish
+from megatron_rl.services.serving import addressed, check_service, environment, serving
+from megatron_rl.types import Stopped
+from megatron_rl.world import connect, disconnect, place
+from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
+
+STAND_IN = SUPPORT / "stand_in.py"
+HOST, HERE = socket.gethostname(), "127.0.0.1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    disconnect()
+
+
+def service_of(folder: Path, how: str = "well", **settings: object) -> ServiceSettings:
+    return ServiceSettings(kind="vllm", model="m", command=[sys.executable, str(STAND_IN), str(folder), how], **settings)
+
+
+def settings_of(run: Path, judge: ServiceSettings) -> Settings:
+    task = Task(name="vqa", judge=JudgeSettings(urls=["service:judge", "http://far/v1"]))
+    return Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(run)), task=task, services=ServicesSettings(judge=judge))
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+def are_gone(folder: Path, *, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids(folder) if psutil.pid_exists(pid)]:
+        if time.monotonic() > deadline:
+            return not left
+        time.sleep(0.05)
+    return True
+
+
+def go_on() -> None:
+    """Nobody asks the run to stop."""
+
+
+def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RANK", "0")
+    settings = settings_of(tmp_path, service_of(tmp_path, args=["--more", "1"]))
+    with serving(settings, place(), go_on=go_on) as urls:
+        (url,) = urls.values()
+        assert urls.keys() == {"judge"} and url.startswith("http://127.0.0.1:") and url.endswith("/v1")
+        assert find(tmp_path, "judge", "vllm") == url
+        assert addressed(settings.task, urls).judge.urls == [url, "http://far/v1"]
+        assert settings.task.judge.urls[0] == "service:judge", "what is kept with the run names no port of today"
+        assert all(map(psutil.pid_exists, pids(tmp_path))) and len(pids(tmp_path)) == 2
+        told = json.loads((tmp_path / "environment.json").read_text())
+        assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & told.keys() and "PATH" in told
+    assert are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm") == ""
+    log = (tmp_path / "services" / "judge.log").read_text()
+    assert "--served-model-name judge " in log and log.splitlines()[0].endswith(" --more 1") and "stand-in: well" in log
+    assert f"service judge: {url}, after " in capsys.readouterr().out
+
+
+def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
+    """Not even what left the server's session; and its address is no address."""
+    holder = forked.Process(SUPPORT / "service_holder.py", tmp_path, sys.executable, STAND_IN, tmp_path, "well")
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "up").exists():
+            assert time.monotonic() < deadline and holder.poll() is None, holder.output.read_text()
+            time.sleep(0.05)
+        (keeper,) = psutil.Process(holder.pid).children()
+        assert find(tmp_path, "judge", "vllm")
+    finally:
+        holder.kill()
+    psutil.wait_procs([keeper], timeout=10)
+    assert not keeper.is_running() and are_gone(tmp_path)
+    assert file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm") == ""
+
+
+def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
+    """A server answers there, but it is not the one that wrote the file; or the file is half."""
+    with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on) as urls:
+        publish(tmp_path, "listener", url=urls["judge"], nonce="of one that died")
+        assert find(tmp_path, "judge", "vllm") and not find(tmp_path, "listener", "vllm")
+        assert not find(tmp_path, "judge", "sandbox"), "a server of another kind"
+        whole = file_of(tmp_path, "judge").read_bytes()
+        file_of(tmp_path, "judge").write_bytes(whole[: len(whole) // 2])
+        assert not find(tmp_path, "judge", "vllm") and not find(tmp_path, "nobody", "vllm")
+
+
+def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
+    """And left alone: it is not this run's to end."""
+    with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on) as started:
+        with serving(settings_of(tmp_path, replace(service_of(tmp_path), elsewhere=True)), place(), go_on=go_on) as found:
+            assert found == started
+        assert find(tmp_path, "judge", "vllm") == started["judge"]
+    late = replace(service_of(tmp_path), elsewhere=True, start_s=0.2)
+    line = r"^services.judge.start_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
+    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
+        pass
+
+
+def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    """launch/serve.py with the words of a run: it starts what is marked, publishes it and ends it."""
+    judge = f"kind: vllm, model: m, elsewhere: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
+    words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
+    job = forked.Process(ROOT / "launch" / "serve.py", *words)
+    try:
+        with serving(settings_of(tmp_path, replace(service_of(tmp_path), elsewhere=True)), place(), go_on=go_on) as found:
+            assert found["judge"].startswith(f"http://{HERE}:")
+        job.send_signal(signal.SIGTERM)
+        said, _ = job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert job.returncode == 0 and said.startswith(f"service judge: {found['judge']}, after ") and said.count("\n") == 1, said
+    assert are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists()
+
+
+def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
+    def stop() -> None:
+        if (tmp_path / "pids").exists():
+            raise Stopped
+
+    with pytest.raises(Stopped), serving(settings_of(tmp_path, service_of(tmp_path, "silent")), place(), go_on=stop):
+        pass
+    assert are_gone(tmp_path, within_s=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "more", "line"),
+    [
+        ("ends", {}, "services.judge.kind=vllm: its server has ended with exit code 3; .*judge.log ends: stand-in: ends$"),
+        ("nowhere", {"host": "192.0.2.1"}, f"services.judge.host=192.0.2.1: .*; give an address of {HOST}$"),
+        ("silent", {"start_s": 1.5}, "services.judge.start_s=1.5: it does not answer; .*judge.log ends: stand-in: silent$"),
+    ],
+)
+def test_a_service_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, service_of(tmp_path, how, **more))
+    with pytest.raises(ValueError, match=f"^{line}"), serving(settings, place(), go_on=go_on):
+        pass
+    assert (how == "nowhere" or are_gone(tmp_path, within_s=0)) and not file_of(tmp_path, "judge").exists()
+
+
+def test_what_cannot_be_started_is_known_before() -> None:
+    judge = ServiceSettings(kind="vllm", model="m")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cases = [
+            (replace(judge, command=["nope"]), 0, rf"command=\['nope'\]: there is no program nope on {HOST}; correct the command"),
+            (replace(judge, port=port), 0, f"port={port}: is taken on {HOST}; choose another, or 0 for a free one"),
+            (replace(judge, gpus=[8]), 8, rf"gpus=\[8\]: {HOST} has 8 GPUs, counted from 0"),
+            (replace(judge, gpus=[5, 6]), 8, r"gpus=\[5, 6\]: ranks train on GPU 5; give it others, or a share: services.judge.args="),
+            (judge, 8, r"gpus=\[\]: ranks train on GPU 0, 1, 2, 3, 4, 5;"),
+        ]
+        for service, num_gpus, line in cases:
+            with pytest.raises(ValueError, match=f"^services.judge.{line}"):
+                check_service("judge", service, num_ranks=6, num_gpus=num_gpus)
+    for service, num_gpus in ((judge, 0), (replace(judge, gpus=[6, 7]), 8), (replace(judge, args=["--gpu-memory-utilization", "0.2"]), 8)):
+        check_service("judge", service, num_ranks=6, num_gpus=num_gpus)
+
+
+def test_its_gpus_are_among_those_of_the_run() -> None:
+    given = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "LOCAL_RANK": "0", "HOME": "/h"}
+    assert environment(given, [2, 3]) == {"CUDA_VISIBLE_DEVICES": "6,7", "HOME": "/h"}
+    assert environment({}, [2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"} and environment(given, [])["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+
+
+@pytest.mark.parametrize(
+    ("services", "task", "line"),
+    [
+        ({}, {"judge": JudgeSettings(urls=["service:judge"])}, "task.judge.urls=service:judge: no such .*services.judge.kind=vllm$"),
+        ({}, {"judge": JudgeSettings(urls=["service:jugde"])}, "task.judge.urls=service:jugde: no such .*services.judge.kind=vllm$"),
+        ({}, {"sandbox": SandboxSettings(url="service:sandbox")}, "task.sandbox.url=service:sandbox: .*services.sandbox.kind=sandbox$"),
+        ({"judge": ServiceSettings(model="m")}, {}, "services.judge.kind=: starts no server, and services.judge.model is given"),
+    ],
+)
+def test_who_asks_for_a_service_must_choose_it(services: dict, task: dict, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}"):
+        Settings(task=Task(name="vqa", **task), services=ServicesSettings(**services))

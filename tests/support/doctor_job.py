@@ -1,0 +1,33 @@
+"""Run by test_doctor_job.py as two nodes of one rank: what the doctor says of them. The second has a trouble of its own, and a clock that
+is 5 s ahead. Rank 0 prints the report as JSON.
+
+usage: doctor_job.py MODEL RUN_DIR
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from megatron_rl.cli import doctor_job
+from megatron_rl.cli.report import Report
+from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.world import place
+
+
+def main(model: str, run_dir: str) -> None:
+    world = place()
+    time_of_day = time.time
+    time.time = lambda: time_of_day() + 5 * world.rank
+    settings = Settings(model=ModelSettings(path=model), run=RunSettings(dir=run_dir), task=TaskSettings(name="number_line"))
+
+    def examine() -> Report:
+        return Report(rows=[("GPUs", str(world.rank))], errors=["a=1: all have it", *["b=2: one has it"] * world.rank])
+
+    report = doctor_job.examine_together(settings, world, examine)
+    if world.is_main:
+        print(json.dumps(asdict(report)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

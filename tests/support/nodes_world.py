@@ -1,0 +1,56 @@
+"""Run by test_nodes.py under two launchers, and by one torchrun: two training steps at each layout, as the ranks of layouts.py train.
+
+usage: nodes_world.py MODELS OUT LAYOUT ... [until_lost]
+
+Rank 0 writes OUT/steps.json: {layout: {"loss": [...], "grad_norm": [...]}}, and OUT/places.json: where each rank was. With `until_lost` the
+ranks then meet until they cannot.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Parted
+from megatron_rl.watch import Watch
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl.world import connect, gather, place
+from tests.support.layouts import Case, forget_layout, make_policy, steps
+from tests.support.packed import example_contexts
+
+LIMIT_S = 60
+
+
+def train(models: Path, text: str) -> dict[str, object]:
+    case = Case.parse(text)
+    model, layout = models / case.model, build_layout(case.settings(), seed=0)
+    renderer = Renderer(ModelSettings(path=str(model)))
+    policy = make_policy(model, renderer, layout, case, lr=1e-3, eps=1e-4)
+    done = steps(policy, example_contexts(renderer), count=2, stored=HfTensors(model))
+    forget_layout()
+    return {"loss": done["loss"], "grad_norm": done["grad_norm"]}
+
+
+def main(models: Path, out: Path, *words: str) -> None:
+    world = place()
+    watch = Watch(world, folder=out, timeout_s=LIMIT_S)
+    connect(world, timeout_s=LIMIT_S)
+    with watch:
+        trained = {text: train(models, text) for text in words if text != "until_lost"}
+        places = gather({"node": world.node, "local_rank": world.local_rank, "tmp": tempfile.gettempdir(), "pid": os.getpid()})
+        if world.is_main:
+            (out / "steps.json").write_text(json.dumps(trained))
+            (out / "places.json").write_text(json.dumps(places))
+        while "until_lost" in words:
+            gather(world.rank)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    except Parted:
+        sys.exit(1)

@@ -1,0 +1,72 @@
+"""Who keeps the others waiting: of three ranks one sleeps, ends with a reason of its own, or is killed; and what a line says of them."""
+
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.types import HostFault, RunFailed
+from megatron_rl.watch import ANSWER_S, Answer, of_collective, verdict
+from tests.conftest import SUPPORT
+from tests.support import forked
+
+HERE = f"(node 0, {socket.gethostname()})"
+
+
+def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> Answer:
+    return Answer(node=node, at=where, waits=waits)
+
+
+def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
+    """Rank 1 sleeps; the others say so once, before and when they end, within the limit and the time for answers."""
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", 3, timeout_s=100)
+    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < 3 + ANSWER_S + forked.GRACE_S
+    first, last = [line for line in done.stdout.splitlines() if "rank 1" in line]
+    behind = rf"rank 1 {re.escape(HERE)} is behind, at watched.py:\d+ in dawdle"
+    why = rf"{behind}; the others wait at .*in all_gather; stacks: {tmp_path}/hang"
+    assert re.fullmatch(rf"warning: rank [02] has not moved for \d s: {why}", first), done.stdout
+    assert re.fullmatch(rf"error: parallel.timeout_s=3: a collective waited longer; {why}", last), done.stdout
+    stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
+    assert stacks.keys() == {"rank_0.txt", "rank_1.txt", "rank_2.txt"} and "Traceback" not in done.stdout
+    assert " in dawdle\n" in stacks["rank_1.txt"] and " in gather\n" not in stacks["rank_1.txt"]
+    assert all(" in gather\n" in stacks[name] and " in dawdle\n" not in stacks[name] for name in ("rank_0.txt", "rank_2.txt"))
+
+
+def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
+    """At once, not after the limit: on another node its own line is not seen."""
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "ends", 60, timeout_s=100)
+    assert done.returncode == 1
+    assert time.time() - (tmp_path / "began_0").stat().st_mtime < 30
+    (line,) = [line for line in done.stdout.splitlines() if "error" in line]
+    assert line == f"error: key=value: remedy (rank 1, {HERE[1:-1]})"
+
+
+@pytest.mark.parametrize(
+    ("answers", "gone", "line"),
+    [
+        (
+            {0: at_work("a.py:1 in f", waits=True), 1: at_work("b.py:2 in g", node="node 1, b"), 2: at_work("a.py:1 in f", waits=True)}, {},
+            "rank 1 (node 1, b) is behind, at b.py:2 in g; the others wait at a.py:1 in f; stacks: hang",
+        ),
+        (
+            {0: at_work("x", waits=True), 3: at_work("y", waits=True)}, {1: Answer(node="n, b"), 2: Answer(node="n, b")},
+            "no answer from ranks 1 and 2 (n, b); was a node lost, memory short, or did someone end them?",
+        ),
+        (
+            {0: at_work("x", waits=True), 1: Answer(node="n", ended="a=b: c")}, {2: Answer(node="n")},
+            "a=b: c (rank 1, n)",
+        ),
+        ({0: at_work("x", waits=True), 1: at_work("y", waits=True)}, {}, "all ranks wait, each for another, at x, y; stacks: hang"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_answers(answers: dict[int, Answer], gone: dict[int, Answer], line: str) -> None:
+    assert verdict(answers, gone, stacks=Path("hang")) == line
+
+
+def test_a_mistake_of_ours_is_no_collectives_failure() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
+    assert of_collective(RuntimeError(gloo)) and of_collective(dist.DistNetworkError("reset"))
+    assert not any(map(of_collective, (RuntimeError("mat1 and mat2 do not fit"), ValueError(gloo), RunFailed(gloo), HostFault(gloo))))

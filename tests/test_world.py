@@ -1,0 +1,32 @@
+"""A rank's place: its device is that of its number on its node, not in the world."""
+
+import socket
+
+import pytest
+import torch
+
+from megatron_rl.world import connect, place
+
+
+def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": 13, "WORLD_SIZE": 16, "LOCAL_RANK": 5, "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    world = place()
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.num_nodes) == (13, 16, 5, 8, 1, 2)
+    assert world.device == torch.device("cuda", 5) and not world.is_main and not world.is_first_here
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=f"^--nproc_per_node=8: {socket.gethostname()} has 4 GPUs; start one process a GPU"):
+        connect(world, timeout_s=1)
+
+
+def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "none0", "WORLD_SIZE": 1, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    line = r"^--nnodes=1: the 1 processes did not meet \(.*none0.*\); see .*, and name the interface .* GLOO_SOCKET_IFNAME"
+    with pytest.raises(ValueError, match=line):
+        connect(place(), timeout_s=5)
