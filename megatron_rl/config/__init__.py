@@ -15,12 +15,13 @@ from megatron_rl.config.rollout import ColumnSettings, DataSettings, EngineSetti
 from megatron_rl.config.run import CheckpointSettings, RunSettings, WandbSettings
 from megatron_rl.config.select import DROPS, ENDS, SelectSettings
 from megatron_rl.config.sft import SftSettings
+from megatron_rl.config.slurm import SlurmSettings
 
 __all__ = [
     "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings", "CriticSettings",
     "DataSettings", "EngineSettings", "JudgeSettings", "LoraSettings", "ModelSettings", "OptimSettings", "ParallelSettings",
-    "RunSettings", "SandboxSettings", "SelectSettings", "Settings", "SftSettings", "TaskSettings", "WandbSettings", "require",
-    "require_choice",
+    "RunSettings", "SandboxSettings", "SelectSettings", "Settings", "SftSettings", "SlurmSettings", "TaskSettings", "WandbSettings",
+    "require", "require_choice",
 ]  # fmt: skip
 
 
@@ -42,6 +43,7 @@ class Settings:
     run: RunSettings = field(default_factory=RunSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
+    slurm: SlurmSettings = field(default_factory=SlurmSettings)
 
     def __post_init__(self) -> None:
         require_choice("stage", self.stage, ("rl", "sft"))
