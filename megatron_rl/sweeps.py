@@ -76,6 +76,8 @@ def read_sweep(path: Path) -> Sweep:
 def _read(path: Path) -> dict[str, object]:
     try:
         given = yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # every scalar is text
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: no such file; give a sweep's yaml (launch/slurm/example.yaml is one)") from error
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"{path}: line {error.problem_mark.line + 1} is no YAML: {error.problem}") from error
     require(isinstance(given, dict), str(path), "...", f"expects keys with values; a sweep has {', '.join(KEYS)}")

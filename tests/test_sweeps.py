@@ -106,6 +106,11 @@ def test_a_mistake_is_a_line(text: str, line: str, tmp_path: Path) -> None:
         swept(tmp_path, text)
 
 
+def test_a_yaml_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere.yaml: no such file; give a sweep's yaml"):
+        read_sweep(tmp_path / "nowhere.yaml")
+
+
 def test_a_run_folder_is_the_sweeps_to_name(tmp_path: Path) -> None:
     for text in ("overrides: [run.dir=mine]\nlist: [{}]", "grid: {run.dir: [mine]}"):
         with pytest.raises(ValueError, match=r"^task 0: run\.dir=mine: a sweep names its run folders; set folder$"):

@@ -38,12 +38,18 @@ MAY_IMPORT = {
     "run": {"observe", "jsonl", "step_metrics", *DATA},
     "evaluate": {"rollout", "tasks", *DATA},
     "run_states": {"jsonl", "policy", "run", "weights", *DATA},
-    "run_folder": {"run", "run_states", *DATA},
+    "run_folder": {"jsonl", "run", *DATA},
     "stop": {"types"},
+    "attempts": {"stop"},
+    "run_seen": {"attempts", "observe", "run", "run_folder"},
+    "sweeps": {"config"},
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "stop", "tasks", *DATA},
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "step_metrics", "stop", "tasks", *DATA},
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
-    "cli": {"choices", "configs", "data", "models", "observe", "plan", "rewards", "rollout", "start", "stop", "tasks", "weights", *DATA},
+    "cli": {
+        "attempts", "choices", "configs", "data", "jsonl", "models", "observe", "plan", "rewards", "rollout", "run", "run_folder",
+        "run_seen", "start", "stop", "sweeps", "tasks", "weights", *DATA,
+    },
     "opening": {"data", "rollout", *DATA},
     "parts": {"algo", "policy", "rollout", "stop", "tasks", *DATA},
     "start": {
@@ -56,6 +62,7 @@ DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/"
 HEAVY = ["vllm", "megatron"]
 NEVER_LOADS = {
     "config": [*HEAVY, "torch", "transformers"],
+    "sweeps": [*HEAVY, "torch", "transformers"],
     "servers": [*HEAVY, "torch", "transformers", "openai"],
     "rewards": [*HEAVY, "torch", "transformers"],
     "tasks": [*HEAVY, "torch", "transformers"],
@@ -64,6 +71,7 @@ NEVER_LOADS = {
     "algo": [*HEAVY, "transformers"],
     "observe": [*HEAVY, "transformers", "tensorboard", "wandb"],
     "run": [*HEAVY, "tensorboard", "wandb", "matplotlib"],
+    "run_seen": [*HEAVY, "tensorboard", "wandb", "matplotlib"],
     "rollout": HEAVY,
     "models": HEAVY,
     "weights": ["vllm"],
