@@ -7,9 +7,8 @@ Behind `--` stands what else sbatch should know; in a yaml slurm.sbatch says the
 """
 
 import sys
-from pathlib import Path
 
 from megatron_rl.cli.submit import submit_main
 
 if __name__ == "__main__":
-    sys.exit(submit_main(sys.argv[1:], tree=Path(__file__).resolve().parents[1]))
+    sys.exit(submit_main(sys.argv[1:]))

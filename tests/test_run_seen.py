@@ -69,7 +69,10 @@ def test_the_newest_word_counts(tmp_path: Path) -> None:
     assert see(tmp_path).error == "newer"
     say(tmp_path)
     assert see(tmp_path).error == "newer", "an attempt that said nothing of its end"
-    assert len(list((tmp_path / LOGS).glob("attempt_*"))) == 3 and (tmp_path / LOGS / "latest").resolve().name == "attempt_3"
+    os.utime(tmp_path / ENDED, (1, 1))
+    say(tmp_path, "error: newest", age_s=100)
+    assert see(tmp_path).error == "newest"
+    assert len(list((tmp_path / LOGS).glob("attempt_*"))) == 4 and (tmp_path / LOGS / "latest").resolve().name == "attempt_4"
 
 
 def test_numbers_are_those_of_the_steps(tmp_path: Path) -> None:

@@ -25,17 +25,20 @@ from megatron_rl.run_folder import look
 from megatron_rl.run_seen import is_running
 
 SCRIPT, STORED = "job.sbatch", "job.yaml"
+TRAIN = "launch/slurm/train.sbatch"
 
 
-def script_of(settings: Settings, words: Sequence[str], further: Sequence[str], *, tree: Path) -> str:
-    """The text of the job's script. `tree` holds launch/; `further` words are sbatch's, and the last ones count."""
+def script_of(settings: Settings, words: Sequence[str], further: Sequence[str]) -> str:
+    """The text of the job's script, which works in this folder; `further` words are sbatch's, and the last ones count."""
+    if not Path(TRAIN).is_file():
+        raise ValueError(f"{Path.cwd()}: has no {TRAIN}; submit from the folder that holds launch/")
     slurm, folder = settings.slurm, Path(settings.run.dir).absolute()
-    asked = [f"--job-name={folder.name}", f"--chdir={tree}", f"--output={folder / LOGS / 'slurm-%j.out'}", f"--nodes={slurm.nodes}"]
+    asked = [f"--job-name={folder.name}", f"--chdir={Path.cwd()}", f"--output={folder / LOGS / 'slurm-%j.out'}", f"--nodes={slurm.nodes}"]
     asked += ["--ntasks-per-node=1", "--requeue" if slurm.requeue else "--no-requeue", "--open-mode=append"]
     asked += [f"--gpus-per-node={slurm.gpus}"] if slurm.gpus else []
     asked += [f"--time={slurm.time}"] if slurm.time else []
     asked += [f"--signal=B:USR1@{slurm.signal_s}"]
-    train = ["bash", "launch/slurm/train.sbatch", *(["--requeue"] if slurm.requeue else []), f"--logs={folder / LOGS}"]
+    train = ["bash", TRAIN, *(["--requeue"] if slurm.requeue else []), f"--logs={folder / LOGS}"]
     train += [f"--nproc_per_node={slurm.processes}"] if slurm.processes else []
     lines = [f"#SBATCH {shlex.quote(word)}" for word in [*asked, *slurm.sbatch, *further]]
     return "\n".join(["#!/usr/bin/env bash", *lines, f"exec {shlex.join([*train, *words])}", ""])
@@ -68,7 +71,7 @@ def submit(script: Path) -> str:
     return told.stdout.strip().partition(";")[0]
 
 
-def submit_main(arguments: Sequence[str], *, tree: Path) -> int:
+def submit_main(arguments: Sequence[str]) -> int:
     words, further = list(arguments), []
     if "--" in words:
         words, further = words[: words.index("--")], words[words.index("--") + 1 :]
@@ -78,7 +81,7 @@ def submit_main(arguments: Sequence[str], *, tree: Path) -> int:
     options = parser.parse_intermixed_args(words)
     try:
         settings = composed(options.words)
-        script = prepare(settings, script_of(settings, options.words, further, tree=tree))
+        script = prepare(settings, script_of(settings, options.words, further))
         print(script if options.dry_run else f"job {submit(script)}: {script}; its words: {script.parent / LOGS}")
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -127,13 +127,13 @@ class Player:
 
 def play(sweep: Sweep, tasks: Sequence[Task], launch: Launch, *, at_once: int, requeues: bool = False) -> int:
     """0: all are finished. Else the highest exit code."""
-    settings = all_composed(sweep.tasks)
-    todo = left_to_do(tasks, [settings[task.index] for task in tasks])
-    for task in tasks:
-        if task not in todo:
-            print(f"{task.index:>3}  is finished  ({task.folder})", flush=True)
-    player = Player(sweep, launch, num=len(tasks))
     with Hearing() as hearing:
+        settings = all_composed(sweep.tasks)
+        todo = left_to_do(tasks, [settings[task.index] for task in tasks])
+        for task in tasks:
+            if task not in todo:
+                print(f"{task.index:>3}  is finished  ({task.folder})", flush=True)
+        player = Player(sweep, launch, num=len(tasks))
         player.play(todo, at_once=at_once, hearing=hearing)
         code = max(player.codes, default=0)
         if requeues and code and signal.SIGUSR1 in hearing.heard:

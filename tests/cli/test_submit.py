@@ -17,6 +17,7 @@ SIMPLE = ("experiment=numberline_grpo_cpu", "run.dir=run")
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     return tmp_path
 
@@ -29,11 +30,11 @@ def answer(here: Path, script: str) -> None:
 def test_the_script_says_all_that_was_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SIMPLE, "slurm.nodes=4", "slurm.gpus=8", "slurm.time=8:00:00", "slurm.requeue=true", "slurm.signal_s=600", "optim.lr=1e-3"]
     words += ["slurm.processes=2", "task.data.train=[a b.jsonl]", 'slurm.sbatch=["--account=mine",--exclusive]']
-    assert submit_main([*words, "--dry-run", "--", "--constraint=a&b", "--nodes=2"], tree=ROOT) == 0
+    assert submit_main([*words, "--dry-run", "--", "--constraint=a&b", "--nodes=2"]) == 0
     assert capsys.readouterr().out == "run/job.sbatch\n"
     script = (here / "run" / "job.sbatch").read_text().splitlines()
     assert script[:-1] == [
-        "#!/usr/bin/env bash", "#SBATCH --job-name=run", f"#SBATCH --chdir={ROOT}", f"#SBATCH --output={here}/run/logs/slurm-%j.out",
+        "#!/usr/bin/env bash", "#SBATCH --job-name=run", f"#SBATCH --chdir={here}", f"#SBATCH --output={here}/run/logs/slurm-%j.out",
         "#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=1", "#SBATCH --requeue", "#SBATCH --open-mode=append",
         "#SBATCH --gpus-per-node=8", "#SBATCH --time=8:00:00", "#SBATCH --signal=B:USR1@600", "#SBATCH --account=mine",
         "#SBATCH --exclusive", "#SBATCH '--constraint=a&b'", "#SBATCH --nodes=2",
@@ -49,7 +50,7 @@ def test_the_script_says_all_that_was_asked(here: Path, capsys: pytest.CaptureFi
 
 def test_it_is_submitted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer(here, f'echo "$@" > {here}/told; echo "1234;cluster"')
-    assert submit_main([*SIMPLE], tree=ROOT) == 0
+    assert submit_main([*SIMPLE]) == 0
     assert capsys.readouterr().out == "job 1234: run/job.sbatch; its words: run/logs\n"
     assert (here / "told").read_text() == "--parsable run/job.sbatch\n"
     assert "#SBATCH --no-requeue" in (here / "run" / "job.sbatch").read_text()
@@ -57,7 +58,7 @@ def test_it_is_submitted(here: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_what_cannot_be_submitted_is_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*words: str) -> str:
-        assert submit_main(words, tree=ROOT) == 1
+        assert submit_main(words) == 1
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1
         return said.err
@@ -66,6 +67,9 @@ def test_what_cannot_be_submitted_is_a_line(here: Path, capsys: pytest.CaptureFi
     assert refused(*SIMPLE, "slurm.node=4") == "error: slurm.node=4: no such key; did you mean slurm.nodes?\n"
     assert refused(*SIMPLE, "slurm.sbatch=[mine]").endswith("mine is no option of sbatch; write --KEY=VALUE\n")
     assert refused("run.dir=run").startswith("error: model.path=")
+    (here / "launch").rename(here / "moved")
+    assert refused(*SIMPLE) == f"error: {here}: has no launch/slurm/train.sbatch; submit from the folder that holds launch/\n"
+    (here / "moved").rename(here / "launch")
     assert not (here / "run").exists(), "nothing is written for what does not compose"
     leave(here / "run", "steps checkpoint")
     before = sorted(path.name for path in (here / "run").iterdir())

@@ -34,7 +34,11 @@ if how == "1":
     print("error: run.seed=1: told so\\nwandb: bye\\nerror: run.seed=1: told so")
     sys.exit(1)
 if how == "2":
-    signal.signal(signal.SIGUSR1, lambda *_: (print("stopped at step 1 of 4; the same command goes on", flush=True), sys.exit(75)))
+    def stop(*_):
+        time.sleep(1.0 if "steps" in folder else 0.0)
+        print("stopped at step 1 of 4; the same command goes on", flush=True)
+        sys.exit(75)
+    signal.signal(signal.SIGUSR1, stop)
     print("ready", flush=True)
     time.sleep(60)
 time.sleep(0.4)
@@ -137,7 +141,7 @@ def test_what_is_finished_is_left_alone(bench: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
-    """Both that run are asked; the third has not begun. A sweep that is killed leaves nobody."""
+    """Both that run are asked; the third does not begin when the first has ended. A sweep that is killed leaves nobody."""
     write("list: [{run.seed: 2}, {run.seed: 2, run.steps: 4}, {run.seed: 0}]")
     script = bench / "launch" / "sweep.py"
     script.write_text((ROOT / "launch" / "sweep.py").read_text())

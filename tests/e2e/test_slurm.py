@@ -7,64 +7,11 @@ import os
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from megatron_rl.observe.metrics import read_metrics
 from tests.conftest import ROOT
-from tests.support.slurm import OVER, Cluster, cluster, lacking
-
-TINY = (
-    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
-    "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Cluster]:
-    """Skipped where no cluster can be started, which is said loudly."""
-    why = lacking()
-    if why:
-        warnings.warn(f"no Slurm, its tests are skipped: {why}", stacklevel=1)
-        pytest.skip(why)
-    with cluster() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def tree(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like this repository's, to submit from: what jobs write stays out of ours."""
-    folder = tmp_path_factory.mktemp("tree")
-    for name in ("launch", "tools", "configs"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
-
-
-def wait_for_steps(run: Path, num: int) -> None:
-    deadline = time.monotonic() + 150
-    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= num):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def words_of(tree: Path) -> str:
-    """All that the jobs said, for a test that fails."""
-    return "\n".join(f"{path}:\n{path.read_text()}" for path in [*tree.glob("*.out"), *tree.glob("runs/**/output.txt")])
-
-
-def check_equal(resumed: Path, unbroken: Path) -> None:
-    """Metrics but for seconds, evaluation, weights."""
-    left, expected = (
-        [{name: value for name, value in line.items() if not name.startswith("time/")} for line in read_metrics(run / "metrics.jsonl")]
-        for run in (resumed, unbroken)
-    )
-    assert left == expected and len(expected) > 3
-    assert (resumed / "eval.json").read_bytes() == (unbroken / "eval.json").read_bytes()
-    weights = [[path.read_bytes() for path in sorted((run / "final").glob("*.safetensors"))] for run in (resumed, unbroken)]
-    assert weights[0] == weights[1] != []
+from tests.support.slurm import OVER, Cluster
+from tests.support.slurm_runs import TINY, check_equal, wait_for_steps, words_of
 
 
 def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> None:
