@@ -40,7 +40,7 @@ def most_at_once(slurm: Cluster, names: list[str]) -> int:
 
 
 def test_the_document_as_printed(slurm: Cluster, tree: Path) -> None:
-    """From the login node to the running sweep, two at a time; a run on two nodes is that of two processes on one."""
+    """From the login node to the running sweep, two at a time, and a run on two nodes."""
     walk = next(block for block in blocks(DOCUMENT) if block[0] == ELSEWHERE[0])
     assert len(walk) == 10
     for line in [line for line in walk if line not in ELSEWHERE and not line.startswith("scancel")]:
@@ -50,18 +50,12 @@ def test_the_document_as_printed(slurm: Cluster, tree: Path) -> None:
             array = said.split()[-1]
         if "submit.py" in line:
             job = said.split()[1].removesuffix(":")
-            words = [word for word in line.split() if "=" in word and not word.startswith("slurm.")]
     names = [f"{array}_{index}" for index in range(4)]
     assert most_at_once(slurm, names) == 2
     assert slurm.wait(job, timeout_s=WAIT_S)[job].code == "0:0", words_of(tree)
     table = slurm.run(sys.executable, "launch/sweep_table.py", "launch/slurm/example.yaml", cwd=tree)
     print(table)
     assert "4 finished" in table
-
-    words = [word.replace("runs/", f"{tree}/runs/").replace("two_nodes", "one_node") for word in words]
-    assert start(2, ROOT / "launch" / "train.py", *words, timeout_s=WAIT_S).returncode == 0
-    two, one = (read_metrics(tree / "runs" / name / "metrics.jsonl") for name in ("two_nodes", "one_node"))
-    assert len(two) == 3 and [untimed(line) for line in two] == [pytest.approx(untimed(line), rel=1e-5, abs=1e-5) for line in one]
 
     before = {path: path.stat().st_mtime for path in tree.glob("runs/example/*/metrics.jsonl")}
     again = slurm.run("bash", "-c", next(line for line in walk if line.startswith("sbatch")), cwd=tree).split()[-1]
@@ -80,6 +74,26 @@ def test_slurm_takes_every_other_command(slurm: Cluster, tree: Path) -> None:
     dry = next(line for line in commands(DOCUMENT) if "--dry-run" in line and "submit.py" in line)
     script = slurm.run("bash", "-c", f"{dry} run.dir=runs/dry", cwd=tree).strip()
     assert "to start at" in slurm.run("sbatch", "--test-only", script, cwd=tree)
+
+
+def test_two_nodes_are_one_world(slurm: Cluster, tree: Path, random_model: Path) -> None:
+    """A run of two nodes is that of two processes on one, to rounding; stopped and requeued it is itself, bit for bit."""
+    words = [f"model.path={random_model}", *TINY, "run.steps=20"]
+    submitted = {}
+    for name in ("two", "back"):
+        command = ["sbatch", "--parsable", "--nodes=2", f"--output=runs/{name}.out", "launch/slurm/train.sbatch", "--requeue"]
+        submitted[name] = slurm.run(*command, *words, f"run.dir=runs/{name}", cwd=tree).strip()
+    wait_for_steps(tree / "runs" / "back", 2, timeout_s=WAIT_S)
+    slurm.run("scancel", "--batch", "--signal=USR1", submitted["back"], cwd=tree)
+    jobs = slurm.wait(*submitted.values(), timeout_s=WAIT_S)
+    said = (tree / "runs" / "back.out").read_text()
+    print(said)
+    assert [(jobs[job].code, jobs[job].restarts) for job in submitted.values()] == [("0:0", 0), ("0:0", 1)], words_of(tree)
+    assert "stopped at step " in said and "goes back into the queue" in said and "resume: runs/back/checkpoints/step_" in said
+    check_equal(tree / "runs" / "back", tree / "runs" / "two")
+    start(2, ROOT / "launch" / "train.py", *words, f"run.dir={tree}/runs/one", timeout_s=WAIT_S)
+    two, one = ([untimed(line) for line in read_metrics(tree / "runs" / name / "metrics.jsonl")] for name in ("two", "one"))
+    assert len(two) == 21 and two == [pytest.approx(line, rel=1e-5, abs=1e-5) for line in one]
 
 
 @pytest.fixture(scope="module")

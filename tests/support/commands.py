@@ -35,7 +35,8 @@ from tests.contracts.test_configs import settings_of
 
 PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
 HYDRA = ("launch/train.py", "launch/doctor.py")
-SLURM = ("sbatch", "squeue", "scancel")
+SLURM = {"sbatch": "", "squeue": "--me", "scancel": "--me|JOB|--batch --signal=USR1 JOB"}
+"""Of Slurm's commands: what may stand behind them; sbatch's words are its own."""
 ASSIGNMENTS = re.compile(r"(?:[A-Z_]+=\S*\s+)*")
 """Of environment variables, in front of a command."""
 
@@ -103,7 +104,7 @@ def check(line: str, config: pytest.Config) -> None:
     elif first == "sbatch":
         check_job(rest)
     elif first in SLURM:
-        if rest != ["--me"]:
+        if not re.fullmatch(SLURM[first], " ".join(rest)):
             raise Wrong(f"{line}: is not how one's own jobs are named")
     elif first in entry_points():
         module, _, function = entry_points()[first].partition(":")
