@@ -30,7 +30,8 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
 
     Group numbers are positions in `examples`. A part is a mean over the episodes that it has an opinion on.
 
-    Over the episodes that were scored. RunFailed when more than `max_failed` of them failed on our side, or no other is left.
+    Over the episodes that were scored; `episodes` is how many of one weight would say as much (Kish 1965). RunFailed when more than
+    `max_failed` of them failed on our side, or no other is left.
     """
     failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):
@@ -47,4 +48,5 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
         judged = [(weights[rollout.group], rollout.rewards[name]) for rollout in scored if name in rollout.rewards]
         shares.setdefault(name, sum(weight * value for weight, value in judged) / sum(weight for weight, _ in judged))
-    return {**shares, **task.figures(examples, scored), "failed_fraction": len(failed) / len(rollouts)}
+    counts = {"episodes": total**2 / sum(weights[rollout.group] ** 2 for rollout in scored), "failed_fraction": len(failed) / len(rollouts)}
+    return {**shares, **task.figures(examples, scored), **counts}

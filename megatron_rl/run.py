@@ -21,8 +21,8 @@ from megatron_rl.step_metrics import credited_groups
 from megatron_rl.types import Batch, End, NotFinite, Rollout, RunFailed, Status
 from megatron_rl.world import World, on_main_rank
 
-CONFIG, EVALUATION, FINAL = "config.yaml", "eval.json", "final"
-"""Of a run folder: its settings, the mark that it is finished, and the model."""
+CONFIG, EVALUATION, FINAL, CHECKPOINTS = "config.yaml", "eval.json", "final", "checkpoints"
+"""Of a run folder: its settings, the mark that it is finished, the model, and the training states."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,6 +195,11 @@ class Result:
         if not self.is_finished:
             return f"stopped at step {self.step} of {self.num_steps}; the same command goes on"
         return f"{'done' if self.is_new else f'{self.folder} is finished'}: {reached(self.metrics)}; {self.folder / FINAL}"
+
+
+def published(folder: Path) -> list[Path]:
+    """The complete checkpoints of RUN/checkpoints, oldest first."""
+    return sorted(folder.glob("step_*"))
 
 
 def reached(metrics: Mapping[str, float]) -> str:

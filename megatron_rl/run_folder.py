@@ -13,21 +13,25 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TextIO
 
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.run import CONFIG, EVALUATION, FINAL, writing
-from megatron_rl.run_states import FOLDER, published
+from megatron_rl.jsonl import replace_bytes
+from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, writing
 from megatron_rl.world import on_main_rank
 
 LOCK = ".lock"
+ENDED = "ended.json"
+"""How the run's last life ended where it did not finish: {"state": "stopped" or "failed", "line": why}. A kill leaves none."""
 FREE = (
-    "parallel.", "engine.", "checkpoint.", "wandb.", "services.", "run.dir", "run.gpu", "run.world", "run.dry", "run.overwrite",
+    "parallel.", "engine.", "checkpoint.", "wandb.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry", "run.overwrite",
     "run.grace_s", "run.max_failed", "run.patience_s", "run.host_gb", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url",
 )  # fmt: skip
 """Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
@@ -71,11 +75,14 @@ def _enter(settings: Settings, locks: ExitStack) -> dict[str, float] | None:
             folder.absolute().rename(aside)
             locks.enter_context(lock(folder))
             print(f"run.overwrite=true: what was in {folder} is now in {aside}; a new run begins", flush=True)
-            return None
+            standing = Standing()
     if standing.refusal:
         raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
     if standing.is_finished:
         return json.loads((folder / EVALUATION).read_text())
+    with writing(folder):
+        (folder / ENDED).unlink(missing_ok=True)
+    locks.push(partial(_leave_word, folder))
     if standing.newest or standing.changes:
         begins = f"resume: {standing.newest}" if standing.newest else f"begin again: {folder}"
         print(begins + (f"; changed since: {_told(standing.changes)}" if standing.changes else ""), flush=True)
@@ -106,9 +113,19 @@ def _leave_no_trace(folder: Path) -> None:
         folder.rmdir()
 
 
+def _leave_word(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """Why this life ended; while the folder is held, and of a run that began."""
+    if (folder / EVALUATION).exists() or [path.name for path in folder.iterdir()] == [LOCK]:
+        return
+    is_stopped = error is None or isinstance(error, KeyboardInterrupt)
+    line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
+    with suppress(OSError):  # the disk may be what the run ends for
+        replace_bytes(folder / ENDED, json.dumps({"state": "stopped" if is_stopped else "failed", "line": line}).encode())
+
+
 def look(folder: Path, settings: Settings) -> Standing:
     """What a run with these settings would meet in the folder."""
-    metrics, newest = folder / "metrics.jsonl", next(reversed(published(folder / FOLDER)), None)
+    metrics, newest = folder / "metrics.jsonl", next(reversed(published(folder / CHECKPOINTS)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
         return Standing()
     try:

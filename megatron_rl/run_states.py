@@ -27,12 +27,11 @@ from megatron_rl.jsonl import replace_bytes
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
-from megatron_rl.run import History, Run, writing
+from megatron_rl.run import CHECKPOINTS, History, Run, published, writing
 from megatron_rl.types import RunFailed
 from megatron_rl.weights.formats.files import copy_companions, flush
 from megatron_rl.world import on_main_rank
 
-FOLDER = "checkpoints"
 _CRITIC = "critic"
 _STATE = "run/state.json"
 _SUCCESS = "eval/greedy_success"
@@ -50,11 +49,6 @@ class RunState:
     settings: dict = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of every file of the checkpoint but this one, by its name relative to the checkpoint."""
-
-
-def published(folder: Path) -> list[Path]:
-    """The complete checkpoints of RUN/checkpoints, oldest first."""
-    return sorted(folder.glob("step_*"))
 
 
 def recall(checkpoint: Path) -> RunState:
@@ -76,7 +70,7 @@ def find(settings: Settings) -> tuple[Path | None, RunState]:
 
     Whether it may go on there is run_folder.py's matter.
     """
-    folder = Path(settings.run.dir) / FOLDER
+    folder = Path(settings.run.dir) / CHECKPOINTS
     with writing(folder.parent):
         on_main_rank(partial(_remove_partial, folder))
     found = on_main_rank(lambda: published(folder)[-1:])
@@ -139,7 +133,7 @@ class Checkpoints:
         self.settle()
         self._last = self._clock()
         settings = self._settings.checkpoint
-        folder = self._run / FOLDER / _hidden(step)
+        folder = self._run / CHECKPOINTS / _hidden(step)
         with writing(self._run):
             on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path), with_critic=self._critic is not None))
             if self._settings.lora.rank:
@@ -162,7 +156,7 @@ class Checkpoints:
 
     def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """Have the checkpoint of `step` done steps, to its end, be it due or not. The policy is awake."""
-        checkpoint = self._run / FOLDER / _name(step)
+        checkpoint = self._run / CHECKPOINTS / _name(step)
         is_begun = self._pending is not None and self._pending.step == step
         if step > 0 and not is_begun and not on_main_rank(checkpoint.exists):
             self._begin(step)

@@ -6,4 +6,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check --quiet .
 ruff format --check --quiet .
-shellcheck launch/*.sh tests/*.sh .ci/run
+shellcheck launch/*.sh launch/slurm/*.sh launch/slurm/*.sbatch tests/*.sh .ci/run

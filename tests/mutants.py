@@ -34,6 +34,62 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a canceled job goes back into the queue",
+        "megatron_rl/attempts.py",
+        "if requeues and code and signal.SIGUSR1 in hearing.heard:",
+        "if requeues and code and hearing.heard:",
+        "tests/test_attempts.py -k goes_back",
+    ),
+    Mutant(
+        "looking at a run folder takes its lock away",
+        "megatron_rl/run_seen.py",
+        "asked = _FLOCK.pack(fcntl.F_RDLCK",
+        "asked = _FLOCK.pack(fcntl.F_UNLCK",
+        "tests/test_run_seen.py -k holds",
+    ),
+    Mutant(
+        "a refused command speaks for the run that it met",
+        "megatron_rl/run_folder.py",
+        "    if standing.refusal:\n",
+        "    locks.push(partial(_leave_word, folder))\n    if standing.refusal:\n",
+        "tests/test_run_seen.py -k word",
+    ),
+    Mutant(
+        "an older word hides the newest attempt's",
+        "megatron_rl/run_seen.py",
+        "_, state, line = max(words)",
+        "_, state, line = words[0]",
+        "tests/test_run_seen.py -k newest",
+    ),
+    Mutant(
+        "another key changes what is drawn",
+        "megatron_rl/sweeps.py",
+        "generators = {key: random.Random(f\"{given['seed']} {key}\") for key in keys}",
+        "generators = dict.fromkeys(keys, random.Random(given['seed']))",
+        "tests/test_sweeps.py -k repeat",
+    ),
+    Mutant(
+        "a sweep begins before all of it is composed",
+        "megatron_rl/cli/sweep.py",
+        "        settings = all_composed(sweep.tasks)\n",
+        "        settings = {task.index: all_composed([task])[0] for task in tasks}\n",
+        "tests/cli/test_sweep.py -k composed",
+    ),
+    Mutant(
+        "a sweep that was asked to stop begins the next run",
+        "megatron_rl/cli/sweep.py",
+        "while waiting and len(self._running) < at_once and not hearing.heard:",
+        "while waiting and len(self._running) < at_once:",
+        "tests/cli/test_sweep.py -k stopped",
+    ),
+    Mutant(
+        "a finished run of a sweep begins again",
+        "megatron_rl/cli/sweep.py",
+        "if not stand.is_finished]",
+        "if stand]",
+        "tests/cli/test_sweep.py -k finished",
+    ),
+    Mutant(
         "the share of a household's goal is paid by its level alone",
         "megatron_rl/tasks/alfworld/task.py",
         'before = self.view.met if self.options.progress == "change" else 0',

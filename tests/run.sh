@@ -13,6 +13,11 @@ if command -v g++ >/dev/null; then
 else
     echo "tests/run.sh: there is no g++: tests of task=alfworld are skipped"
 fi
+if command -v apt-get >/dev/null && [[ $EUID -eq 0 ]]; then
+    bash launch/install_slurm.sh
+else
+    echo "tests/run.sh: there is no apt-get, or this is not root: tests of Slurm are skipped"
+fi
 export PATH="$PWD/.venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # many short processes import the same 2 GB of packages: compile once
 export OMP_NUM_THREADS=1 # processes of the distributed tests share the cores; torchrun sets the same

@@ -36,15 +36,17 @@ def test_weights_are_those_of_the_scored() -> None:
     # 2 of weight 1/4, then -1 and 1 of weight 3/4: total 7/4
     scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0.25)
     expected = {"success": 1.0 / 1.75, "return": 0.5 / 1.75, "tool_use": 0.0, "failed_fraction": 0.25, "scored": 3}
+    expected["episodes"] = (1 + 3 + 3) ** 2 / (1 + 9 + 9)
     assert scores == pytest.approx(expected)
 
 
 def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
-    """But not in how much of it failed."""
+    """But not in how much of it was scored, and failed."""
     task = Positive()
-    task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0}
+    task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0, "episodes": 9}
     scores = summarize(task, EXAMPLES, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
-    assert scores == {"success": 0.43, "draws": 0.09, "return": 2.0, "tool_use": 0.0, "failed_fraction": 0.5, "scored": 1}
+    shares = {"success": 0.43, "draws": 0.09, "return": 2.0, "tool_use": 0.0}
+    assert scores == {**shares, "episodes": 1, "failed_fraction": 0.5, "scored": 1}
 
 
 def test_a_part_is_a_mean_over_those_that_it_judged() -> None:

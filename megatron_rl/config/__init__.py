@@ -16,12 +16,13 @@ from megatron_rl.config.run import CheckpointSettings, RunSettings, WandbSetting
 from megatron_rl.config.select import DROPS, ENDS, SelectSettings
 from megatron_rl.config.services import ServiceSettings, ServicesSettings, service_of
 from megatron_rl.config.sft import SftSettings
+from megatron_rl.config.slurm import SlurmSettings
 
 __all__ = [
     "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings", "CriticSettings",
     "DataSettings", "EngineSettings", "JudgeSettings", "LoraSettings", "ModelSettings", "OptimSettings", "ParallelSettings",
-    "RunSettings", "SandboxSettings", "SelectSettings", "ServiceSettings", "ServicesSettings", "Settings", "SftSettings", "TaskSettings",
-    "WandbSettings", "require", "require_choice", "service_of",
+    "RunSettings", "SandboxSettings", "SelectSettings", "ServiceSettings", "ServicesSettings", "Settings", "SftSettings", "SlurmSettings",
+    "TaskSettings", "WandbSettings", "require", "require_choice", "service_of",
 ]  # fmt: skip
 
 
@@ -44,6 +45,7 @@ class Settings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
     services: ServicesSettings = field(default_factory=ServicesSettings)
+    slurm: SlurmSettings = field(default_factory=SlurmSettings)
 
     def __post_init__(self) -> None:
         require_choice("stage", self.stage, ("rl", "sft"))

@@ -35,7 +35,8 @@ def test_a_command_parses(name: str, line: str, pytestconfig: pytest.Config) -> 
 
 
 def test_commands_are_found() -> None:
-    least = {"README.md": 5, "docs/agents.md": 10, "docs/converters.md": 4, "sandbox/README.md": 4, **dict.fromkeys(HELP, 3)}
+    least = {"README.md": 5, "docs/cluster.md": 12, "docs/agents.md": 10, "docs/converters.md": 4, "sandbox/README.md": 4}
+    least |= dict.fromkeys(HELP, 3)
     assert not [name for name, count in least.items() if sum(document == name for document, _ in PRINTED) < count]
 
 
@@ -70,6 +71,12 @@ def test_the_readme_fits_and_activates_the_environment_before_it_is_needed() -> 
         ("bash launch/install.sh --fast", "takes no arguments"),
         ("bash tests/run.sh tests/unit -k losses", "tests/unit: no such test"),
         ("bash tests/run.sh --quck", "--quck"),
+        ("sbatch --array=0-3 launch/slurm/swep.sbatch launch/slurm/example.yaml", "cannot be started"),
+        ("sbatch --array=0-3 launch/slurm/sweep.sbatch launch/slurm/exemple.yaml", "exemple.yaml: no such file"),
+        ("sbatch --array=0-3 launch/slurm/sweep.sbatch launch/slurm/example.yaml --requeued", "--requeued"),
+        ("sbatch --nodes=2 launch/slurm/train.sbatch --requeue experiment=no_such_one", "no_such_one"),
+        ("python launch/submit.py experiment=numberline_grpo_cpu slurm.node=2 -- --exclusive", "slurm.node"),
+        ("squeue --my", "squeue --my: is not"),
     ],
 )
 def test_a_planted_mistake_is_noticed(line: str, said: str, pytestconfig: pytest.Config) -> None:

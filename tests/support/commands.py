@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from itertools import groupby
+from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,12 +27,16 @@ from hydra.errors import HydraException
 from torch.distributed import run as torchrun
 
 from megatron_rl.cli.door import offer
+from megatron_rl.cli.sweep import options_of
 from megatron_rl.models.family import FAMILIES
+from megatron_rl.sweeps import read_sweep
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 
 PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
 HYDRA = ("launch/train.py", "launch/doctor.py", "launch/serve.py")
+SLURM = {"sbatch": "", "squeue": "--me", "scancel": "--me|JOB|--batch --signal=USR1 JOB"}
+"""Of Slurm's commands: what may stand behind them; sbatch's words are its own."""
 ASSIGNMENTS = re.compile(r"(?:[A-Z_]+=\S*\s+)*")
 """Of environment variables, in front of a command."""
 
@@ -60,7 +64,7 @@ def words_of(line: str) -> list[str]:
 
 def is_command(line: str) -> bool:
     first, *_ = [*line[ASSIGNMENTS.match(line).end() :].split(maxsplit=1), ""]
-    return first in ("bash", "torchrun", *PYTHONS, *entry_points()) or first.endswith((".py", ".sh"))
+    return first in ("bash", "torchrun", *PYTHONS, *SLURM, *entry_points()) or first.endswith((".py", ".sh"))
 
 
 def commands(text: str) -> list[str]:
@@ -97,6 +101,11 @@ def check(line: str, config: pytest.Config) -> None:
         check_own_parser(rest[1], lambda: runpy.run_module(rest[1], run_name="__main__", alter_sys=True), rest[2:])
     elif first in PYTHONS:
         check_script(rest[0], rest[1:])
+    elif first == "sbatch":
+        check_job(rest)
+    elif first in SLURM:
+        if not re.fullmatch(SLURM[first], " ".join(rest)):
+            raise Wrong(f"{line}: is not how one's own jobs are named")
     elif first in entry_points():
         module, _, function = entry_points()[first].partition(":")
         check_own_parser(first, getattr(import_module(module), function), rest)
@@ -120,7 +129,9 @@ def check_script(script: str, arguments: list[str]) -> None:
         return
     if not (ROOT / script).is_file():
         raise Wrong(f"{script}: no such file")
-    if script in HYDRA:
+    if script == "launch/submit.py":
+        check_settings([word for word in takewhile(lambda word: word != "--", arguments) if word != "--dry-run"])
+    elif script in HYDRA:
         given = told_by_argparse(lambda: get_args_parser().parse_intermixed_args(arguments))
         if not given.help:
             check_settings(given.overrides)
@@ -147,6 +158,26 @@ def check_shell(words: list[str], config: pytest.Config) -> None:
         check_settings(["experiment=numberline_grpo_cpu", *arguments])
     elif arguments:
         raise Wrong(f"{script} takes no arguments: {arguments}")
+
+
+def check_job(words: list[str]) -> None:
+    """Words of sbatch, a script, and what it hands on. sbatch itself reads its words in tests/e2e/test_slurm.py."""
+    script, *arguments = dropwhile(is_option, words)
+    check_executable(script)
+    if script == "launch/slurm/sweep.sbatch":
+        options = told_by_argparse(lambda: options_of([*arguments, "--task", "0"]))
+        try:
+            tasks = read_sweep(ROOT / options.sweep).tasks
+        except ValueError as error:
+            raise Wrong(f"{arguments}: {error}") from error
+        for task in tasks:
+            check_settings(list(task.overrides))
+    else:
+        check_settings(list(dropwhile(is_option, arguments)))
+
+
+def is_option(word: str) -> bool:
+    return word.startswith("--")
 
 
 def check_pytest(arguments: list[str], config: pytest.Config) -> None:

@@ -1,0 +1,24 @@
+"""One attempt at a command: signals passed on, its output kept, and, with --requeue, its Slurm job put back when its time is over.
+
+    python launch/attempt.py --logs RUN/logs --requeue -- bash launch/slurm/nodes.sh experiment=numberline_grpo_cpu
+
+launch/slurm/train.sbatch does this.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_rl.attempts import attempt
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="attempt.py", description="One attempt at a command, as a Slurm job makes it.")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what it says in FOLDER/attempt_N")
+    parser.add_argument("--requeue", action="store_true", help="in a Slurm job: go back into the queue when SIGUSR1 stopped it")
+    parser.add_argument("command", nargs="+", metavar="-- COMMAND")
+    options = parser.parse_args()
+    try:
+        sys.exit(attempt(options.command, logs=options.logs, requeues=options.requeue))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)

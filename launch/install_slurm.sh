@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# For the tests: Slurm's own programs from Debian. No daemon is started, and nothing is set up: tests/support/slurm.py runs a cluster of its own.
+#   bash launch/install_slurm.sh
+set -euo pipefail
+
+PACKAGES=(munge slurm-client slurmctld slurmd)
+if command -v sbatch slurmctld slurmd munged >/dev/null; then
+    exit 0
+fi
+echo "install_slurm: installing ${PACKAGES[*]} (Debian)"
+had=()
+if [[ -e /usr/sbin/policy-rc.d ]]; then had=(yes); fi
+if [[ ${#had[@]} -eq 0 ]]; then
+    printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d # the daemons of the packages do not start
+    chmod +x /usr/sbin/policy-rc.d
+    trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}" >/dev/null

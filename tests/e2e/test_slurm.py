@@ -1,0 +1,60 @@
+"""A sweep as an array on a real Slurm of two nodes (tests/support/slurm.py): one task runs through, one is stopped as before a time limit
+and comes back, one fails. What is longer stands in test_slurm_long.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.conftest import ROOT
+from tests.support.slurm import OVER, Cluster
+from tests.support.slurm_runs import TINY, check_equal, wait_for_steps, words_of
+
+
+def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> None:
+    """The runs of tasks 0 and 1 differ in nothing that is learned: the one that was stopped and came back equals the unbroken one."""
+    (tree / "sweep.yaml").write_text(
+        f"overrides: {json.dumps([f'model.path={random_model}', *TINY, 'run.steps=30'])}\n"
+        "list: [{run.grace_s: 60}, {run.grace_s: 61}, {model.path: nowhere}]\n"
+    )
+    submitted = slurm.run("sbatch", "--parsable", "--array=0-2%2", "launch/slurm/sweep.sbatch", "sweep.yaml", "--requeue", cwd=tree)
+    names = [f"{submitted.strip()}_{index}" for index in range(3)]
+    unbroken, resumed, failed = (tree / "runs" / "sweep" / name for name in ("run.grace_s_60", "run.grace_s_61", "model.path_nowhere"))
+    wait_for_steps(resumed, 1)
+    slurm.run("scancel", "--batch", "--signal=USR1", names[1], cwd=tree)  # as Slurm does before a time limit
+    jobs = slurm.wait(*names, states=OVER, timeout_s=200)
+    told = words_of(tree)
+    assert [(job.state, job.code, job.restarts) for job in jobs.values()] == [
+        ("COMPLETED", "0:0", 0), ("COMPLETED", "0:0", 1), ("FAILED", "1:0", 0),
+    ], told  # fmt: skip
+    first, second = ((resumed / "logs" / f"attempt_{number}" / "output.txt").read_text() for number in (1, 2))
+    assert "stopped at step " in first.splitlines()[-1] and "resume: " in second and "30/30" in second and " 1/30" not in second, told
+    assert not (resumed / "ended.json").exists()
+    check_equal(resumed, unbroken)
+    table = slurm.run(sys.executable, "launch/sweep_table.py", "sweep.yaml", cwd=tree)
+    assert "2: model.path=nowhere: " in table and "2 finished, 1 failed" in table and (tree / "runs" / "sweep" / "sweep.png").exists()
+    assert failed.is_dir() and [path.name for path in failed.iterdir()] == ["logs"], "it came to no run"
+
+
+def test_the_cluster_ends_with_who_started_it(slurm: Cluster) -> None:
+    """However that ends: here by SIGKILL, with a job under way that is deaf."""
+    code = (
+        "import subprocess, sys, time; from pathlib import Path; from tests.support.slurm import cluster\n"
+        "with cluster() as c:\n"
+        "    job = c.run('sbatch', '--parsable', '--output=/dev/null', '--wrap', 'trap \"\" TERM; sleep 600', cwd=c.folder).strip()\n"
+        "    c.wait(job, states=['RUNNING'])\n"
+        "    print(c.folder, *c.processes(), flush=True); time.sleep(600)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    folder, *pids = other.stdout.readline().decode().split()
+    assert len(pids) >= 6 and all(Path(f"/proc/{pid}").exists() for pid in pids), "daemons, a shell and its sleep"
+    other.kill()
+    other.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+    subprocess.run(["rm", "-r", folder], check=True)

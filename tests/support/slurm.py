@@ -1,0 +1,212 @@
+"""A real Slurm of two nodes on this machine, private to one test process: Debian's daemons in a folder of their own, on loopback.
+
+All of it, jobs included, lives in a process namespace whose first process dies with the one that called `cluster`: nothing outlives a
+test, not even a test that was killed. The nodes n1 and n2 pretend to 16 processors and 8 GPUs each (stand-in files), so that what a
+cluster is asked for is granted here.
+"""
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.stop import die_with_parent
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+CONFIG = """
+ClusterName=loopback
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+StateSaveLocation={folder}/state
+SlurmdPidFile={folder}/slurmd_%n.pid
+SlurmdLogFile={folder}/slurmd_%n.log
+SlurmdSpoolDir={folder}/spool_%n
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0,defer_batch
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+KillWait=10
+MinJobAge=3600
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=200000 Gres=gpu:8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=200000 Gres=gpu:8
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=9
+"""
+CGROUP = "CgroupPlugin=autodetect\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\nConstrainSwapSpace=no\n"
+FIRST = """
+set -e
+mount --bind {folder}/hosts /etc/hosts
+export SLURM_CONF={folder}/slurm.conf
+munged --foreground --force --key-file={folder}/munge.key --socket={folder}/munge.socket --pid-file={folder}/munged.pid \
+    --log-file={folder}/munged.log --seed-file={folder}/munge.seed &
+while [ ! -S {folder}/munge.socket ]; do sleep 0.05; done
+slurmctld -D &
+slurmd -D -N n1 &
+slurmd -D -N n2 &
+wait
+"""
+"""What the first process of the namespace does."""
+ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+
+
+def lacking() -> str:
+    """Why no cluster can be started here; '' where one can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [program for program in PROGRAMS if not shutil.which(program)]
+    if missing:
+        return f"without {', '.join(missing)}: bash launch/install_slurm.sh"
+    alone = subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"], capture_output=True, text=True, check=False
+    )
+    return alone.stderr.strip()
+
+
+@dataclass(slots=True, frozen=True)
+class Job:
+    """What slurmctld says of a job."""
+
+    state: str
+    reason: str
+    code: str
+    restarts: int
+
+
+@dataclass(slots=True, frozen=True)
+class Cluster:
+    folder: Path
+    environment: Mapping[str, str]
+    """Of whoever talks to it."""
+    first: subprocess.Popen
+
+    def run(self, *words: str, cwd: Path, check: bool = True) -> str:
+        """What a command says, of Slurm or of ours; it ends with code 0."""
+        done = subprocess.run(
+            words, cwd=cwd, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.returncode}\n{done.stdout}\n{self.logs()}"
+        return done.stdout
+
+    def jobs(self) -> dict[str, Job]:
+        """{job, or ARRAY_TASK: how it stands}."""
+        told = self.run("scontrol", "show", "job", "--oneliner", cwd=self.folder)
+        found = {}
+        for line in told.splitlines():
+            values = dict(word.partition("=")[::2] for word in line.split() if "=" in word)
+            if "JobState" in values:
+                name = f"{values['ArrayJobId']}_{values['ArrayTaskId']}" if "ArrayJobId" in values else values["JobId"]
+                found[name] = Job(values["JobState"], values["Reason"], values["ExitCode"], int(values["Restarts"]))
+        return found
+
+    def wait(self, *names: str, states: Sequence[str] = OVER, timeout_s: float = 240) -> dict[str, Job]:
+        """Until all of these stand so."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            jobs = self.jobs()
+            if all(name in jobs and jobs[name].state in states for name in names):
+                return {name: jobs[name] for name in names}
+            assert time.monotonic() < deadline, f"{names} are not {states}: {jobs}\n{self.logs()}"
+            time.sleep(0.3)
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}: {line}" for path in self.folder.glob("*.log") for line in path.read_text().splitlines()[-15:])
+
+    def processes(self) -> list[int]:
+        """All that live in it: daemons and jobs. By the namespace of its first process."""
+        namespace = _namespace(_children(self.first.pid)[0]) if self.first.poll() is None else None
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return [pid for pid in pids if namespace and _namespace(pid) == namespace]
+
+    def end(self) -> None:
+        """The first process is killed with its parent, and all others of its namespace with it."""
+        pids = self.processes()
+        self.first.kill()
+        self.first.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            time.sleep(0.02)
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Two idle nodes inside the block."""
+    with ExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="slurm_", dir="/tmp")))
+        _write(folder)
+        log = closing.enter_context((folder / "first.log").open("wb"))
+        first = subprocess.Popen(
+            [*ALONE, "bash", str(folder / "first.sh")], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+        )
+        environment = {
+            **os.environ,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        found = Cluster(folder, environment, first)
+        closing.callback(found.end)
+        deadline = time.monotonic() + 60
+        while found.run("sinfo", "--noheader", "--Node", "--partition=all", "--format=%N %T", cwd=folder, check=False).split() != [
+            "n1", "idle", "n2", "idle",
+        ]:  # fmt: skip
+            assert time.monotonic() < deadline and first.poll() is None, found.logs()
+            time.sleep(0.2)
+        yield found
+
+
+def _write(folder: Path) -> None:
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    host = socket.gethostname()
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, ports=_free_ports(3)))
+    (folder / "cgroup.conf").write_text(CGROUP)
+    devices = [folder / f"gpu{number}" for number in range(8)]
+    for device in devices:
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # as /dev/null
+    (folder / "gres.conf").write_text(f"NodeName=n1,n2 Name=gpu File={folder}/gpu[0-7]\n")
+    (folder / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    (folder / "first.sh").write_text(FIRST.format(folder=folder))
+
+
+def _free_ports(num: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:  # it has ended
+        return ""
