@@ -97,6 +97,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     size = settings.batch.group_size
     require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
     require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
+    _check_adaptive_kl(settings)
     if has_critic(settings, own):
         _check_critic(settings)
     elif settings.stage == "rl":
@@ -118,6 +119,13 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
 def has_critic(settings: Settings, own: Own = Own()) -> bool:
     """Whether the run trains values beside the policy."""
     return settings.stage == "rl" and {**ALGORITHMS, **own.algorithms}[settings.algo.name].needs_values
+
+
+def _check_adaptive_kl(settings: Settings) -> None:
+    algo, batch = settings.algo, settings.batch
+    most = batch.prompts_per_step * batch.group_size * settings.select.max_generations
+    fits = algo.kl_target == 0 or algo.kl_horizon >= most
+    require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the most episodes that a step may have")
 
 
 def _check_critic(settings: Settings) -> None:
