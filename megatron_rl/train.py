@@ -173,12 +173,7 @@ def credited(
         weigh_thoughts(rollouts, algo.thought_coef)
         for each in every:
             each.coefficient_T = take(rollouts, each, "coefficients")
-    if needs_old(algo, num_updates=batch.minibatches * batch.epochs):
-        fill(minibatches, "old_logprob_T", policy.logprobs)
-    if needs_reference(algo):
-        fill(minibatches, "reference_logprob_T", partial(policy.logprobs, weights="reference"))
-    if algorithm.needs_values:
-        fill(minibatches, "old_value_T", (critic or policy).values)
+    read(minibatches, settings, policy, critic, has_values=algorithm.needs_values)
     if reads:
         for column in reads:
             attach(rollouts, every, [getattr(each, SAID[column]) for each in every], column=column)
@@ -192,11 +187,28 @@ def credited(
     return minibatches
 
 
-def fill(minibatches: list[list[Batch]], name: str, read: Callable[[list[Batch]], list[torch.Tensor]]) -> None:
-    """Give every micro-batch what a network says of it, before the first update changes the weights."""
+def read(minibatches: list[list[Batch]], settings: Settings, policy: Policy, critic: Critic | None, *, has_values: bool) -> None:
+    """Give every micro-batch what networks say of it, before the first update changes the weights: each set of weights in one pass."""
+    algo, batch = settings.algo, settings.batch
+    has_old, shares_trunk = needs_old(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
+    if has_old and shares_trunk:
+        fill(minibatches, policy.logprobs_and_values, "old_logprob_T", "old_value_T")
+    elif has_old:
+        fill(minibatches, policy.logprobs, "old_logprob_T")
+    elif shares_trunk:
+        fill(minibatches, policy.values, "old_value_T")
+    if critic is not None:
+        fill(minibatches, critic.values, "old_value_T")
+    if needs_reference(algo):
+        fill(minibatches, partial(policy.logprobs, weights="reference"), "reference_logprob_T")
+
+
+def fill(minibatches: list[list[Batch]], say: Callable[[list[Batch]], list[torch.Tensor]], *names: str) -> None:
+    """Write the column of this name, or the columns of these, that `say` gives of each micro-batch."""
     for batches in minibatches:
-        for batch, number_T in zip(batches, read(batches), strict=True):
-            setattr(batch, name, number_T)
+        for batch, numbers in zip(batches, say(batches), strict=True):
+            for name, number_T in zip(names, numbers.view(len(names), -1), strict=True):
+                setattr(batch, name, number_T)
 
 
 def attach(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor], *, column: str) -> None:

@@ -462,7 +462,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "values stay in the head's units",
-        "megatron_rl/policy/critic.py",
+        "megatron_rl/policy/learner.py",
         "return head.to_returns(head(hidden_RH))",
         "return head(hidden_RH)",
         "tests/parity/test_critic.py",
