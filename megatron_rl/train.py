@@ -61,8 +61,7 @@ def train(
         now = as_of(run.history, settings)
 
         with spans("update"), fleet.away():
-            with run.keeping_rollouts(rollouts, step=step):
-                minibatches = credited(rollouts, now, policy, critic, algorithm=algorithm, restore=fleet.renderer.restore)
+            minibatches = credited(rollouts, now, policy, critic, algorithm=algorithm, restore=fleet.renderer.restore)
             if algorithm.needs_values and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
             update, updates = updates_of(now, policy, critic, algorithms), []
