@@ -9,6 +9,7 @@ import yaml
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, check_algorithm
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, TaskSettings, require
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.rewards.functions import rewarded_by
@@ -99,7 +100,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
     _check_adaptive_kl(settings)
     if has_critic(settings, own):
-        _check_critic(settings)
+        _check_critic(settings, world_size)
     elif settings.stage == "rl":
         plain = asdict(CriticSettings())
         for key, value in asdict(settings.critic).items():
@@ -128,8 +129,10 @@ def _check_adaptive_kl(settings: Settings) -> None:
     require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the most episodes that a step may have")
 
 
-def _check_critic(settings: Settings) -> None:
+def _check_critic(settings: Settings, world_size: int) -> None:
     critic, optim = settings.critic, settings.optim
+    if critic.path:
+        check_layout(settings.parallel, known_spec(critic.path, key="critic.path"), world_size, whose="the critic")
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
     moves = critic.trunk == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
