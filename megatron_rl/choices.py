@@ -9,6 +9,7 @@ import yaml
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, check_algorithm
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, TaskSettings, require
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.rewards.functions import rewarded_by
@@ -97,8 +98,9 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     size = settings.batch.group_size
     require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
     require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
+    _check_adaptive_kl(settings)
     if has_critic(settings, own):
-        _check_critic(settings)
+        _check_critic(settings, world_size)
     elif settings.stage == "rl":
         plain = asdict(CriticSettings())
         for key, value in asdict(settings.critic).items():
@@ -120,8 +122,17 @@ def has_critic(settings: Settings, own: Own = Own()) -> bool:
     return settings.stage == "rl" and {**ALGORITHMS, **own.algorithms}[settings.algo.name].needs_values
 
 
-def _check_critic(settings: Settings) -> None:
+def _check_adaptive_kl(settings: Settings) -> None:
+    algo, batch = settings.algo, settings.batch
+    most = batch.prompts_per_step * batch.group_size * settings.select.max_generations
+    fits = algo.kl_target == 0 or algo.kl_horizon >= most
+    require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the most episodes that a step may have")
+
+
+def _check_critic(settings: Settings, world_size: int) -> None:
     critic, optim = settings.critic, settings.optim
+    if critic.path:
+        check_layout(settings.parallel, known_spec(critic.path, key="critic.path"), world_size, whose="the critic")
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
     moves = critic.trunk == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0

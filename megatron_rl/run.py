@@ -39,6 +39,8 @@ class History:
     """Steps in which something was credited."""
     faulty: dict[str, str] = field(default_factory=dict)
     """By example: the fault that waiting cannot mend (End.LASTING_FAULT) which it met first."""
+    kl_coef: float | None = None
+    """Weight of the KL in the next step, where algo.kl_target moves it; None before the first such step: algo.kl_coef."""
     owed: dict[str, float] = field(default_factory=dict)
     """Metrics of a step that is trained but not yet recorded: the run was stopped in the evaluation that belongs to it."""
 

@@ -5,6 +5,7 @@ apart is in algo/. Every rank runs this function; rollouts and their credit are 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,18 +13,19 @@ import torch
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_old, needs_reference
 from megatron_rl.algo.credit import spreads
 from megatron_rl.algo.gae import expected_and_earned
+from megatron_rl.algo.kl import adapted
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.select import kept_groups, select
 from megatron_rl.algo.thoughts import weigh_thoughts
 from megatron_rl.algo.value import head_alone, joint, value_objective
 from megatron_rl.batch import read_back, take
-from megatron_rl.config import Settings
+from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.minibatches import cut_minibatches
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.run import Run, check_failures, require_finite
+from megatron_rl.run import History, Run, check_failures, require_finite
 from megatron_rl.run_states import Checkpoints
 from megatron_rl.step_metrics import merge_updates, rollout_metrics, value_metrics
 from megatron_rl.stop import Stop
@@ -41,7 +43,6 @@ def train(
     Stopped, on every rank: run.num_done says of how many steps the weights are.
     """
     spans, algorithm = run.spans, algorithms[settings.algo.name]
-    update = updates_of(settings, policy, critic, algorithms)
     with spans("sync"):
         with fleet.away():
             checkpoints.restore()
@@ -57,13 +58,13 @@ def train(
             rollouts = fleet.take(step, enough=partial(played_enough, settings=settings, algorithm=algorithm, run=run, step=step))
         rounds = fleet.rounds - run.history.rounds
         run.history.add(step, rollouts, rounds=rounds)
+        now = as_of(run.history, settings)
 
         with spans("update"), fleet.away():
-            with run.keeping_rollouts(rollouts, step=step):
-                minibatches = credited(rollouts, settings, policy, critic, algorithm=algorithm, restore=fleet.renderer.restore)
+            minibatches = credited(rollouts, now, policy, critic, algorithm=algorithm, restore=fleet.renderer.restore)
             if algorithm.needs_values and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
-            updates = []
+            update, updates = updates_of(now, policy, critic, algorithms), []
             for batches in minibatches * settings.batch.epochs:
                 with run.keeping(batches, step=step):
                     updates.append(update(batches, step))
@@ -77,7 +78,10 @@ def train(
         with spans("record"):
             metrics = rollout_metrics(rollouts, rounds=rounds) | merge_updates(updates)
             if algorithm.needs_values:
-                metrics |= value_metrics(*expected_and_earned(rollouts, settings.algo))
+                metrics |= value_metrics(*expected_and_earned(rollouts, now.algo))
+            if now.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
+                metrics["policy/kl_coef"] = now.algo.kl_coef
+                run.history.kl_coef = next_kl_coef(rollouts, metrics, now.algo)
             run.trained(step, rollouts, metrics)
         close(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
         stop.check()
@@ -94,6 +98,19 @@ def close(step: int, settings: Settings, *, fleet: Fleet, run: Run, checkpoints:
     if not is_last:  # the last one is judged by the final evaluation
         with run.spans("checkpoint"):
             checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
+
+
+def as_of(history: History, settings: Settings) -> Settings:
+    """The settings with what the steps so far have made of them: algo.kl_coef, where algo.kl_target moves it."""
+    return settings if history.kl_coef is None else replace(settings, algo=replace(settings.algo, kl_coef=history.kl_coef))
+
+
+def next_kl_coef(rollouts: list[Rollout], metrics: Mapping[str, float], algo: AlgoSettings) -> float:
+    """The same where every rollout was dropped: nothing was measured."""
+    if "policy/kl_reference" not in metrics:
+        return algo.kl_coef
+    num = sum(rollout.is_trained_on for rollout in rollouts)
+    return adapted(algo.kl_coef, metrics["policy/kl_reference"], target=algo.kl_target, num_episodes=num, horizon=algo.kl_horizon)
 
 
 def played_enough(rollouts: list[Rollout], *, settings: Settings, algorithm: Algorithm, run: Run, step: int) -> bool:
@@ -155,12 +172,7 @@ def credited(
         weigh_thoughts(rollouts, algo.thought_coef)
         for each in every:
             each.coefficient_T = take(rollouts, each, "coefficients")
-    if needs_old(algo, num_updates=batch.minibatches * batch.epochs):
-        fill(minibatches, "old_logprob_T", policy.logprobs)
-    if needs_reference(algo):
-        fill(minibatches, "reference_logprob_T", partial(policy.logprobs, weights="reference"))
-    if algorithm.needs_values:
-        fill(minibatches, "old_value_T", (critic or policy).values)
+    read(minibatches, settings, policy, critic, has_values=algorithm.needs_values)
     if reads:
         for column in reads:
             attach(rollouts, every, [getattr(each, SAID[column]) for each in every], column=column)
@@ -174,11 +186,28 @@ def credited(
     return minibatches
 
 
-def fill(minibatches: list[list[Batch]], name: str, read: Callable[[list[Batch]], list[torch.Tensor]]) -> None:
-    """Give every micro-batch what a network says of it, before the first update changes the weights."""
+def read(minibatches: list[list[Batch]], settings: Settings, policy: Policy, critic: Critic | None, *, has_values: bool) -> None:
+    """Give every micro-batch what networks say of it, before the first update changes the weights: each set of weights in one pass."""
+    algo, batch = settings.algo, settings.batch
+    has_old, shares_trunk = needs_old(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
+    if has_old and shares_trunk:
+        fill(minibatches, policy.logprobs_and_values, "old_logprob_T", "old_value_T")
+    elif has_old:
+        fill(minibatches, policy.logprobs, "old_logprob_T")
+    elif shares_trunk:
+        fill(minibatches, policy.values, "old_value_T")
+    if critic is not None:
+        fill(minibatches, critic.values, "old_value_T")
+    if needs_reference(algo):
+        fill(minibatches, partial(policy.logprobs, weights="reference"), "reference_logprob_T")
+
+
+def fill(minibatches: list[list[Batch]], say: Callable[[list[Batch]], list[torch.Tensor]], *names: str) -> None:
+    """Write the column of this name, or the columns of these, that `say` gives of each micro-batch."""
     for batches in minibatches:
-        for batch, number_T in zip(batches, read(batches), strict=True):
-            setattr(batch, name, number_T)
+        for batch, numbers in zip(batches, say(batches), strict=True):
+            for name, number_T in zip(names, numbers.view(len(names), -1), strict=True):
+                setattr(batch, name, number_T)
 
 
 def attach(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor], *, column: str) -> None:

@@ -316,8 +316,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every turn earns the outcome",
         "megatron_rl/algo/credit.py",
-        "        values.append(later)\n        outcome = 0.0\n",
-        "        values.append(later)\n",
+        "(outcome if number == len(rollout.turns) else 0.0)",
+        "outcome",
         "tests/algo/test_credit_states.py",
     ),
     Mutant(
@@ -483,9 +483,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the outcome is earned by the first turn",
-        "megatron_rl/algo/gae.py",
-        "number + 1 == len(rollout.turns)",
-        "number == 0",
+        "megatron_rl/algo/credit.py",
+        "number == len(rollout.turns)",
+        "number == 1",
         "tests/algo/test_gae.py",
     ),
     Mutant(
@@ -518,7 +518,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "values stay in the head's units",
-        "megatron_rl/policy/critic.py",
+        "megatron_rl/policy/learner.py",
         "return head.to_returns(head(hidden_RH))",
         "return head(hidden_RH)",
         "tests/parity/test_critic.py",
@@ -542,7 +542,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "megatron_rl/train.py",
         "                policy.restart_optimizer()",
         "                pass",
-        "tests/test_train.py",
+        "tests/test_train_loop.py",
+    ),
+    Mutant(
+        "the loss keeps the first weight of the KL",
+        "megatron_rl/train.py",
+        "updates_of(now, policy",
+        "updates_of(settings, policy",
+        "tests/test_train_loop.py",
+    ),
+    Mutant(
+        "the reward keeps the first weight of the KL",
+        "megatron_rl/train.py",
+        "credited(rollouts, now, policy",
+        "credited(rollouts, settings, policy",
+        "tests/test_train_loop.py",
+    ),
+    Mutant(
+        "the weight of the KL follows the head's warm-up",
+        "megatron_rl/train.py",
+        " and step >= settings.critic.warmup_steps:  # before",
+        ":  # before",
+        "tests/test_train_loop.py",
+    ),
+    Mutant(
+        "a KL far off its target changes its weight without bound",
+        "megatron_rl/algo/kl.py",
+        "min(max(kl / target - 1.0, -MAX_ERROR), MAX_ERROR)",
+        "kl / target - 1.0",
+        "tests/algo/test_kl.py",
     ),
     Mutant(
         "the policy learns while its critic warms up",

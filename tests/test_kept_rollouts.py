@@ -46,6 +46,7 @@ def world() -> Iterator[None]:
         (rollout(1, logprob=math.nan), "the engine's logprob of token 3 of context 0 of e#1 is nan"),
         (rollout(1, logprob=-math.inf), "the engine's logprob of token 3 of context 0 of e#1 is -inf"),
         (rollout(1, reward=math.inf), "task=mine: e#1 was rewarded inf; mend its reward function"),
+        (rollout(1, reward=math.nan), "task=mine: e#1 was rewarded nan; mend its reward function"),
     ],
 )
 def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) -> None:
@@ -70,18 +71,12 @@ def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("world")
-def test_a_number_that_credit_meets_is_kept_too(tmp_path: Path) -> None:
-    """And nothing is written where all is well."""
-    settings = settings_for(tmp_path / "run")
-    run = Run(settings, place(), num_steps=9)
+def test_nothing_is_kept_where_all_is_well(tmp_path: Path) -> None:
+    """A rollout that failed has no reward, and needs none."""
+    run = Run(settings_for(tmp_path / "run"), place(), num_steps=9)
     with run.keeping_rollouts([rollout(0)], step=4):
         require_finite([rollout(0), rollout(1, reward=None)])
     assert not (tmp_path / "run" / "not_finite").exists()
-    bad, said = [rollout(0, reward=math.nan)], r"^step 4, task=mine: e#0 was rewarded nan; .* kept in .*not_finite/step_000004.jsonl"
-    with pytest.raises(NotFinite, match=said), run.keeping_rollouts(bad, step=4):
-        train.credited(bad, settings, None, algorithm=ALGORITHMS["grpo"], restore=None)
-    (entry,) = read(tmp_path / "run" / "not_finite" / "step_000004.jsonl")
-    assert math.isnan(entry.rollout.reward)
     run.log.close()
 
 

@@ -63,6 +63,11 @@ class Scripted:
         self.asked.append("values")
         return [torch.where(batch.mask_T, VALUE(batch.target_T), 77.0) for batch in batches]
 
+    def logprobs_and_values(self, batches: list[Batch]) -> list[torch.Tensor]:
+        pairs = zip(self.logprobs(batches), self.values(batches), strict=True)
+        self.asked[-2:] = ["both"]
+        return [torch.stack(pair) for pair in pairs]
+
     def see(self, returns: Sequence[float]) -> None:
         self.seen += returns
 
@@ -225,9 +230,9 @@ def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_ret
     advantages, returns = generalized(step(), over)
     trained: list[int] = []
     for rollouts, policy, minibatches in done:
-        assert policy.asked == ["current"] * 2 + ([] if own else ["values"] * 2)
+        assert policy.asked == ["current" if own else "both"] * 2, "a trunk is gone through once"
         reader = policy.critic if own else policy
-        assert reader.asked[-2:] == ["values"] * 2
+        assert not own or reader.asked == ["values"] * 2
         firsts = {each.contexts[turn.context].token_ids[turn.span[0]] for each in rollouts for turn in each.turns}
         actions = [t for each in rollouts if each.is_trained_on for t in sampled(each) if over == "tokens" or t in firsts]
         assert reader.seen == pytest.approx([returns[token] for token in actions])
@@ -237,6 +242,7 @@ def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_ret
             assert given == {token: pytest.approx(advantages[token], rel=1e-6) for token in given}
             assert by_token(batch, batch.return_T) == {token: pytest.approx(returns[token], rel=1e-6) for token in given}
             assert by_token(batch, batch.old_value_T) == {token: VALUE(token) for token in given}
+            assert by_token(batch, batch.old_logprob_T) == {token: SAYS["current"](token) for token in given}
             assert batch.coefficient_T is None
     assert sorted(trained) == sorted(advantages), "each once"
 
@@ -300,6 +306,8 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kl_coef": 0.1}, {}, ["reference"]),
         ({"kl_coef": 0.1}, {"epochs": 3, "minibatches": 2}, ["current"] * 2 + ["reference"] * 2),
         ({"kl_coef": 0.1, "kl_in_reward": True}, {}, ["current", "reference"]),
+        ({"name": "ppo"}, {}, ["values"]),
+        ({"name": "ppo", "kl_coef": 0.1}, {"minibatches": 2}, ["both"] * 2 + ["reference"] * 2),
     ],
 )
 def test_every_minibatch_is_read_once_by_each_network_that_is_needed(
@@ -308,7 +316,7 @@ def test_every_minibatch_is_read_once_by_each_network_that_is_needed(
     ((_, policy, minibatches),) = credited_on(1, settings_of(AlgoSettings(**algo), **batch), monkeypatch)
     assert policy.asked == asked
     batches = [each for batches in minibatches for each in batches]
-    assert {each.old_logprob_T is not None for each in batches} == {"current" in asked}
+    assert {each.old_logprob_T is not None for each in batches} == {"current" in asked or "both" in asked}
     assert {each.reference_logprob_T is not None for each in batches} == {"reference" in asked}
     assert sum(int(each.mask_T.sum()) for each in batches) == sum(each.num_sampled for each in step() if each.is_trained_on)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import NotFinite, Rollout
+from megatron_rl.types import Context, Rollout
 
 Credit = Callable[[Sequence[Rollout], AlgoSettings], None]
 
@@ -153,15 +153,12 @@ def spreads(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
-    """The scored members of each group, in order. NotFinite: a reward is no number."""
+    """The scored members of each group, in order."""
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if not rollout.is_scored:
             continue
-        name = f"{rollout.example_id}#{rollout.sample}"
-        assert rollout.reward is not None, f"rollout {name} is {rollout.status} but was never scored"
-        if not math.isfinite(rollout.reward):
-            raise NotFinite(f"task={rollout.task}: {name} was rewarded {rollout.reward}; mend its reward function")
+        assert rollout.reward is not None, f"rollout {rollout.example_id}#{rollout.sample} is {rollout.status} but was never scored"
         groups[rollout.group].append(rollout)
     return groups
 
@@ -172,19 +169,22 @@ def reward_of(rollout: Rollout, algo: AlgoSettings) -> float:
 
 
 def penalty(rollout: Rollout, algo: AlgoSettings) -> float:
-    """kl_coef * sum over sampled tokens of (old - reference logprob), where that is taken off the reward; 0 otherwise.
+    """The sum of its tokens' KL costs; 0 where the rollout is not trained on: its tokens were not read, and its bare reward stands in its
+    group's baseline."""
+    return math.fsum(cost for context in rollout.contexts for cost in kl_costs(context, algo)) if rollout.is_trained_on else 0.0
 
-    Also 0 where the rollout is not trained on: its tokens were not read, and its bare reward stands in its group's baseline.
-    """
-    if not (algo.kl_in_reward and rollout.is_trained_on):
-        return 0.0
-    return algo.kl_coef * math.fsum(
-        old - reference
-        for context in rollout.contexts
-        if any(context.loss_mask)
-        for old, reference, sampled in zip(context.old_logprobs, context.reference_logprobs, context.loss_mask, strict=True)
-        if sampled
-    )
+
+def kl_costs(context: Context, algo: AlgoSettings) -> list[float]:
+    """kl_coef * (old - reference logprob) of each sampled token, where algo.kl_in_reward takes that off its reward; 0 otherwise."""
+    if not (algo.kl_in_reward and any(context.loss_mask)):
+        return [0.0] * len(context.token_ids)
+    columns = zip(context.old_logprobs, context.reference_logprobs, context.loss_mask, strict=True)
+    return [algo.kl_coef * (old - reference) if sampled else 0.0 for old, reference, sampled in columns]
+
+
+def earnings(rollout: Rollout, outcome: float) -> list[float]:
+    """What each turn earned, the outcome as the last one's."""
+    return [turn.gain + (outcome if number == len(rollout.turns) else 0.0) for number, turn in enumerate(rollout.turns, start=1)]
 
 
 def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -249,20 +249,22 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
-    values, later = [], 0.0
-    for turn in reversed(rollout.turns):
-        later = turn.gain + algo.discount * later
-        values.append(rollout.outcome - penalty(rollout, algo) + later)
-    return values[::-1]
+    """From each turn on, and with each the whole outcome."""
+    outcome = rollout.outcome - penalty(rollout, algo)
+    return [outcome + later for later in _to_go([turn.gain for turn in rollout.turns], algo.discount)]
 
 
 def _discounted(rollout: Rollout, algo: AlgoSettings) -> list[float]:
     """From each turn on; the outcome is discounted too, as a reward of the last turn."""
-    values, later, outcome = [], 0.0, rollout.outcome - penalty(rollout, algo)
-    for turn in reversed(rollout.turns):
-        later = turn.gain + outcome + algo.discount * later
+    return _to_go(earnings(rollout, rollout.outcome - penalty(rollout, algo)), algo.discount)
+
+
+def _to_go(rewards: Sequence[float], discount: float) -> list[float]:
+    """From each on, the sum over s >= t of discount^(s - t) r_s."""
+    values, later = [], 0.0
+    for reward in reversed(rewards):
+        later = reward + discount * later
         values.append(later)
-        outcome = 0.0
     return values[::-1]
 
 
@@ -271,11 +273,8 @@ def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
     later, contexts = rollout.reward, []
     for context in reversed(rollout.contexts):
         values: list[float] = []
-        for place in reversed(range(len(context.token_ids))):
-            if not context.loss_mask[place]:
-                continue
-            if algo.kl_in_reward:
-                later -= algo.kl_coef * (context.old_logprobs[place] - context.reference_logprobs[place])
-            values.append(later)
+        for cost, sampled in zip(reversed(kl_costs(context, algo)), reversed(context.loss_mask), strict=True):
+            later -= cost
+            values += [later] * sampled
         contexts.append(values[::-1])
     return contexts[::-1]

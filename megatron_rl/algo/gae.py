@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.algo.credit import groups_of, whitened, write
+from megatron_rl.algo.credit import earnings, groups_of, kl_costs, whitened, write
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Context, Rollout
 
@@ -65,18 +65,13 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lam
 def actions_of(rollout: Rollout, algo: AlgoSettings) -> list[Action]:
     """An episode's actions with what each earned: a turn's gain on its last token, the outcome on the episode's last, and each token's KL
     penalty (algo.kl_in_reward) on itself."""
-    actions = []
-    for number, turn in enumerate(rollout.turns):
+    actions, costs = [], [kl_costs(context, algo) for context in rollout.contexts]
+    for turn, earned in zip(rollout.turns, earnings(rollout, rollout.outcome), strict=True):
         context, (first, stop) = rollout.contexts[turn.context], turn.span
-        costs = [_kl_cost(context, place, algo) for place in range(first, stop)]
-        earned = turn.gain + (rollout.outcome if number + 1 == len(rollout.turns) else 0.0)
+        paid = costs[turn.context][first:stop]
         if algo.gae_over == "turns":
-            actions.append(Action(context, first, stop, earned - math.fsum(costs)))
+            actions.append(Action(context, first, stop, earned - math.fsum(paid)))
         else:
-            rewards = [-cost for cost in costs[:-1]] + [earned - costs[-1]]
+            rewards = [-cost for cost in paid[:-1]] + [earned - paid[-1]]
             actions += [Action(context, place, place + 1, reward) for place, reward in enumerate(rewards, first)]
     return actions
-
-
-def _kl_cost(context: Context, place: int, algo: AlgoSettings) -> float:
-    return algo.kl_coef * (context.old_logprobs[place] - context.reference_logprobs[place]) if algo.kl_in_reward else 0.0

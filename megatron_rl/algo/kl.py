@@ -29,5 +29,16 @@ def k3(logprob_R: torch.Tensor, reference_R: torch.Tensor) -> torch.Tensor:
     return (difference_R.expm1() - difference_R).clamp(max=MAX_K3)
 
 
+MAX_ERROR = 0.2
+"""Of a KL divergence from its target, relative: a larger one changes the weight no more."""
+
+
+def adapted(coef: float, kl: float, *, target: float, num_episodes: int, horizon: int) -> float:
+    """The weight of the KL in the next step, after one of so many episodes (D. Ziegler et al., arXiv 1909.08593, section 2.2):
+    coef * (1 + e * num_episodes / horizon), e = kl / target - 1, at most MAX_ERROR either way."""
+    error = min(max(kl / target - 1.0, -MAX_ERROR), MAX_ERROR)
+    return coef * (1.0 + error * num_episodes / horizon)
+
+
 ESTIMATORS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 """(logprob_R, reference_R) -> estimates of KL(pi || reference) at tokens drawn from pi (J. Schulman, "Approximating KL Divergence")."""

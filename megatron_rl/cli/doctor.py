@@ -64,21 +64,33 @@ def look_at_machine(settings: Settings, report: Report) -> None:
 
 
 def look_at_model(settings: Settings, report: Report) -> Renderer | None:
-    """Config, headers of all tensors, tokenizer and processor. Without them prompts cannot be measured."""
-    path = settings.model.path
+    """Its folder, tokenizer and processor. Without them prompts cannot be measured."""
+    if not look_at_folder(settings.model.path, report, key="model.path"):
+        return None
     try:
-        spec = read_spec(path)
-        stored = HfTensors(path, key="model.path").specs
-        absent = sorted(spec.shapes().keys() - stored.keys())
-        renderer = Renderer(settings.model)
+        return Renderer(settings.model)
     except (ValueError, OSError) as error:
-        report.fail("model.path", str(error) if str(error).startswith("model.path") else f"model.path={path}: {one_line(error)}")
+        report.fail("tokenizer", of_folder(error, settings.model.path, key="model.path"))
         return None
+
+
+def look_at_folder(path: str, report: Report, *, key: str) -> bool:
+    """Whether a model's config is there, and the headers of all its tensors."""
+    try:
+        spec, stored = read_spec(path, key=key), HfTensors(path, key=key).specs
+    except (ValueError, OSError) as error:
+        report.fail(key, of_folder(error, path, key=key))
+        return False
+    absent = sorted(spec.shapes().keys() - stored.keys())
     if absent:
-        report.fail("model.path", f"model.path={path}: has no {absent[0]} and {len(absent) - 1} more tensors; download it again")
-        return None
-    report.say("model.path", f"{path}: {spec.num_layers} layers of {spec.hidden_size}, {len(stored)} tensors")
-    return renderer
+        report.fail(key, f"{key}={path}: has no {absent[0]} and {len(absent) - 1} more tensors; download it again")
+        return False
+    report.say(key, f"{path}: {spec.num_layers} layers of {spec.hidden_size}, {len(stored)} tensors")
+    return True
+
+
+def of_folder(error: Exception, path: str, *, key: str) -> str:
+    return str(error) if str(error).startswith(key) else f"{key}={path}: {one_line(error)}"
 
 
 def look_at_host(settings: Settings, report: Report, own: Own) -> None:
@@ -255,8 +267,8 @@ def one_line(error: Exception) -> str:
 def examine(settings: Settings, own: Own = Own()) -> Report:
     report = Report()
     look_at_machine(settings, report)
-    renderer = look_at_model(settings, report)
-    if renderer is not None:
+    renderer, trunk = look_at_model(settings, report), settings.critic.path
+    if (not trunk or look_at_folder(trunk, report, key="critic.path")) and renderer is not None:
         look_at_host(settings, report, own)
     task = look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer, task=task)

@@ -47,6 +47,10 @@ class AlgoSettings:
     """Estimate of the KL term of the loss (algo/kl.py): k1, k2 or k3."""
     kl_in_reward: bool = False
     """Take kl_coef * (old - reference logprob) off every token's reward instead of adding a KL term to the loss."""
+    kl_target: float = 0.0
+    """KL divergence a token, as policy/kl_reference has it, that kl_coef is moved towards after every step, e.g. 0.02; 0 leaves kl_coef."""
+    kl_horizon: int = 10_000
+    """Episodes in which kl_coef is changed by a fifth where the KL divergence is a fifth or more off kl_target; less for less."""
     thought_coef: float = 1.0
     """Factor on the log-probability of the tokens before a turn's action, in what the surrogate compares; RL4VLM has 0.5 and 0.2. The ratio
     is then no longer that of what was sampled (docs/algorithm.md)."""
@@ -62,6 +66,9 @@ class AlgoSettings:
     def __post_init__(self) -> None:
         for key, value in (("std_eps", self.std_eps), ("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite number that is not negative")
+        require(0 <= self.kl_target < math.inf, "algo.kl_target", self.kl_target, "must be a finite number that is not negative")
+        require(self.kl_target == 0 or self.kl_coef > 0, "algo.kl_target", self.kl_target, "needs algo.kl_coef, the weight to begin with")
+        require(self.kl_horizon >= 1, "algo.kl_horizon", self.kl_horizon, "must be at least 1")
         remedy = "must lie in [0.01, 2]: vLLM changes or refuses others"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
         require_choice("algo.gae_over", self.gae_over, ("tokens", "turns"))

@@ -31,8 +31,8 @@ def released_config(size: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def known_spec(path: str) -> ModelSpec:
-    """Of a model folder, or of a released model by its name on the hub, which need not be here."""
+def known_spec(path: str, *, key: str = "model.path") -> ModelSpec:
+    """Of a model folder, or of a released model by its name on the hub, which need not be here. ValueError under the setting's name."""
     if path in HUB_IDS and not Path(path).exists():
-        return parse_spec(released_config(HUB_IDS[path]), folder=path, key="model.path")
-    return read_spec(path)
+        return parse_spec(released_config(HUB_IDS[path]), folder=path, key=key)
+    return read_spec(path, key=key)

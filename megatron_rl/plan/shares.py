@@ -108,7 +108,7 @@ def _share(model: ModelSpec, settings: Settings, *, has_values: bool) -> Share:
 
 def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
     """Of the trunk of a critic's own: the policy's, unless another is named."""
-    return known_spec(settings.critic.path) if settings.critic.path else model
+    return known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
 
 
 def _network(model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: Heads) -> tuple[nn.ModuleList, Footprint]:

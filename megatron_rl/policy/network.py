@@ -64,16 +64,20 @@ class Network:
 
     @on_cpu_too
     @torch.no_grad()
-    def read(self, batches: list[Batch], on_hidden: Read) -> list[torch.Tensor]:
-        """What `on_hidden` says of every row, as [T] for each batch: 0 where mask_T is False. Without gradient and dropout."""
+    def read(self, batches: list[Batch], *on_hidden: Read) -> list[torch.Tensor]:
+        """What each of `on_hidden` says of every row, in one forward pass: a line of [N, T] for each of them, of each batch; 0 where mask_T
+        is False. Without gradient and dropout."""
 
         def scattered(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
-            return torch.zeros_like(batch.weight_T).index_copy(0, rows_R, on_hidden(batch, rows_R, hidden_RH))
+            said_NR = torch.stack([say(batch, rows_R, hidden_RH) for say in on_hidden])
+            return nothing(batch).index_copy(1, rows_R, said_NR)
+
+        def nothing(batch: Batch) -> torch.Tensor:
+            return batch.weight_T.new_zeros(len(on_hidden), batch.num_tokens)
 
         results = self._run(batches, scattered, forward_only=True)
         if self.layout.pp > 1:
-            if not results:
-                results = [torch.zeros_like(batch.weight_T) for batch in batches]
+            results = results or list(map(nothing, batches))
             for result in results:
                 dist.broadcast(result, src=self.layout.last_stage_rank, group=self.layout.pp_group)
         return results

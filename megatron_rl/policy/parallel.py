@@ -41,15 +41,15 @@ class Layout:
         return dist.get_process_group_ranks(self.pp_group)[-1]
 
 
-def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int) -> None:
+def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, *, whose: str = "the model") -> None:
     """Raise a ValueError naming key, value and the sizes that work; needs no process group, so every rank says the same."""
     sizes = {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, "vocabulary entries": model.vocab_size}
     fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if all(size % tp == 0 for size in sizes.values()))
     for what, size in sizes.items():
-        require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide the model's {size} {what}; use one of {fitting}")
+        require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide {whose}'s {size} {what}; use one of {fitting}")
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
-    require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the model's {layers} layers")
-    remedy = f"cuts the model's {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
+    require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide {whose}'s {layers} layers")
+    remedy = f"cuts {whose}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
     require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)
     block = parallel.tp * parallel.pp
     require(

@@ -14,12 +14,11 @@ from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, Opti
 from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.build import load_model
-from megatron_rl.policy.critic import read_values, see_returns, value_rows
+from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.training_state import Save
 from megatron_rl.policy.transformer import Heads
 from megatron_rl.types import Batch, Context, Loss, LossMetrics
 from megatron_rl.weights.formats.peft import peft_config, write_peft
@@ -27,7 +26,7 @@ from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.stream import Export
 
 
-class Policy:
+class Policy(Learner):
     """A vision-language model over processes that is trained, read and exported."""
 
     def __init__(
@@ -47,7 +46,8 @@ class Policy:
         bucket_mib: float = 256,
         critic: CriticSettings | None = None,
     ) -> None:
-        """Without `lora` the model itself is trained. `seed` is that of new adapters and heads. With `critic` it has a value head."""
+        """Without `lora` the model itself is trained. `seed` is that of new adapters and heads. With `critic` it has a value head. The
+        reference is what settings.path holds, whatever is loaded later."""
         self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
         self.lora = lora or LoraSettings()
         self.spec = read_spec(settings.path)
@@ -105,16 +105,15 @@ class Policy:
             finally:
                 _copy_into(parameters, current)
 
+    def logprobs_and_values(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """What `logprobs` and what `values` say, [2, T] of each batch, in one forward pass."""
+        return self.network.read(batches, self._logprob_R, self._value_R)
+
     def _logprobs(self, batches: list[Batch]) -> list[torch.Tensor]:
-        return self.network.read(batches, lambda batch, rows_R, hidden_RH: self._tokens(batch, rows_R, hidden_RH)[0])
+        return [logprob_1T[0] for logprob_1T in self.network.read(batches, self._logprob_R)]
 
-    def values(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """Of the value head that it was built with; see read_values."""
-        return read_values(self.network, batches)
-
-    def see(self, returns: Sequence[float]) -> None:
-        """See see_returns."""
-        see_returns(self.network, returns)
+    def _logprob_R(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
+        return self._tokens(batch, rows_R, hidden_RH)[0]
 
     def update(self, batches: list[Batch], loss: Loss, *, step: int, head_alone: bool = False) -> dict[str, float]:
         """One optimizer update of this loss; see Network.update. head_alone: what is of the value head alone, and nothing else moves."""
@@ -123,7 +122,7 @@ class Policy:
         def on_hidden(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
             # The trunk's backward pass stays, with gradients of 0: the stages of a pipeline wait for each other's.
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if head_alone else hidden_RH
-            values = value_rows(self.network, batch, rows_R, seen_RH) if has_values else None
+            values = self._value_rows(batch, rows_R, seen_RH) if has_values else None
             rows = loss_rows(batch, rows_R, *self._tokens(batch, rows_R, hidden_RH), values=values)
             value, metrics = loss(rows)
             metrics.checks.update(rows.are_finite())
@@ -139,29 +138,9 @@ class Policy:
         """See Network.restart_optimizer."""
         self.network.restart_optimizer()
 
-    def close(self) -> None:
-        """The last thing that is done with it; the process groups can then end."""
-        self.network.close()
-
-    def sleep(self) -> None:
-        """Leave the device to the engine; see Network.sleep."""
-        self.network.sleep()
-
-    def wake(self) -> None:
-        """Take the device back."""
-        self.network.wake()
-
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream (hf_name, full tensor), adapters merged in; a tensor may be a view of the live weights."""
         return self.export.tensors()
-
-    def save(self, folder: Path, *, optimizer: str, background: bool) -> Save:
-        """Begin to write the training state; see Network.save."""
-        return self.network.save(folder, optimizer=optimizer, background=background)
-
-    def load(self, folder: Path, *, seed: int) -> None:
-        """Go on from a training state; see Network.load. The reference stays what settings.path holds."""
-        self.network.load(folder, seed=seed)
 
     def save_hf(self, out: Path) -> None:
         """Write a complete Hugging Face folder at `out`: this one, or what was there before and an OSError on every rank."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algo.kl import ESTIMATORS, MAX_K3, MAX_LOG_RATIO, k1, k2, k3
+from megatron_rl.algo.kl import ESTIMATORS, MAX_K3, MAX_LOG_RATIO, adapted, k1, k2, k3
 from tests.support.rows import tensor
 
 
@@ -16,6 +16,25 @@ def test_kl_by_hand() -> None:
     values = [estimate(tensor(math.log(0.5)), tensor(math.log(0.25))).item() for estimate in (k1, k2, k3)]
     assert values == pytest.approx([math.log(2), math.log(2) ** 2 / 2, math.log(2) - 0.5], abs=1e-15)
     assert dict(ESTIMATORS) == {"k1": k1, "k2": k2, "k3": k3}
+
+
+def test_the_weight_goes_towards_its_target_by_hand() -> None:
+    """TRL's AdaptiveKLController (value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon) and Ziegler's equation with
+    K = n / horizon, on paper: from 0.5, target 0.1, 250 of 1000 episodes a step."""
+    steps = {  # KL -> the weight after it
+        0.11: 0.5 * (1 + 0.1 / 4),  # a tenth over
+        0.08: 0.5 * (1 - 0.2 / 4),  # a fifth under, the last before the bound
+        0.0: 0.5 * 0.95,  # no further than that
+        9.0: 0.5 * 1.05,
+        0.1: 0.5,
+    }
+    for kl, expected in steps.items():
+        assert adapted(0.5, kl, target=0.1, num_episodes=250, horizon=1000) == pytest.approx(expected, rel=1e-12), kl
+    assert adapted(0.5, 9.0, target=0.1, num_episodes=0, horizon=1000) == 0.5, "without episodes it stays"
+    value = 0.2  # TRL's defaults: init_kl_coef 0.2, target 6, horizon 10000, batches of 256; two over, one under
+    for kl in (7.0, 12.0, 3.0):
+        value = adapted(value, kl, target=6.0, num_episodes=256, horizon=10_000)
+    assert value == pytest.approx(0.2 * 1.004266666666667 * 1.00512 * 0.99488, rel=1e-12)
 
 
 @settings(deadline=None)

@@ -290,5 +290,6 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
 
 
 def test_every_setting_is_wired() -> None:
-    """The temperature is the policy's, the name the table's."""
-    assert WIRING.keys() == {field.name for field in dataclasses.fields(AlgoSettings)} - {"name", "temperature"}
+    """The temperature is the policy's, the name the table's, and what moves kl_coef the loop's (tests/test_train_loop.py)."""
+    elsewhere = {"name", "temperature", "kl_target", "kl_horizon"}
+    assert WIRING.keys() == {field.name for field in dataclasses.fields(AlgoSettings)} - elsewhere

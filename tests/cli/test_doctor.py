@@ -3,19 +3,23 @@
 import asyncio
 import io
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import islice
 from pathlib import Path
 
 import psutil
 import pytest
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 import sandbox.doctor
 from megatron_rl.cli import doctor
@@ -31,6 +35,7 @@ from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support import forked
 from tests.support.tables import png, write
+from tools.data.make_tiny_qwen2_5_vl import make
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +133,30 @@ def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path
     (broken / "model.safetensors").write_bytes((random_model / "model.safetensors").read_bytes()[:1000])
     (error,) = examine(settings_of(*sound, f"model.path={broken}")).errors
     assert error.startswith(f"model.path={broken}: ")
+
+
+def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path, tmp_path: Path) -> None:
+    """As the policy's is looked at, by its own name; what is wrong with it is told once."""
+    trunk, own = tmp_path / "trunk", ["algo=ppo", "critic.trunk=own"]
+    shutil.copytree(random_model, trunk)
+    well = examine(settings_of(*sound, *own, f"critic.path={trunk}"))
+    assert well.errors == [] and dict(well.rows)["critic.path"].startswith(f"{trunk}: 4 layers of ")
+    save_file(dict(islice(load_file(trunk / "model.safetensors").items(), 3, None)), trunk / "model.safetensors")
+    (lacks,) = examine(settings_of(*sound, *own, f"critic.path={trunk}")).errors
+    assert re.fullmatch(rf"critic.path={trunk}: has no \S+ and 2 more tensors; download it again", lacks)
+    os.truncate(trunk / "model.safetensors", 1000)
+    (damaged,) = examine(settings_of(*sound, *own, f"critic.path={trunk}")).errors
+    assert damaged.startswith(f"critic.path={trunk}: ") and "corrupt" in damaged
+    report = examine(settings_of(*sound, *own, "critic.path=/nowhere"))
+    assert report.errors[0].startswith("critic.path=/nowhere: no config.json in it; ") and len(report.errors) == 1
+    assert dict(report.rows)["critic.path"] == "not usable" and "longest question" in dict(report.rows)["data.train"]
+
+
+def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path) -> None:
+    """Its heads, not the policy's four."""
+    make(tmp_path / "trunk", preset="nano", init="random", seed=1, hidden=96, heads=3, kv_heads=1)
+    (error,) = examine(settings_of(*sound, "algo=ppo", "critic.trunk=own", f"critic.path={tmp_path / 'trunk'}", "parallel.tp=2")).errors
+    assert error == "parallel.tp=2: does not divide the critic's 3 attention heads; use one of 1"
 
 
 def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random_model: Path) -> None:

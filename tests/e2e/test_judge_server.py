@@ -6,16 +6,24 @@ is tested here is that both sides mean the same by a request, an image and a ver
 
 import asyncio
 import json
+import math
+import re
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from PIL import Image
 
 from megatron_rl.config import JudgeSettings
+from megatron_rl.jsonl import read_lines
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.recorder import read
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.rubrics import build
@@ -103,3 +111,63 @@ def test_a_rubric_is_scored_by_it(url: str) -> None:
     assert asyncio.run(score("judge")) in (1.0, 1.125, 1.5)
     with pytest.raises(HostFault, match="nobody"):
         asyncio.run(score("nobody"))
+
+
+def num_judged(url: str) -> float:
+    """Replies that the server has given, by its own count."""
+    told = httpx.get(url.replace("/v1", "/metrics")).text
+    return sum(float(number) for number in re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", told, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def judged(url: str, learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The folder of a PPO run that asked the server, and how many verdicts that gave meanwhile."""
+    home, before = tmp_path_factory.mktemp("judged"), num_judged(url)
+    ended = forked.run(SUPPORT / "judged_runs.py", learning_model, home, url, timeout_s=300)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return home, num_judged(url) - before
+
+
+def test_ppo_is_rewarded_by_it(judged: tuple[Path, float]) -> None:
+    """Every reward is the verdict on what the policy has boxed, as the run's own file of verdicts has it; 0 where it boxed nothing, or
+    twice."""
+    home, num_asked = judged
+    rollouts = [entry.rollout for number in range(2) for entry in read(home / "ppo" / "rollouts" / f"step_{number:06d}.jsonl")]
+    questions = read_lines(home / "questions.jsonl")
+    with closing(sqlite3.connect(home / "verdicts.sqlite")) as file:
+        rows = file.execute("SELECT fields, verdict FROM verdicts").fetchall()
+    verdicts = {frozenset(json.loads(fields).items()): verdict for fields, verdict in rows}
+    assert len(verdicts) == num_asked, "each was given by the server, once"
+    given = []
+    for rollout in rollouts:
+        (turn,), row = rollout.turns, questions[int(rollout.example_id.removeprefix("train/"))]
+        fields = {"question": row["question"], "reference": row["answer"], "answer": answer_in(turn.text)}
+        given.append(verdicts[frozenset(fields.items())] if fields["answer"] else None)
+        assert rollout.reward == (given[-1] or 0.0), turn.text
+    assert len(rollouts) == 48 and given.count(1.0) >= 4 and given.count(0.0) >= 4, given
+
+
+def answer_in(text: str) -> str:
+    """What stands in its only box."""
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    return boxed[0].strip() if text.count("\\boxed{") == len(boxed) == 1 else ""
+
+
+def test_its_critic_learns_beside_the_policy(judged: tuple[Path, float]) -> None:
+    home, _ = judged
+    first, second, _ = read_metrics(home / "ppo" / "metrics.jsonl")
+    for name in ("value/loss", "value/mean", "value/return", "value/error", "value/grad_norm", "grad_norm"):
+        assert math.isfinite(first[name]) and math.isfinite(second[name]) and first[name] != second[name], name
+    assert first["value/mean"] == 0.0, "a new head expects nothing"
+    assert max(step["engine/logprob_gap_max"] for step in (first, second)) <= 1e-4
+    saved = home / "ppo" / "checkpoints" / "step_00000002"
+    assert {path.name for path in (saved / "critic").iterdir()} == {path.name for path in saved.iterdir() if path.is_file()}
+
+
+def test_its_weight_of_the_kl_follows_what_was_measured(judged: tuple[Path, float]) -> None:
+    home, _ = judged
+    first, second, _ = read_metrics(home / "ppo" / "metrics.jsonl")
+    algo = yaml.safe_load((home / "ppo" / "config.yaml").read_text())["algo"]
+    error = min(max(first["policy/kl_reference"] / algo["kl_target"] - 1, -0.2), 0.2)
+    assert first["policy/kl_reference"] > 0 and first["policy/kl_coef"] == algo["kl_coef"] == 0.05
+    assert second["policy/kl_coef"] == pytest.approx(0.05 * (1 + error * 24 / algo["kl_horizon"]), rel=1e-12)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -13,8 +14,9 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import SUPPORT
 from tests.support.critic_layouts import COEF, CRITIC, SEEN
-from tests.support.hf_run import hf_logits, relative, sampled_distribution
+from tests.support.hf_run import hf_logits, relative, sampled_distribution, write_adapter
 from tests.support.packed import example_contexts
+from tools.convert import merger
 from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,19 +32,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(model, tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture(scope="module")
+def walked(model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> Path:  # noqa: ANN001
+    """The folder of what the worlds wrote."""
     out = tmp_path_factory.mktemp("critics")
-    torchrun(1, SUPPORT / "critic_layouts.py", model, out, ONE)
-    torchrun(4, SUPPORT / "critic_layouts.py", model, out, *FOUR_PROCESSES)
-    return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
+    torchrun(1, SUPPORT / "critic_layouts.py", model, adapter, out, ONE)
+    torchrun(4, SUPPORT / "critic_layouts.py", model, adapter, out, *FOUR_PROCESSES)
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(walked: Path) -> dict[str, dict]:
+    return {text: torch.load(walked / f"{text}.pt", weights_only=True) for text in (ONE, *FOUR_PROCESSES)}
+
+
+@pytest.fixture(scope="module")
+def adapted(walked: Path) -> dict[str, dict]:
+    return {text: torch.load(walked / f"adapters {text}.pt", weights_only=True) for text in (ONE, FOUR_PROCESSES[0])}
 
 
 class Truth:
     """The same head on HF's last hidden states, and one loss of both through torch's own autograd."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
+        """With the adapter of a PEFT folder it and the head alone are trained."""
         renderer = Renderer(ModelSettings(path=str(folder)))
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        language_model = model.model.language_model
+        if adapter:
+            model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
         hidden_size = model.config.text_config.hidden_size
         generator = torch.Generator().manual_seed(5)
         shapes = [(8, hidden_size), (1, 8), (8,), (1,)]
@@ -51,7 +73,7 @@ class Truth:
         values, value_loss, policy_loss, contexts = [], 0.0, 0.0, example_contexts(renderer)
         self.denominator = sum(weighted.denominator for weighted in contexts)
         kept: list[torch.Tensor] = []
-        model.model.language_model.norm.register_forward_hook(lambda _module, _given, output: kept.append(output[0]))
+        language_model.norm.register_forward_hook(lambda _module, _given, output: kept.append(output[0]))
         for weighted in contexts:
             logits = hf_logits(model, renderer, weighted.context)
             tokens, context = weighted.context.token_ids, weighted.context
@@ -70,7 +92,7 @@ class Truth:
         self.loss = ((policy_loss + COEF * value_loss) / self.denominator).item()
         head = [w1, w2, b1, b2]
         self.norm_alone = self._norm(torch.autograd.grad(value_loss, head, retain_graph=True))
-        trunk = [parameter for name, parameter in model.named_parameters() if "lm_head" not in name]
+        trunk = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and "lm_head" not in name]
         self.norm_own = self._norm(torch.autograd.grad(value_loss, [*trunk, *head], retain_graph=True, allow_unused=True))
 
     def _norm(self, gradients: tuple[torch.Tensor | None, ...]) -> float:
@@ -117,3 +139,63 @@ def test_every_layout_learns_what_one_process_does(layout: str, results: dict) -
 
 def test_the_head_is_no_part_of_the_exported_policy(results: dict, model: Path) -> None:
     assert results[ONE]["change"].keys() == HfTensors(model, key="model").specs.keys()
+
+
+def test_logprobs_and_values_of_one_trunk_are_one_pass(results: dict) -> None:
+    """Bit for bit what two passes say, at half the passes."""
+    for text, result in results.items():
+        (logprobs, one), (values, other), (both, together) = (result[f"read_{name}"] for name in ("logprobs", "values", "both"))
+        assert torch.equal(both, torch.stack([logprobs, values])) and not torch.equal(logprobs, values), text
+        assert one == other == together >= 1, text
+
+
+def test_a_critic_with_adapters_learns_as_pefts_does(adapted: dict, model: Path, adapter: Path) -> None:
+    truth = Truth(model, adapter)
+    for text, result in adapted.items():
+        assert relative(result["own_values"][result["mask"]], truth.values) <= 1e-5, text
+        first = result["steps"][0]
+        assert first["value/loss"] == pytest.approx(truth.value_loss, rel=1e-5)
+        assert first["value/grad_norm"] == pytest.approx(truth.norm_own, rel=1e-4)
+
+
+def test_adapters_and_the_head_alone_are_trained(adapted: dict) -> None:
+    for text, result in adapted.items():
+        seen: dict[str, set[str]] = {"policy": set(), "critic": set()}
+        for rank in result["parameters"]:
+            for whose, parameters in rank.items():
+                for name, has_gradient, has_moved in parameters:
+                    is_head = "value_head." in name
+                    assert has_gradient == has_moved == (".lora_" in name or is_head), (text, whose, name)
+                    seen[whose] |= {"head" if is_head else "adapter" if has_gradient else "base"}
+        assert seen == {"policy": {"adapter", "base"}, "critic": {"adapter", "base", "head"}}
+
+
+def test_adapters_learn_the_same_at_another_layout(adapted: dict) -> None:
+    one, other = adapted.values()
+    for ours, theirs in zip(one["steps"], other["steps"], strict=True):
+        for name in ("loss", "grad_norm", "value/loss", "value/grad_norm"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-3), name
+    for name in ("logprobs", "values"):
+        numbers = [result["straight"][name][result["mask"]] for result in (one, other)]
+        assert relative(*numbers) <= 1e-3, name
+
+
+def test_adapters_go_on_from_a_checkpoint(adapted: dict) -> None:
+    """Both networks, bit for bit; the fourth step is none that changes nothing."""
+    for text, result in adapted.items():
+        straight, resumed = result["straight"], result["resumed"]
+        assert straight["metrics"] == resumed["metrics"] and straight["metrics"]["grad_norm"] > 0, text
+        assert torch.equal(straight["logprobs"], resumed["logprobs"]) and torch.equal(straight["values"], resumed["values"])
+        assert relative(result["own_values"], straight["values"]) > 1e-3
+
+
+def test_the_merger_adds_the_policys_adapter_and_leaves_the_critic_out(
+    adapted: dict, walked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (text, result) in enumerate(adapted.items()):
+        checkpoint, out = walked / f"run {text}" / "checkpoints" / "step_00000003", tmp_path / f"{number}"
+        assert merger.main(["--checkpoint", str(checkpoint), "--out", str(out)]) == 0
+        assert "left out: critic/ is the critic's\n" in capsys.readouterr().err
+        merged = HfTensors(out)
+        assert merged.specs.keys() == result["exported"].keys()
+        assert max((merged.read(name) - tensor).abs().max() for name, tensor in result["exported"].items()) <= 1e-6

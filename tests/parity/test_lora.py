@@ -5,22 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.models.mapping import canonical
 from tests.conftest import SUPPORT
-from tests.support.hf_run import HfRun, hf_logits, relative
+from tests.support.hf_run import HfRun, hf_logits, relative, write_adapter
 from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the walk of four processes
 ONE_PROCESS = ["1,1,1,0,none,tied"]
 FOUR_PROCESSES = ["2,2,1,1,none,tied", "4,1,1,1,selective,tied", "2,1,1,0,none,tied", "1,2,2,0,full,tied"]
 FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (4, FOUR_PROCESSES)) for layout in layouts]
-MODULES = (
-    r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
-    r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(gate|up|down)_proj)|merger\.mlp\.(0|2))"
-)
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +32,7 @@ def base_model(models: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 @pytest.fixture(scope="module")
 def adapter(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by PEFT alone, with B as large as A, so that no part of it is a no-op."""
-    folder = tmp_path_factory.mktemp("adapter")
-    torch.manual_seed(0)
-    model = get_peft_model(base_model(models), LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(folder)
-    return folder
+    return write_adapter(models / "tied", tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture(scope="module")

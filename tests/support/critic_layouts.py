@@ -1,23 +1,33 @@
-"""Run in a world by tests/parity/test_critic.py: what critics on the policy's trunk and on one of their own compute at several layouts.
+"""Run in a world by tests/parity/test_critic.py: what critics on the policy's trunk and on one of their own compute at several layouts;
+and at the first of them PPO of a policy with adapters, whose critic has adapters of its own, with a checkpoint on the way.
 
-usage: critic_layouts.py MODEL OUT LAYOUT ...     (layouts as in layouts.py)
+usage: critic_layouts.py MODEL ADAPTER OUT LAYOUT ...     (layouts as in layouts.py)
 """
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.value import head_alone, joint, value_objective
 from megatron_rl.batch import pack
-from megatron_rl.config import AlgoSettings, CriticSettings, ModelSettings, OptimSettings
+from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, RunSettings, Settings
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.parts import build_critic, build_policy
 from megatron_rl.policy.critic import Critic
+from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.run import History
+from megatron_rl.run_states import Checkpoints, published
+from megatron_rl.train import updates_of
 from megatron_rl.types import Batch
 from megatron_rl.world import connect, place
 from tests.support.layouts import Case, forget_layout
@@ -26,6 +36,7 @@ from tests.support.packed import example_contexts
 CRITIC = {"head_sizes": [8], "normalize_returns": True, "lr": 0.05, "clip": 0.3}
 SEEN = [1.0, 3.0, 5.0, 9.0]
 COEF = 0.25
+LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 
 
 def fill_head(network: Network) -> None:
@@ -63,6 +74,7 @@ def walk(model: Path, out: Path, text: str) -> None:
         each.see(SEEN[1:])
     of_policy, of_values = objective(AlgoSettings(name="ppo")), value_objective(CriticSettings(**CRITIC), over="tokens")
     result: dict[str, object] = {"mask": whole[0].mask_T, "values": policy.values(whole)[0], "own_values": critic.values(whole)[0]}
+    result |= read_at_once(policy, whole)
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     batches = told(policy.pack(contexts, max_tokens=1))
     result["alone"] = policy.update(batches, head_alone(of_policy, of_values), step=0, head_alone=True)
@@ -79,11 +91,77 @@ def walk(model: Path, out: Path, text: str) -> None:
     forget_layout()
 
 
+def read_at_once(policy: Policy, whole: list[Batch]) -> dict[str, object]:
+    """Logprobs and values, each by itself and both together, with how often this rank's part of the trunk was gone through for each."""
+    passes: list[int] = []
+    hook = policy.network.chunks[0].register_forward_hook(lambda *_: passes.append(1))
+
+    def counted(read: Callable[[list[Batch]], list[torch.Tensor]]) -> tuple[torch.Tensor, int]:
+        passes.clear()
+        (said,) = read(whole)
+        return said, len(passes)
+
+    reads = {"logprobs": policy.logprobs, "values": policy.values, "both": policy.logprobs_and_values}
+    found = {f"read_{name}": counted(read) for name, read in reads.items()}
+    hook.remove()
+    return found
+
+
+def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
+    """Three steps, a checkpoint as a run writes it, and the fourth step: straight on, and by others that go on from it."""
+    case = Case.parse(text)
+    layout, renderer = build_layout(case.settings(), seed=0), Renderer(ModelSettings(path=str(model)))
+    contexts, spec = example_contexts(renderer), read_spec(model)
+    whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.positions, multiple_of=case.tp)]
+    settings = Settings(
+        model=ModelSettings(path=str(model)), lora=LORA, parallel=case.settings(), optim=OptimSettings(lr=1e-2, eps=1e-4),
+        algo=AlgoSettings(name="ppo", temperature=0.7), run=RunSettings(dir=str(out / f"run {text}"), steps=4),
+        critic=CriticSettings(trunk="own", lora=replace(LORA, path=str(adapter)), **CRITIC),
+    )  # fmt: skip
+
+    def built(seed: int) -> tuple[Policy, Critic]:
+        ours = replace(settings, run=replace(settings.run, seed=seed))
+        return build_policy(ours, layout, renderer, num_steps=4, is_rl=True, has_values=True), build_critic(ours, layout, num_steps=4)
+
+    policy, critic = built(seed=5)
+    fill_head(critic.network)
+    critic.see(SEEN)
+    batches, update = told(policy.pack(contexts, max_tokens=200)), updates_of(settings, policy, critic, ALGORITHMS)
+    result: dict[str, object] = {"mask": whole[0].mask_T, "own_values": critic.values(whole)[0]}
+    before = {"policy": copied(policy), "critic": copied(critic)}
+    result["steps"] = [update(batches, step) for step in range(3)]
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {name: looked_at(each, before[name]) for name, each in (("policy", policy), ("critic", critic))})
+    result["parameters"] = found
+    result["exported"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    Checkpoints(settings, policy, critic, start=None).save(3, history=History(), metrics={})
+    (checkpoint,) = published(out / f"run {text}" / "checkpoints")
+    others = built(seed=9)
+    Checkpoints(settings, *others, start=checkpoint).restore()
+    for name, (speaker, valuer) in {"straight": (policy, critic), "resumed": others}.items():
+        metrics = updates_of(settings, speaker, valuer, ALGORITHMS)(batches, 3)
+        result[name] = {"metrics": metrics, "logprobs": speaker.logprobs(whole)[0], "values": valuer.values(whole)[0]}
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
+        torch.save(result, out / f"adapters {text}.pt")
+    forget_layout()
+
+
+def copied(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.network.chunks.named_parameters()}
+
+
+def looked_at(learner: Learner, before: dict[str, torch.Tensor]) -> list[tuple[str, bool, bool]]:
+    """Of each of this rank's parameters: its name, whether it has room for a gradient, whether it has moved."""
+    live = learner.network.chunks.named_parameters()
+    return [(name, "main_grad" in parameter.__dict__, not torch.equal(parameter, before[name])) for name, parameter in live]
+
+
 def main() -> None:
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    model, adapter, out, *layouts = sys.argv[1:]
     connect(place(), timeout_s=240)
-    for layout in sys.argv[3:]:
-        walk(model, out, layout)
+    for layout in layouts:
+        walk(Path(model), Path(out), layout)
+    walk_adapters(Path(model), Path(adapter), Path(out), layouts[0])
 
 
 if __name__ == "__main__":

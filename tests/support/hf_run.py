@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import ModelSettings
@@ -14,6 +14,11 @@ from tests.support.packed import example_contexts
 from tools.convert.verify import logits_of
 
 TEMPERATURE = 0.7
+MODULES = (
+    r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+    r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(gate|up|down)_proj)|merger\.mlp\.(0|2))"
+)
+"""Every linear layer that an adapter may be of."""
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -30,6 +35,19 @@ def sampled_distribution(logits: torch.Tensor, banned_ids: list[int]) -> torch.T
     keep = torch.ones(logits.shape[-1], dtype=torch.bool)
     keep[banned_ids] = False
     return (logits / TEMPERATURE).masked_fill(~keep, float("-inf")).log_softmax(-1)
+
+
+def write_adapter(model: Path, folder: Path) -> Path:
+    """Made by PEFT alone, with B as large as A, so that no part of it is a no-op."""
+    torch.manual_seed(0)
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted.save_pretrained(folder)
+    return folder
 
 
 class HfRun:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from megatron_rl.config import TaskSettings
 from megatron_rl.rewards.rubric import Score
 from megatron_rl.tasks.base import Step, Task
-from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, picture, policy_success
-from megatron_rl.tasks.gym_cards.task import PROMPT, Invalid, NumberLineTask, parse_reply, write_reply
+from megatron_rl.tasks.gym_cards.number_line import ACTIONS, MAX_STEPS, STATES, picture, policy_success
+from megatron_rl.tasks.gym_cards.replies import Invalid, read_json
+from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineTask, write_reply
 from megatron_rl.types import Message, Rollout, Turn
 from tests.support.episodes import outcome_of
 
@@ -125,7 +126,7 @@ def test_every_observation_is_a_new_context_that_shows_the_state() -> None:
 @pytest.mark.parametrize("name", EXPLOITS)
 def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
     text, kind = EXPLOITS[name]
-    assert parse_reply(text) is kind
+    assert read_json(text, ACTIONS) is kind
     start = STATES.index((4, 5))  # where a "+" that was believed would win at once
     steps = play(TASK, start, [text] * 9 + [write_reply((4, 5), 1)])
     assert [step.reward for step in steps] == [-1.0] * 9 + [1.0]
@@ -138,8 +139,8 @@ def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
     [UP, f" \n\t{UP}\r\n", '{"action": "+", "mood": [1, {"a": null}]}', '{"x": "?", "action": "\\u002b"}', write_reply((0, 5), 1)],
 )
 def test_valid_replies(text: str) -> None:
-    assert parse_reply(text) == 1
-    assert parse_reply(text.replace("+", "-").replace("002b", "002d")) == 0
+    assert read_json(text, ACTIONS) == 1
+    assert read_json(text.replace("+", "-").replace("002b", "002d"), ACTIONS) == 0
 
 
 JSON_VALUES = st.recursive(
@@ -152,7 +153,7 @@ PIECES = ["{", "}", "[", "]", '"', ":", ",", "action", "+", "NaN", "\\", "\\ud80
 @settings(max_examples=500, deadline=None)
 @given(st.text() | JSON_VALUES.map(json.dumps) | st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 def test_no_text_breaks_the_reader(text: str) -> None:
-    read = parse_reply(text)
+    read = read_json(text, ACTIONS)
     if isinstance(read, Invalid):
         return
     assert text.count("action") >= 1 or "\\u" in text
@@ -163,8 +164,8 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 @given(st.sampled_from(STATES), st.sampled_from([0, 1]), st.data())
 def test_a_cut_reply_is_no_action(state: tuple[int, int], action: int, data: st.DataObject) -> None:
     reply = write_reply(state, action)
-    assert parse_reply(reply) == action
-    assert isinstance(parse_reply(reply[: data.draw(st.integers(0, len(reply) - 1))]), Invalid)
+    assert read_json(reply, ACTIONS) == action
+    assert isinstance(read_json(reply[: data.draw(st.integers(0, len(reply) - 1))], ACTIONS), Invalid)
 
 
 def test_moves_pay_as_the_game_says() -> None:
@@ -191,7 +192,7 @@ def read_demonstrations(split: str, num: int) -> list[tuple[tuple[int, int], boo
         reply = json.loads(written["text"])
         assert (user["role"], assistant["role"], prompt["text"], written["type"]) == ("user", "assistant", PROMPT, "text")
         assert (reply["current number"], reply["target number"]) == (current, target), "the reading is always right"
-        assert parse_reply(written["text"]) == "-+".index(reply["action"])
+        assert read_json(written["text"], ACTIONS) == "-+".index(reply["action"])
         read.append(((current, target), (reply["action"] == "+") != (target > current), reply["thoughts"]))
         assert reply["thoughts"] == {"+": "Raise it.", "-": "Lower it."}[reply["action"]], "the thought carries the decision"
     assert len(image_bytes) == 30, "demonstrations share the 30 pictures instead of drawing their own"

@@ -26,7 +26,6 @@ from megatron_rl.tasks.gym_cards.number_line import (
     right_action,
     start_probabilities,
 )
-from megatron_rl.tasks.gym_cards.replies import Invalid, read_json
 from megatron_rl.tasks.options import GameOptions, NumberLineOptions
 from megatron_rl.types import Demonstration, Example, Message
 
@@ -40,11 +39,6 @@ BIASED_TARGETS = (1, 4)
 """In split "biased" the demonstrator goes the wrong way in states with these targets..."""
 BIASED_ERROR = 0.75
 """...with this probability, and never elsewhere."""
-
-
-def parse_reply(text: str) -> int | Invalid:
-    """The index into ACTIONS that a reply names, or why it names none (replies.read_json)."""
-    return read_json(text, ACTIONS)
 
 
 def write_reply(state: State, action: int) -> str:
