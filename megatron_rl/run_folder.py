@@ -33,10 +33,11 @@ ENDED = "ended.json"
 FREE = (
     "parallel.", "engine.", "checkpoint.", "wandb.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry", "run.overwrite",
     "run.grace_s", "run.max_failed", "run.patience_s", "run.host_gb", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url",
+    "task.options.processes", "task.options.call_s",
 )  # fmt: skip
 """Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
 _OPEN = ("optim.part_lr", "task.options")
-"""Settings whose keys are the user's: they are compared as a whole."""
+"""Settings whose keys are the user's: they are compared as a whole where they have other keys than before."""
 STEPS = {"rl": "run.steps", "sft": "sft.steps"}
 """By stage: the setting that says how long a run takes."""
 
@@ -150,7 +151,8 @@ def changed(old: Mapping[str, object], new: Mapping[str, object], prefix: str = 
     changes: dict[str, tuple[object, object]] = {}
     for key in sorted(old.keys() & new.keys()):
         before, after = old[key], new[key]
-        if isinstance(before, dict) and isinstance(after, dict) and prefix + key not in _OPEN:
+        is_open = prefix + key in _OPEN and before.keys() != after.keys()
+        if isinstance(before, dict) and isinstance(after, dict) and not is_open:
             changes |= changed(before, after, f"{prefix}{key}.")
         elif before != after:
             changes[prefix + key] = (before, after)

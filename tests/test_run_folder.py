@@ -13,6 +13,7 @@ import yaml
 
 from megatron_rl.config import ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
 from megatron_rl.run_folder import FREE, LOCK, held, lock, look, may_change
+from megatron_rl.tasks.options import AlfworldOptions
 from tests.support.one_process import world_of_one
 
 
@@ -33,8 +34,9 @@ def alone() -> Iterator[None]:
 def settings_of(folder: Path, *, stage: str = "rl", **changes: object) -> Settings:
     """Settings whose rooms are changed as in `optim={"lr": 0.25}`."""
     settings = Settings(
-        stage=stage, model=ModelSettings(path="model"), task=TaskSettings(name="number_line"), optim=OptimSettings(part_lr={"vision": 0.5}),
-        run=RunSettings(dir=str(folder), steps=40), sft=SftSettings(splits=["a", "b"], steps=[30, 10]),
+        stage=stage, model=ModelSettings(path="model"), task=TaskSettings(name="alfworld", options=AlfworldOptions()),
+        optim=OptimSettings(part_lr={"vision": 0.5}), run=RunSettings(dir=str(folder), steps=40),
+        sft=SftSettings(splits=["a", "b"], steps=[30, 10]),
     )  # fmt: skip
     for room, values in changes.items():
         settings = replace(settings, **{room: replace(getattr(settings, room), **values)})
@@ -63,7 +65,11 @@ TABLE = [  # what lies there, what is changed, what becomes of it
     ("steps checkpoint", {}, RESUMES), ("steps checkpoint", MANY, RESUMES), ("steps checkpoint", LONGER, RESUMES),
     ("steps checkpoint", SHORTER, REFUSED), ("steps checkpoint", LR, REFUSED), ("checkpoint", LR, REFUSED),
     ("steps checkpoint", {"optim": {"part_lr": {"merger": 0.5}}}, REFUSED), ("steps checkpoint", {"lora": {"alpha": 5.0}}, REFUSED),
-    ("steps checkpoint", {"model": {"frozen": ["vision"]}}, REFUSED), ("steps checkpoint", {"task": {"name": "other"}}, REFUSED),
+    ("steps checkpoint", {"task": {"options": AlfworldOptions(processes=2, call_s=90.0)}}, RESUMES),
+    ("steps checkpoint", {"task": {"options": AlfworldOptions(history=6)}}, REFUSED),
+    ("steps checkpoint", {"optim": {"part_lr": {"vision": 0.25}}}, REFUSED),
+    ("steps checkpoint", {"model": {"frozen": ["vision"]}}, REFUSED),
+    ("steps checkpoint", {"task": {"name": "other"}}, REFUSED),
     ("steps checkpoint finished", {}, FINISHED), ("steps finished", {}, FINISHED), ("steps finished", MANY, FINISHED),
     ("steps checkpoint finished", LONGER, RESUMES), ("steps finished", LONGER, REFUSED), ("steps finished", SHORTER, REFUSED),
     ("steps finished", LR, REFUSED), ("steps checkpoint finished", {**LONGER, **LR}, REFUSED),
@@ -112,7 +118,7 @@ def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_pat
 
 def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
     """And lets nothing change but the settings that it names: a key that is misspelled, or lost its dot, would free none."""
-    keys = dotted(asdict(Settings()))
+    keys = dotted(asdict(settings_of(Path("run"))))
     for free in FREE:
         named = {key for key in keys if key.startswith(free)}
         assert named and free.endswith(".") == (named != {free}), f"{free}: {named}"
