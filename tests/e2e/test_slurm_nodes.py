@@ -80,6 +80,18 @@ def test_both_nodes_are_told_where_to_meet_and_when_to_stop(slurm: Cluster, benc
             assert told == [*expected, "slurm.processes=3", "slurm.time=10"]
 
 
+@pytest.mark.long
+def test_who_is_preempted_comes_back(slurm: Cluster, bench: Path) -> None:
+    """By a job of a partition that goes before, on all processors of both nodes."""
+    job = submit(slurm, bench, "run.dir=preempted", "run.seed=0")
+    wait_for(*(bench / "preempted" / f"life_0_node_{node}" for node in (0, 1)))
+    urgent = ["--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 0.1"]
+    other = slurm.run("sbatch", *urgent, cwd=bench).strip()
+    jobs = slurm.wait(other, job)
+    assert [(jobs[each].code, jobs[each].restarts) for each in (other, job)] == [("0:0", 0), ("0:0", 1)]
+    assert "hears SIGTERM" in (bench / "preempted" / "logs" / "attempt_1" / "output.txt").read_text()
+
+
 def test_when_one_node_fails_the_other_ends(slurm: Cluster, bench: Path) -> None:
     job = submit(slurm, bench, "run.dir=failing", "run.seed=1")
     found = slurm.wait(job, timeout_s=60)[job]
