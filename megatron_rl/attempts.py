@@ -3,14 +3,15 @@
     RUN/logs/attempt_1/output.txt    what the first one said
     RUN/logs/latest                  a link to the newest
 The output is locked (fcntl.lockf) while its attempt is under way. SIGUSR1 is what Slurm sends before a time limit (sbatch
---signal=B:USR1@300); SIGTERM is what scancel sends, and who was canceled does not come back.
+--signal=B:USR1@300). A preemption sends SIGTERM to the steps of a job alone, and Slurm (22.05) does not requeue one that then ends by
+itself. scancel sends SIGTERM, too; who was canceled does not come back.
 """
 
 import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -106,15 +107,23 @@ def require_job() -> None:
         raise ValueError("--requeue: this is no Slurm job; submit it with sbatch, or leave it out")
 
 
-def requeue() -> None:
-    """Put this Slurm job back into the queue, as it was submitted: the same run goes on."""
-    job, restarts = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")
+def requeue(heard: Container[int]) -> None:
+    """Put this Slurm job back into the queue, as it was submitted, where its time was over or another one goes before."""
+    job = os.environ["SLURM_JOB_ID"]
+    if signal.SIGUSR1 not in heard and not _is_preempted(job):
+        return
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     print(f"job {job} goes back into the queue, after {restarts} restarts", flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)
 
 
+def _is_preempted(job: str) -> bool:
+    told = subprocess.run(["scontrol", "show", "job", "--oneliner", job], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in told.split())
+
+
 def attempt(command: Sequence[str], *, logs: Path | None = None, requeues: bool = False) -> int:
-    """One attempt, to its end; returns its exit code. `requeues`: where SIGUSR1 ended it, this job is put back into the queue."""
+    """One attempt, to its end; returns its exit code. `requeues`: where Slurm wanted its end, this job is put back into the queue."""
     if requeues:
         require_job()
     output = new_output(logs) if logs else None
@@ -128,6 +137,6 @@ def attempt(command: Sequence[str], *, logs: Path | None = None, requeues: bool 
         code = begun.wait()
         if output:
             print(begun.last_line(), flush=True)
-        if requeues and code and signal.SIGUSR1 in hearing.heard:
-            requeue()
+        if requeues and code:
+            requeue(hearing.heard)
     return code

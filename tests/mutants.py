@@ -36,8 +36,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a canceled job goes back into the queue",
         "megatron_rl/attempts.py",
-        "if requeues and code and signal.SIGUSR1 in hearing.heard:",
-        "if requeues and code and hearing.heard:",
+        "if signal.SIGUSR1 not in heard and not _is_preempted(job):",
+        "if not heard:",
         "tests/test_attempts.py -k goes_back",
     ),
     Mutant(

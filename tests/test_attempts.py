@@ -35,7 +35,8 @@ class Bench:
     def __init__(self, home: Path) -> None:
         self.home = home
         (home / "child.py").write_text(CHILD)
-        (home / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {home}/told\n')
+        shown = f'case "$1" in show) echo JobId=$4 PreemptTime=$(cat {home}/preempted 2>/dev/null || echo None) Other=1;;'
+        (home / "scontrol").write_text(f'#!/bin/sh\n{shown} *) echo "$@" >> {home}/told;; esac\n')
         (home / "scontrol").chmod(0o755)
 
     def begin(self, code: int, *, listens: bool, flags: tuple[str, ...] = (), job: str = "17") -> forked.Process:
@@ -79,12 +80,15 @@ def test_an_attempt_is_kept_and_its_last_word_told(bench: Bench) -> None:
         (signal.SIGUSR1, ("--requeue",), 0, "SIGUSR1", ""),
         (signal.SIGUSR1, (), 75, "SIGUSR1", ""),
         (signal.SIGTERM, ("--requeue",), 75, "SIGUSR1", ""),
+        (signal.SIGTERM, ("--requeue", "preempted"), 75, "SIGUSR1", "requeue 17\n"),
         (signal.SIGINT, ("--requeue",), 75, "SIGINT", ""),
     ],
-    ids=["time is over", "finished all the same", "not asked to", "canceled", "interrupted"],
+    ids=["time is over", "finished all the same", "not asked to", "canceled", "preempted", "interrupted"],
 )  # fmt: skip
 def test_who_goes_back(number: int, flags: tuple[str, ...], code: int, heard: str, told: str, bench: Bench) -> None:
-    begun = bench.begin(code, listens=True, flags=("--logs", str(bench.home / "logs"), *flags))
+    if "preempted" in flags:
+        (bench.home / "preempted").write_text("2026-11-22T10:06:02")
+    begun = bench.begin(code, listens=True, flags=("--logs", str(bench.home / "logs"), *(flag for flag in flags if flag[0] == "-")))
     bench.wait_for(1)
     begun.send_signal(number)
     said, _ = begun.communicate(timeout=60)

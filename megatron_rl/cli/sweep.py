@@ -136,8 +136,8 @@ def play(sweep: Sweep, tasks: Sequence[Task], launch: Launch, *, at_once: int, r
         player = Player(sweep, launch, num=len(tasks))
         player.play(todo, at_once=at_once, hearing=hearing)
         code = max(player.codes, default=0)
-        if requeues and code and signal.SIGUSR1 in hearing.heard:
-            requeue()
+        if requeues and code:
+            requeue(hearing.heard)
     return code
 
 

@@ -9,11 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.support.slurm import OVER, Cluster
 from tests.support.slurm_runs import TINY, check_equal, wait_for_steps, words_of
 
 
+@pytest.mark.timeout(600)
 def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> None:
     """The runs of tasks 0 and 1 differ in nothing that is learned: the one that was stopped and came back equals the unbroken one."""
     (tree / "sweep.yaml").write_text(
@@ -25,7 +28,7 @@ def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> No
     unbroken, resumed, failed = (tree / "runs" / "sweep" / name for name in ("run.grace_s_60", "run.grace_s_61", "model.path_nowhere"))
     wait_for_steps(resumed, 1)
     slurm.run("scancel", "--batch", "--signal=USR1", names[1], cwd=tree)  # as Slurm does before a time limit
-    jobs = slurm.wait(*names, states=OVER, timeout_s=200)
+    jobs = slurm.wait(*names, states=OVER, timeout_s=400)
     told = words_of(tree)
     assert [(job.state, job.code, job.restarts) for job in jobs.values()] == [
         ("COMPLETED", "0:0", 0), ("COMPLETED", "0:0", 1), ("FAILED", "1:0", 0),

