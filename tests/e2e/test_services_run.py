@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 SERVICES = (
     "services.sandbox.kind=sandbox", "services.sandbox.args=[--size,1]", "task.sandbox.url=service:sandbox", "services.judge.kind=vllm",
     "services.judge.args=[--dtype,float32,--enforce-eager,--max-model-len,4096,--kv-cache-memory-bytes,67108864,"
-    "--structured-outputs-config.backend,xgrammar,--structured-outputs-config.disable_any_whitespace,true]",
+    "--structured-outputs-config.backend,xgrammar,--structured-outputs-config.disable_any_whitespace,\"true\"]",
     "judge=vision", "task.judge.urls=[service:judge]",
 )  # fmt: skip
 TINY = (
