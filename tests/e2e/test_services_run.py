@@ -58,7 +58,8 @@ def killed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill
     run = forked.Process(ROOT / "launch" / "train.py", *begin, *words, environment={"TORCHDYNAMO_DISABLE": "1"})
     try:
         deadline = time.monotonic() + 500
-        while not (home / "run" / "metrics.jsonl").exists():
+        metrics = home / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n")):
             assert time.monotonic() < deadline and run.poll() is None, run.output.read_text()[-6000:]
             time.sleep(0.1)
         urls = {name: find(home / "run", name, kind) for name, kind in (("judge", "vllm"), ("sandbox", "sandbox"))}
