@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 SERVICES = (
     "services.sandbox.kind=sandbox", "services.sandbox.args=[--size,1]", "task.sandbox.url=service:sandbox", "services.judge.kind=vllm",
     "services.judge.args=[--dtype,float32,--enforce-eager,--max-model-len,4096,--kv-cache-memory-bytes,67108864,"
-    "--structured-outputs-config.backend,xgrammar,--structured-outputs-config.disable_any_whitespace,true]",
+    "--structured-outputs-config.backend,xgrammar,--structured-outputs-config.disable_any_whitespace,\"true\"]",
     "judge=vision", "task.judge.urls=[service:judge]",
 )  # fmt: skip
 TINY = (
@@ -58,7 +58,8 @@ def killed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill
     run = forked.Process(ROOT / "launch" / "train.py", *begin, *words, environment={"TORCHDYNAMO_DISABLE": "1"})
     try:
         deadline = time.monotonic() + 500
-        while not (home / "run" / "metrics.jsonl").exists():
+        metrics = home / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n")):
             assert time.monotonic() < deadline and run.poll() is None, run.output.read_text()[-6000:]
             time.sleep(0.1)
         urls = {name: find(home / "run", name, kind) for name, kind in (("judge", "vllm"), ("sandbox", "sandbox"))}
