@@ -151,8 +151,8 @@ def changed(old: Mapping[str, object], new: Mapping[str, object], prefix: str = 
     changes: dict[str, tuple[object, object]] = {}
     for key in sorted(old.keys() & new.keys()):
         before, after = old[key], new[key]
-        is_open = prefix + key in _OPEN and before.keys() != after.keys()
-        if isinstance(before, dict) and isinstance(after, dict) and not is_open:
+        are_groups = isinstance(before, dict) and isinstance(after, dict)
+        if are_groups and (prefix + key not in _OPEN or before.keys() == after.keys()):
             changes |= changed(before, after, f"{prefix}{key}.")
         elif before != after:
             changes[prefix + key] = (before, after)

@@ -125,9 +125,9 @@ class Watch:
         return self._store.compare_set("watch/asked", self._heard.decode(), mine).decode() == mine
 
     def _hear(self) -> bool:
-        """Answer, with the stacks in a file, where somebody has asked anew."""
+        """Answer, with the stacks in a file, where somebody has asked anew. Who is leaving has its last word instead."""
         asked = self._store.get("watch/asked")
-        if asked == self._heard:
+        if asked == self._heard or self._over.is_set():
             return False
         self._heard = asked
         frames = self._frames()

@@ -67,6 +67,7 @@ TABLE = [  # what lies there, what is changed, what becomes of it
     ("steps checkpoint", {"optim": {"part_lr": {"merger": 0.5}}}, REFUSED), ("steps checkpoint", {"lora": {"alpha": 5.0}}, REFUSED),
     ("steps checkpoint", {"task": {"options": AlfworldOptions(processes=2, call_s=90.0)}}, RESUMES),
     ("steps checkpoint", {"task": {"options": AlfworldOptions(history=6)}}, REFUSED),
+    ("steps checkpoint", {"task": {"options": None}}, REFUSED),
     ("steps checkpoint", {"optim": {"part_lr": {"vision": 0.25}}}, REFUSED),
     ("steps checkpoint", {"model": {"frozen": ["vision"]}}, REFUSED),
     ("steps checkpoint", {"task": {"name": "other"}}, REFUSED),
@@ -85,6 +86,13 @@ def test_the_rule(state: str, changes: dict, expected: str, tmp_path: Path) -> N
 def outcome(folder: Path, settings: Settings) -> str:
     found = look(folder, settings)
     return REFUSED if found.refusal else FINISHED if found.is_finished else RESUMES if found.newest else BEGINS
+
+
+def test_a_task_without_options_of_its_own_goes_on(tmp_path: Path) -> None:
+    without = settings_of(tmp_path, task={"options": None})
+    leave(tmp_path, "steps checkpoint")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(without), sort_keys=False))
+    assert outcome(tmp_path, without) == RESUMES and outcome(tmp_path, settings_of(tmp_path)) == REFUSED
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ def test_ranks_and_tool_delays_change_nothing(tp: int, alone: list, torchrun, ra
     """The script also spoils weights on the way to one rank, and breaks a task: every rank raises, and works again afterwards."""
     before = {*Path("/dev/shm").iterdir()}
     torchrun(2, SCRIPT, random_model, tp, tmp_path / "turns")
-    assert {*Path("/dev/shm").iterdir()} == before, "an engine of two ranks has left its shared memory behind"
+    left = {path for path in {*Path("/dev/shm").iterdir()} - before if not path.name.startswith("sem.mp-")}
+    assert not left, "an engine of two ranks has left its shared memory behind"
     files = sorted(tmp_path.glob("turns.*"))
     assert len(files) == (4 if tp == 1 else 2), "two attempts of each leader"
     assert len(alone) == 12 and all(len(turns) == 3 for turns in alone)
