@@ -14,7 +14,7 @@ else
     echo "tests/run.sh: there is no g++: tests of task=alfworld are skipped"
 fi
 if command -v apt-get >/dev/null && [[ $EUID -eq 0 ]]; then
-    bash launch/install_slurm.sh
+    bash launch/install_slurm.sh || echo "tests/run.sh: Slurm could not be installed: its tests are skipped"
 else
     echo "tests/run.sh: there is no apt-get, or this is not root: tests of Slurm are skipped"
 fi
