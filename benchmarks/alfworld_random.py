@@ -9,7 +9,6 @@ environment, pictures and all, without an engine: what is measured is what stand
 
 import argparse
 import asyncio
-import math
 import os
 import random
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.observe.wilson import wilson
 from megatron_rl.tasks.alfworld.goals import NAMES
 from megatron_rl.tasks.alfworld.scene import write_reply
 from megatron_rl.tasks.alfworld.task import MAX_STEPS, AlfworldTask
@@ -47,16 +47,9 @@ class Tally:
     def row(self, name: str) -> str:
         cells = [f"{100 * self.won[kind] / self.played[kind]:.0f}" if self.played[kind] else "-" for kind in NAMES]
         num = self.played.total()
-        low, high = wilson(self.won.total(), num)
+        low, high = wilson(self.won.total() / num, num)
         share = f"{100 * self.won.total() / num:.1f} ({100 * low:.1f} to {100 * high:.1f})"
         return f"| {name} | {share} | {' | '.join(cells)} | {self.steps / num:.1f} | {self.earned / num:.1f} |"
-
-
-def wilson(won: int, num: int) -> tuple[float, float]:
-    """Bounds of the 95% interval of a share (Wilson)."""
-    z, share = 1.96, won / num
-    middle, half = share + z * z / (2 * num), z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
-    return (middle - half) / (1 + z * z / num), (middle + half) / (1 + z * z / num)
 
 
 def task_of(games: Path, *, at_once: int, num: int) -> AlfworldTask:

@@ -14,14 +14,15 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from numberline import ROOT
+from visual_search import processor_s
+
 CELLS = {
     "number_line/grpo": ["experiment=numberline_grpo_cpu"],
     "number_line/gigpo": ["experiment=numberline_grpo_cpu", "algo=gigpo"],
@@ -61,20 +62,14 @@ def train(folder: Path, *overrides: str) -> None:
     """Run to the end, or nothing where it is there; how many processor seconds all its lives took is written beside it."""
     clock = folder.with_name(f"{folder.name}.seconds")
     if not (folder / "eval.json").exists():
-        spent, before = float(clock.read_text()) if clock.exists() else 0.0, cpu_s()
+        spent, before = float(clock.read_text()) if clock.exists() else 0.0, processor_s()
         command = [sys.executable, "launch/train.py", *overrides, f"run.dir={folder}", "checkpoint.every=10"]
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             with folder.with_name(f"{folder.name}.log").open("a") as log:
                 subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
         finally:
-            clock.write_text(f"{spent + cpu_s() - before:.1f}\n")
-
-
-def cpu_s() -> float:
-    """Of all that this process has started and that has ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+            clock.write_text(f"{spent + processor_s() - before:.1f}\n")
 
 
 def make(tool: str, folder: Path, *arguments: object) -> None:

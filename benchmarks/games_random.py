@@ -10,11 +10,11 @@ import argparse
 import random
 from collections.abc import Callable
 from functools import cache
-from math import sqrt
 
 import numpy as np
 
 from megatron_rl.config import TaskSettings
+from megatron_rl.observe.wilson import wilson
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, best_table, play
 from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, policy_success, start_probabilities
@@ -70,11 +70,9 @@ def tossed(game: Blackjack, dice: random.Random) -> float:
     return reward
 
 
-def wilson(wins: int, num: int) -> str:
-    middle, share = 1.96**2 / (2 * num), wins / num
-    spread = 1.96 * sqrt(share * (1 - share) / num + middle / (2 * num))
-    low, high = ((share + middle + side * spread) / (1 + 2 * middle) for side in (-1, 1))
-    return f"{100 * share:.3f} ({100 * max(low, 0):.3f} to {100 * high:.3f})"
+def told(wins: int, num: int) -> str:
+    low, high = wilson(wins / num, num)
+    return f"{100 * wins / num:.3f} ({100 * max(low, 0):.3f} to {100 * high:.3f})"
 
 
 def main() -> None:
@@ -97,7 +95,7 @@ def main() -> None:
     print("| game | random, exactly % | random, played % (95%) | best % |\n|---|---|---|---|")
     for name, exact, episode, ceiling in rows:
         wins = sum(episode() > 0 for _ in range(num))
-        print(f"| {name} | {'-' if exact is None else f'{100 * exact:.3f}'} | {wilson(wins, num)} | {ceiling} |", flush=True)
+        print(f"| {name} | {'-' if exact is None else f'{100 * exact:.3f}'} | {told(wins, num)} | {ceiling} |", flush=True)
     print(f"\nMean return of Blackjack: random {coin.reward:.4f}, most wins {most_wins.reward:.4f}, best {best.reward:.4f}.")
 
 

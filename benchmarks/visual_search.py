@@ -10,7 +10,6 @@ about what the stage takes on two cores that do nothing else.
 
 import argparse
 import json
-import math
 import os
 import resource
 import subprocess
@@ -21,6 +20,7 @@ from numberline import ROOT, train
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.plot import reward_curves
+from megatron_rl.observe.wilson import wilson
 from megatron_rl.tasks.visual_search.task import NUM_EVAL
 
 STAGES = {"sft": "visual_search_sft_cpu", "grpo": "visual_search_python_cpu"}
@@ -29,14 +29,6 @@ TINY = {
     "sft": ["sft.splits=[correct]", "sft.steps=[1]", "sft.num_demonstrations=4", "sft.batch_size=4", *FEW],
     "grpo": ["run.steps=2", "batch.prompts_per_step=2", "batch.group_size=2", *FEW],
 }
-
-
-def interval(share: float, num: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share of `num` independent trials (Wilson 1927, J. Am. Stat. Assoc. 22)."""
-    z = 1.96
-    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
-    half = z / (1 + z * z / num) * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
-    return middle - half, middle + half
 
 
 def processor_s() -> float:
@@ -76,7 +68,7 @@ def table(rows: list[dict[str, float]], *, num_eval: int) -> str:
     for row in rows:
         for stage in STAGES:
             value = {name.removeprefix(f"{stage} "): value for name, value in row.items() if name.startswith(f"{stage} ")}
-            low, high = interval(value["greedy_success"], num_eval)
+            low, high = wilson(value["greedy_success"], num_eval)
             accuracy = f"{value['greedy_success']:.1%} ({low:.1%} to {high:.1%}) | {value['sampled_success']:.1%}"
             use = f"{value['greedy_tool_use']:.1%} | {value['sampled_tool_use']:.1%}"
             times = f"{value['wall']:.0f} ({value['load']:.0f}) | {value['processor']:.0f}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
-from megatron_rl.stop import SIGNALS, die_with_parent
+from megatron_rl.stop import SIGNALS, die_with_parent, hearing
 
 LOGS, OUTPUT = "logs", "output.txt"
 LATEST = f"{LOGS}/latest/{OUTPUT}"
@@ -89,12 +89,12 @@ class Hearing:
         self.heard: set[int] = set()
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._hearing = hearing(dict.fromkeys(SIGNALS, self._hear))
+        self._hearing.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._hearing.__exit__(None, None, None)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard.add(number)

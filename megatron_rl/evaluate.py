@@ -30,8 +30,9 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
 
     Group numbers are positions in `examples`. A part is a mean over the episodes that it has an opinion on.
 
-    Over the episodes that were scored; `episodes` is how many of one weight would say as much (Kish 1965). RunFailed when more than
-    `max_failed` of them failed on our side, or no other is left.
+    Over the episodes that were scored; where success is their plain mean, `episodes` is how many. Where a task says how often it deals an
+    example, or works its success out, the examples are no sample. RunFailed when more than `max_failed` of them failed on our side, or no
+    other is left.
     """
     failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):
@@ -48,5 +49,7 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
         judged = [(weights[rollout.group], rollout.rewards[name]) for rollout in scored if name in rollout.rewards]
         shares.setdefault(name, sum(weight * value for weight, value in judged) / sum(weight for weight, _ in judged))
-    counts = {"episodes": total**2 / sum(weights[rollout.group] ** 2 for rollout in scored), "failed_fraction": len(failed) / len(rollouts)}
-    return {**shares, **task.figures(examples, scored), **counts}
+    figures = task.figures(examples, scored)
+    is_sample = "success" not in figures and all(example.probability is None for example in examples)
+    counts = {"failed_fraction": len(failed) / len(rollouts), **({"episodes": len(scored)} if is_sample else {})}
+    return {**shares, **figures, **counts}

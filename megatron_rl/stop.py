@@ -10,8 +10,8 @@ import ctypes
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
@@ -21,9 +21,22 @@ import torch.distributed as dist
 from megatron_rl.types import Stopped
 
 T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def hearing(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Inside the block these signals have these handlers. Python hears signals in the main thread alone: in another one nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stop:
@@ -33,17 +46,14 @@ class Stop:
         self._grace_s, self._clock = grace_s, clock
         self._since: float | None = None
         self._interrupted = False
-        self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        """Python hears signals in the main thread alone; in another one the run is not stopped by them."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._hearing = hearing(dict.fromkeys(SIGNALS, self._hear))
+        self._hearing.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._hearing.__exit__(None, None, None)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

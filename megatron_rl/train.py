@@ -76,12 +76,9 @@ def train(
             fleet.serve(policy.hf_weights(), version=step + 1)
 
         with spans("record"):
-            metrics = rollout_metrics(rollouts, rounds=rounds) | merge_updates(updates)
-            if algorithm.needs_values:
-                metrics |= value_metrics(*expected_and_earned(rollouts, now.algo))
+            metrics = rollout_metrics(rollouts, rounds=rounds) | merge_updates(updates) | expectations(rollouts, now.algo, algorithm)
             if now.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
-                metrics["policy/kl_coef"] = now.algo.kl_coef
-                run.history.kl_coef = next_kl_coef(rollouts, metrics, now.algo)
+                metrics |= adapt_kl(run.history, rollouts, metrics, now.algo)
             run.trained(step, rollouts, metrics)
         close(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
         stop.check()
@@ -105,12 +102,18 @@ def as_of(history: History, settings: Settings) -> Settings:
     return settings if history.kl_coef is None else replace(settings, algo=replace(settings.algo, kl_coef=history.kl_coef))
 
 
-def next_kl_coef(rollouts: list[Rollout], metrics: Mapping[str, float], algo: AlgoSettings) -> float:
-    """The same where every rollout was dropped: nothing was measured."""
-    if "policy/kl_reference" not in metrics:
-        return algo.kl_coef
-    num = sum(rollout.is_trained_on for rollout in rollouts)
-    return adapted(algo.kl_coef, metrics["policy/kl_reference"], target=algo.kl_target, num_episodes=num, horizon=algo.kl_horizon)
+def expectations(rollouts: list[Rollout], algo: AlgoSettings, algorithm: Algorithm) -> dict[str, float]:
+    """How well values expected what was earned, where there are any."""
+    return value_metrics(*expected_and_earned(rollouts, algo)) if algorithm.needs_values else {}
+
+
+def adapt_kl(history: History, rollouts: list[Rollout], metrics: Mapping[str, float], algo: AlgoSettings) -> dict[str, float]:
+    """Move the KL's weight for the next step, and tell this one's. It stays where every rollout was dropped: nothing was measured."""
+    history.kl_coef, kl = algo.kl_coef, metrics.get("policy/kl_reference")
+    if kl is not None:
+        num = sum(rollout.is_trained_on for rollout in rollouts)
+        history.kl_coef = adapted(algo.kl_coef, kl, target=algo.kl_target, num_episodes=num, horizon=algo.kl_horizon)
+    return {"policy/kl_coef": algo.kl_coef}
 
 
 def played_enough(rollouts: list[Rollout], *, settings: Settings, algorithm: Algorithm, run: Run, step: int) -> bool:

@@ -1,6 +1,7 @@
 """An evaluation's numbers from rollouts made by hand; failures of ours are in none of them. And which episodes it plays."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,17 +37,26 @@ def test_weights_are_those_of_the_scored() -> None:
     # 2 of weight 1/4, then -1 and 1 of weight 3/4: total 7/4
     scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0.25)
     expected = {"success": 1.0 / 1.75, "return": 0.5 / 1.75, "tool_use": 0.0, "failed_fraction": 0.25, "scored": 3}
-    expected["episodes"] = (1 + 3 + 3) ** 2 / (1 + 9 + 9)
-    assert scores == pytest.approx(expected)
+    assert scores == pytest.approx(expected), "examples that are weighted as dealt are no sample"
+
+
+def test_a_sample_is_counted_by_its_scored_episodes() -> None:
+    plain = [replace(example, probability=None) for example in EXAMPLES]
+    scores = summarize(Positive(), plain, [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)], max_failed=0.25)
+    assert scores["success"] == pytest.approx(2 / 3) and scores["episodes"] == 3
 
 
 def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
     """But not in how much of it was scored, and failed."""
     task = Positive()
-    task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0, "episodes": 9}
-    scores = summarize(task, EXAMPLES, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
+    task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0}
+    plain = [replace(example, probability=None) for example in EXAMPLES]
+    scores = summarize(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
     shares = {"success": 0.43, "draws": 0.09, "return": 2.0, "tool_use": 0.0}
-    assert scores == {**shares, "episodes": 1, "failed_fraction": 0.5, "scored": 1}
+    assert scores == {**shares, "failed_fraction": 0.5, "scored": 1}, "what is worked out is of no sample"
+    task.own = {"draws": 0.09, "failed_fraction": 0.0, "episodes": 9}
+    scores = summarize(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
+    assert (scores["episodes"], scores["failed_fraction"]) == (1, 0.5)
 
 
 def test_a_part_is_a_mean_over_those_that_it_judged() -> None:

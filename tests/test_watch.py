@@ -22,13 +22,14 @@ def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> Answ
 
 def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
     """Rank 1 sleeps; the others say so once, before and when they end, within the limit and the time for answers."""
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", 3, timeout_s=100)
-    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < 3 + ANSWER_S + forked.GRACE_S
-    first, last = [line for line in done.stdout.splitlines() if "rank 1" in line]
+    limit_s = 10  # a tenth of it lies between the warning and the end
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", limit_s, timeout_s=100)
+    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < limit_s + ANSWER_S + forked.GRACE_S
+    last, first = sorted(line for line in done.stdout.splitlines() if "rank 1" in line)  # "error" comes before "warning"
     behind = rf"rank 1 {re.escape(HERE)} is behind, at watched.py:\d+ in dawdle"
     why = rf"{behind}; the others wait at .*in all_gather; stacks: {tmp_path}/hang"
-    assert re.fullmatch(rf"warning: rank [012] has not moved for \d s: {why}", first), done.stdout
-    assert re.fullmatch(rf"error: parallel.timeout_s=3: a collective waited longer; {why}", last), done.stdout
+    assert re.fullmatch(rf"warning: rank [012] has not moved for \d+ s: {why}", first), done.stdout
+    assert re.fullmatch(rf"error: parallel.timeout_s={limit_s}: a collective waited longer; {why}", last), done.stdout
     stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
     assert stacks.keys() == {"rank_0.txt", "rank_1.txt", "rank_2.txt"} and "Traceback" not in done.stdout
     assert " in dawdle\n" in stacks["rank_1.txt"] and " in gather\n" not in stacks["rank_1.txt"]

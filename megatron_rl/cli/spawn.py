@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 
 import psutil
@@ -22,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from megatron_rl.config import RunSettings
-from megatron_rl.stop import SIGNALS
+from megatron_rl.stop import SIGNALS, hearing
 from megatron_rl.world import first_line
 
 CLOSING_S = 120
@@ -70,7 +69,8 @@ def spawn(arguments: Sequence[str]) -> int:
     given.signals_to_handle = "SIGHUP,SIGQUIT"
     patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSING_S
     processes = Processes(patience_s=patience_s)
-    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, hearing(processes.hear, processes.kill):
+    handlers = {**dict.fromkeys(SIGNALS, processes.hear), signal.SIGALRM: processes.kill}
+    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, hearing(handlers):
         given.log_dir = given.log_dir or logs
         try:
             run(given)
@@ -90,6 +90,8 @@ def spawn(arguments: Sequence[str]) -> int:
             remedy = "start it on every node with this address of the first one; a port that is taken needs another"
             print(f"error: {where}: the launchers of {given.nnodes} nodes did not meet ({first_line(apart)}); {remedy}", flush=True)
             return 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     return 0
 
 
@@ -105,21 +107,6 @@ def grace_s(overrides: Sequence[str]) -> float:
         return float(given[-1]) if given else RunSettings().grace_s
     except ValueError:
         return 0.0
-
-
-Handler = Callable[[int, FrameType | None], None]
-
-
-@contextmanager
-def hearing(on_stop: Handler, on_alarm: Handler) -> Iterator[None]:
-    """Inside the block SIGNALS and the alarm have these handlers."""
-    before = {number: signal.signal(number, on_stop) for number in SIGNALS} | {signal.SIGALRM: signal.signal(signal.SIGALRM, on_alarm)}
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _tell(processes: Sequence[psutil.Process], number: int) -> None:

@@ -13,11 +13,10 @@ from rich.table import Table
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.observe.plot import RETURN
 from megatron_rl.observe.sweep_plot import Curve, draw
+from megatron_rl.observe.wilson import wilson
 from megatron_rl.run_seen import Seen, State, see
 from megatron_rl.sweeps import read_sweep
 
-Z = 1.959964
-"""Of 95%."""
 NOT_TOLD = ("run.dir",)
 WIDTH = 200
 """Columns where nobody looks at a terminal."""
@@ -30,16 +29,10 @@ class Row:
     seen: Seen
 
 
-def wilson(share: float, num: float) -> tuple[float, float]:
-    """95% interval of a share of `num` episodes (Wilson 1927). Example: 8 of 10 -> 0.490 to 0.943."""
-    center, spread = share + Z * Z / (2 * num), Z * math.sqrt(share * (1 - share) / num + Z * Z / (4 * num * num))
-    return (center - spread) / (1 + Z * Z / num), (center + spread) / (1 + Z * Z / num)
-
-
 def interval(evaluation: Mapping[str, float], kind: str) -> tuple[float, float] | None:
-    """Of greedy or sampled success, where the run counted its episodes."""
-    num = evaluation.get(f"{kind}_episodes", 0.0)
-    return wilson(evaluation[f"{kind}_success"], num) if num else None
+    """Of greedy or sampled success, where that is of a sample."""
+    num = evaluation.get(f"{kind}_episodes")
+    return None if num is None else wilson(evaluation[f"{kind}_success"], int(num))
 
 
 def rows_of(place: Path) -> list[Row]:

@@ -190,11 +190,11 @@ def test_where_a_job_has_several_nodes_they_all_take_part() -> None:
 
 def test_an_interval_is_wilsons() -> None:
     """Whose bounds are the shares that lie 1.96 of their own standard errors from what was seen; and a published example: 8 of 10."""
-    for share, num in ((0.8, 10), (0.0, 5), (1.0, 7), (0.31, 48.3)):
+    for share, num in ((0.8, 10), (0.0, 5), (1.0, 7), (0.31, 48)):
         for bound in wilson(share, num):
             assert abs(share - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / num), abs=1e-9)
     assert wilson(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert interval({"greedy_success": 0.5}, "greedy") is None, "a run that did not count its episodes"
+    assert interval({"greedy_success": 0.5}, "greedy") is None, "a success that is of no sample"
 
 
 def test_a_table_of_a_folder(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:

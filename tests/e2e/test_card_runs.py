@@ -12,8 +12,8 @@ from tests.conftest import SUPPORT
 from tests.support import forked
 
 GAMES = ("ez_points", "points24", "blackjack")
-FIGURES = {"success", "return", "tool_use", "episodes", "failed_fraction", "invalid"}
-OWN = {"ez_points": set(), "points24": {"success_of_solvable"}, "blackjack": {"draws"}}
+FIGURES = {"success", "return", "tool_use", "failed_fraction", "invalid"}
+OWN = {"ez_points": set(), "points24": {"success_of_solvable", "episodes"}, "blackjack": {"draws"}}
 
 
 @pytest.fixture(scope="module")
