@@ -51,7 +51,7 @@ setup(
         "gpu": ["vllm==0.32.0"],
         # fast-downward-textworld is compiled when it is installed (g++; minutes). TextWorld's and ALFWorld's other needs are not ours.
         "alfworld": ["alfworld==0.4.2", "fast-downward-textworld==20.6.4", "mementos==1.3.1", "tatsu==5.8.3", "textworld==1.7.0"],
-        "test": ["hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4"],
+        "test": ["hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8"],
     },
     entry_points={
         "torch.backends": ["torchvision_on_cpu = megatron_rl.torchvision_on_cpu:declare_operators"],

@@ -2,7 +2,7 @@
 # Installs like the quickstart, then runs every test that needs no GPU and is not marked long.
 #   bash tests/run.sh                          all of them
 #   bash tests/run.sh tests/algo -k clipped    arguments go to pytest
-#   bash tests/run.sh --quick                  lint, and the tests that start no engine, no world of processes and no sandbox: minutes
+#   bash tests/run.sh --quick                  lint, and the tests that start no engine, no run and no sandbox, two at a time: minutes
 #   bash tests/run.sh -m long                  what is run by hand (benchmarks/ has the dated logs)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,6 +25,6 @@ if [[ ${1-} == --quick ]]; then
     shift
     bash tests/lint.sh
     set -- tests/algo tests/config tests/contracts tests/data tests/models tests/observe tests/plan tests/policy tests/rewards \
-        tests/rollout tests/tasks tests/test_*.py --deselect tests/contracts/test_recipes.py "$@"
+        tests/rollout tests/tasks tests/test_*.py --deselect tests/contracts/test_recipes.py --numprocesses=2 --dist=loadfile "$@"
 fi
 exec python -m pytest -m "not gpu and not long" --durations=15 "$@"
