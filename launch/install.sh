@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned packages and this package in it. Instant when nothing changed; repairs what an interruption left.
-#   bash launch/install.sh
+#   bash launch/install.sh          for this machine, with or without a GPU
+#   bash launch/install.sh gpu      for others: a login node without a GPU, a container's image
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,13 +17,28 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 find_python() {
     local candidate
     for candidate in python3.11 python3; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    fail "needs CPython 3.11 (or newer) with its venv module; neither python3.11 nor python3 is one." \
+    fail "needs CPython 3.11, whose packages the lock holds, with its venv module; neither python3.11 nor python3 is one." \
         "Install it (Debian: apt-get install python3.11 python3.11-venv) and run this again."
+}
+
+# Triton builds its launchers with the machine's own compiler, against Python's headers, when a run starts.
+check_compiler() {
+    command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
+        fail "needs a C compiler for Triton; install one (Debian: apt-get install gcc) and run this again."
+    "$1" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+        fail "needs Python's headers for Triton; install them (Debian: apt-get install python3.11-dev) and run this again."
+}
+
+# With an old driver nvidia-smi works, torch sees no GPU, and a run would take place on the CPU.
+check_driver() {
+    "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        fail "torch sees no GPU: NVIDIA's driver is $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)," \
+            "and CUDA 13 needs 580 or newer. Install one and run this again."
 }
 
 wanted_stamp() {
@@ -43,10 +59,10 @@ print(runpy.run_path(str(folder / "version.py"))["cuda"])
 PYTHON
     )
     if [[ $LOCK == *cpu.txt && $cuda != None ]]; then
-        fail "pip delivered torch built for CUDA $cuda, but this machine has no CUDA device." \
+        fail "pip delivered torch built for CUDA $cuda, and this is for machines without a CUDA device." \
             "Point pip at PyTorch's CPU wheel index (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels) and run this again."
     elif [[ $LOCK == *gpu.txt && $cuda == None ]]; then
-        fail "pip delivered the CPU build of torch, but this machine has a CUDA device." \
+        fail "pip delivered the CPU build of torch, and this is for machines with a CUDA device." \
             "Remove PyTorch's CPU wheel index from pip's settings and run this again."
     fi
 }
@@ -68,8 +84,9 @@ PYTHON
     ) || fail "the packages of $LOCK do not load together:" "$output"
 }
 
-LOCK=requirements/cpu.txt
-if has_gpu; then LOCK=requirements/gpu.txt; fi
+LOCK=requirements/${1:-cpu}.txt
+if [[ $# == 0 ]] && has_gpu; then LOCK=requirements/gpu.txt; fi
+if [[ $LOCK != requirements/[cg]pu.txt ]]; then fail "$1: is no kind of machine; say cpu or gpu, or nothing and it is looked for"; fi
 
 if [[ -f $STAMP && ! -e $BUILDING ]] && wanted_stamp | cmp -s - "$STAMP" && "$VENV/bin/python" -c 'import pip'; then
     exit 0
@@ -91,6 +108,7 @@ fi
 started=$SECONDS
 if [[ ! -e $VENV ]]; then
     python=$(find_python)
+    if [[ $LOCK == *gpu.txt ]]; then check_compiler "$python"; fi
     say "making $VENV with $("$python" --version)"
     "$python" -m venv "$VENV"
 fi
@@ -102,6 +120,7 @@ if [[ -t 1 ]]; then quiet=(); fi
 # --no-compile: most of the 18,000 modules are never imported; `check_imports` compiles those that are.
 "$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps -r "$LOCK"
 check_torch
+if [[ $LOCK == *gpu.txt ]] && has_gpu; then check_driver; fi
 "$VENV/bin/python" -m pip install -qq --no-input --no-deps --no-build-isolation -e .
 say "checking that it loads"
 check_imports

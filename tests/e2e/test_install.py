@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def write_wheel(folder: Path, *, cuda: str | None) -> Path:
-    """A torch wheel with nothing in it but torch/version.py."""
+def write_wheel(folder: Path, *, cuda: str | None, loads: bool = False) -> Path:
+    """A torch wheel with nothing in it but torch/version.py; one that loads sees no GPU."""
     path = folder / "torch-9.9-py3-none-any.whl"
     files = {
-        "torch/__init__.py": "raise ImportError('a CUDA build does not load here')\n",
+        "torch/__init__.py": "class cuda: is_available = lambda: False\n" if loads else "raise ImportError('does not load here')\n",
         "torch/version.py": f"cuda = {cuda!r}\n",
         "torch-9.9.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n",
         "torch-9.9.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
@@ -48,17 +48,17 @@ def write_script(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
-def install(checkout: Path) -> subprocess.CompletedProcess[str]:
+def install(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the script from a folder that is not the checkout."""
     environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}
-    command = ["bash", str(checkout / "launch" / "install.sh")]
+    command = ["bash", str(checkout / "launch" / "install.sh"), *words]
     return subprocess.run(command, cwd=checkout.parent, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_a_cuda_torch_without_cuda_is_refused_and_the_next_run_starts_over(checkout: Path):
     first = install(checkout)
     assert first.returncode == 1
-    assert "error: pip delivered torch built for CUDA 13.0, but this machine has no CUDA device" in first.stderr
+    assert "error: pip delivered torch built for CUDA 13.0, and this is for machines without a CUDA device" in first.stderr
     assert "CPU wheel index" in first.stderr
     assert not (checkout / ".venv" / "megatron_rl.stamp").exists()
 
@@ -74,7 +74,56 @@ def test_a_cpu_torch_beside_a_gpu_is_refused(checkout: Path):
     (checkout / "requirements" / "gpu.txt").write_text(f"# torch==9.9\n{wheel}\n")
     result = install(checkout)
     assert result.returncode == 1
-    assert "error: pip delivered the CPU build of torch, but this machine has a CUDA device" in result.stderr
+    assert "error: pip delivered the CPU build of torch, and this is for machines with a CUDA device" in result.stderr
+
+
+def test_another_kind_of_machine_is_named(checkout: Path):
+    """An image is made where there is no GPU: the lock is the one that was asked for, and is held to its own torch."""
+    wheel = write_wheel(checkout.parent, cuda=None)
+    (checkout / "requirements" / "gpu.txt").write_text(f"# torch==9.9\n{wheel}\n")
+    result = install(checkout, "gpu")
+    assert "from requirements/gpu.txt" in result.stdout and "error: pip delivered the CPU build of torch" in result.stderr
+    other = install(checkout, "tpu")
+    assert other.returncode == 1 and "error: tpu: is no kind of machine; say cpu or gpu" in other.stderr
+
+
+def test_the_image_is_made_of_what_is_there():
+    """launch/slurm/Dockerfile was never built here: what it copies exists, and what imports the package needs comes along."""
+    lines = (ROOT / "launch" / "slurm" / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.glob("**/*.py"))} - {"tests", "benchmarks", "shared"}
+    assert all((ROOT / word).exists() for word in copied)
+    assert {path for path in packages if not path.startswith(".")} | {"requirements", "setup.py"} <= {word.split("/")[0] for word in copied}
+    assert "RUN bash launch/install.sh gpu" in lines
+
+
+def test_a_driver_that_is_too_old_is_named(checkout: Path):
+    """Then nvidia-smi works, and torch sees no GPU."""
+    write_script(checkout / "bin" / "nvidia-smi", 'test "$1" = -L && echo "GPU 0: NVIDIA H200" || echo 535.183.01')
+    wheel = write_wheel(checkout.parent, cuda="13.0", loads=True)
+    (checkout / "requirements" / "gpu.txt").write_text(f"# torch==9.9\n{wheel}\n")
+    result = install(checkout)
+    assert result.returncode == 1
+    assert "error: torch sees no GPU: NVIDIA's driver is 535.183.01, and CUDA 13 needs 580 or newer" in result.stderr
+    assert not (checkout / ".venv" / "megatron_rl.stamp").exists()
+
+
+def test_what_triton_lacks_is_named_before_anything_is_made(checkout: Path):
+    """A Python without headers; a machine without a compiler has nothing on its path but what the script itself calls."""
+    (checkout / "requirements" / "gpu.txt").write_text("# nothing\n")
+    real = f'exec "{sys.base_prefix}/bin/python3" "$@"'
+    write_script(checkout / "bin" / "python3.11", f'case "$2" in *Python.h*) exit 1 ;; *) {real} ;; esac')
+    headers = install(checkout, "gpu")
+    assert headers.returncode == 1 and "error: needs Python's headers" in headers.stderr, headers.stderr
+    tools = checkout / "tools"
+    tools.mkdir()
+    for name in ("bash", "sh", "dirname", "cat", "cmp", "grep"):
+        (tools / name).symlink_to(shutil.which(name))
+    environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{tools}"}
+    command = ["bash", str(checkout / "launch" / "install.sh"), "gpu"]
+    compiler = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert compiler.returncode == 1 and "error: needs a C compiler for Triton" in compiler.stderr, compiler.stderr
+    assert not (checkout / ".venv").exists()
 
 
 def test_without_a_python_of_311_nothing_is_made(checkout: Path):

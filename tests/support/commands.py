@@ -154,6 +154,9 @@ def check_shell(words: list[str], config: pytest.Config) -> None:
         raise Wrong(syntax.stderr)
     if script == "tests/run.sh":
         check_pytest([word for word in arguments if word != "--quick"], config)
+    elif script == "launch/install.sh":
+        if arguments not in ([], ["cpu"], ["gpu"]):
+            raise Wrong(f"{script}: {arguments}: is no kind of machine")
     elif script == "launch/quickstart.sh":
         check_settings(["experiment=numberline_grpo_cpu", *arguments])
     elif arguments:
