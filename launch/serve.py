@@ -2,7 +2,8 @@
 
     python launch/serve.py experiment=vqa_3b_1gpu model.path=3b 'services.judge={kind: vllm, model: 7b, elsewhere: true}'
 
-A run with the same words waits for their addresses, which travel by run.dir. SIGTERM, SIGUSR1 and Ctrl-C end them.
+A run with the same words waits for their addresses, which travel by run.dir. They end with code 0 when that run is finished, and with code
+75 when asked to stop (SIGTERM, SIGUSR1, Ctrl-C). launch/slurm/judge.sbatch is this as a Slurm job.
 """
 
 import sys

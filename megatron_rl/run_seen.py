@@ -93,10 +93,15 @@ def is_running(folder: Path) -> bool:
     return is_held(folder / LOCK) or is_held(folder / LATEST)
 
 
+def is_finished(folder: Path) -> bool:
+    """It has its last evaluation and all of its weights, and nobody is at it."""
+    return not is_running(folder) and (folder / EVALUATION).is_file() and (folder / FINAL / "config.json").is_file()
+
+
 def _state_of(folder: Path, *, has_begun: bool) -> tuple[State, str]:
     if is_running(folder):
         return State.RUNNING, ""
-    if (folder / EVALUATION).is_file() and (folder / FINAL / "config.json").is_file():
+    if is_finished(folder):
         return State.FINISHED, ""
     words = [word for word in (_left(folder / ENDED), _said(folder / LATEST)) if word]
     if words:

@@ -74,6 +74,7 @@ def cli(
 
     def act(settings: Settings) -> None:
         from megatron_rl.choices import Own  # brings torch
+        from megatron_rl.run_seen import is_finished
         from megatron_rl.services.job import serve
         from megatron_rl.start import run  # brings Megatron
 
@@ -83,7 +84,8 @@ def cli(
 
             sys.exit(examine_and_show(settings, own))
         if word == "serve":
-            serve(settings)
+            if not serve(settings, is_over=lambda: is_finished(Path(settings.run.dir))):
+                sys.exit(STOPPED)
             return
         result = run(settings, own)
         if result is not None and not result.is_finished:

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from megatron_rl.services.serving import LOOK_S, Service, check_service, chosen
 from megatron_rl.stop import Stop
 
 
-def serve(settings: Settings) -> None:
-    """Start the services that are marked `elsewhere`, publish their addresses, end them when asked to stop. ValueError: one has ended."""
+def serve(settings: Settings, *, is_over: Callable[[], bool]) -> bool:
+    """Start the services that are marked `elsewhere`, publish their addresses, and end them when the run is over or this job is asked to
+    stop; whether the run was over. One that was over before is waited for: it is to go on. ValueError: a service has ended."""
+    require(not settings.run.overwrite, "run.overwrite", True, "moves the folder aside, addresses included; start both in a new run.dir")
     marked = {name: replace(service, elsewhere=False) for name, service in chosen(settings.services).items() if service.elsewhere}
     remedy = "nothing is to be started by another job; mark it in the run's settings and here: services.judge.elsewhere=true"
     require(bool(marked), "services", ", ".join(chosen(settings.services)), remedy)
@@ -24,7 +27,13 @@ def serve(settings: Settings) -> None:
             check_service(name, service, num_ranks=0, num_gpus=torch.cuda.device_count())
             own.append(Service(name, service, run=Path(settings.run.dir), host=socket.gethostname()))
             running.callback(own[-1].end)
+        has_begun = False
         while not stop.is_asked:
             for service in own:
                 service.look()
+            is_at_work = not is_over()
+            if has_begun and not is_at_work:
+                return True
+            has_begun |= is_at_work
             time.sleep(LOOK_S)
+    return False

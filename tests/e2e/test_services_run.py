@@ -1,9 +1,5 @@
-"""One command starts a judge, a sandbox and a training that asks both: vLLM's own server on a CPU; and kill -9 ends all of it.
+"""One command starts a judge, a sandbox and a training that asks both: vLLM's own server on a CPU; and kill -9 ends all of it."""
 
-The judge is a nano with random weights that a schema makes give verdicts, as in test_judge_server.py.
-"""
-
-import json
 import sqlite3
 import time
 from contextlib import closing
@@ -14,23 +10,14 @@ import httpx
 import psutil
 import pytest
 import yaml
-from PIL import Image
 
 from megatron_rl.services.address import find
 from tests.conftest import ROOT
 from tests.support import forked
+from tests.support.asked_runs import JUDGE_ARGS, asking
 
 pytestmark = pytest.mark.timeout(600)
-SERVICES = (
-    "services.sandbox.kind=sandbox", "services.sandbox.args=[--size,1]", "task.sandbox.url=service:sandbox", "services.judge.kind=vllm",
-    "services.judge.args=[--dtype,float32,--enforce-eager,--max-model-len,4096,--kv-cache-memory-bytes,67108864,"
-    "--structured-outputs-config.backend,xgrammar,--structured-outputs-config.disable_any_whitespace,\"true\"]",
-    "judge=vision", "task.judge.urls=[service:judge]",
-)  # fmt: skip
-TINY = (
-    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=4096", "task.max_turns=1",
-    "task.max_tokens_per_turn=4", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=500",
-)  # fmt: skip
+SANDBOX = ("services.sandbox.kind=sandbox", "services.sandbox.args=[--size,1]", "task.sandbox.url=service:sandbox")
 
 
 @dataclass(frozen=True)
@@ -49,13 +36,9 @@ class Killed:
 @pytest.fixture(scope="module")
 def killed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     home = tmp_path_factory.mktemp("services")
-    Image.new("RGB", (84, 56), "red").save(home / "red.png")
-    row = {"question": "What is 2 + 2?", "answer": "4", "data_source": "mine", "images": ["red.png"]}
-    (home / "mine.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
-    data = ("task=visual_python", "task.protocol=codev", "task.reward=codev", f"task.data.train=[{home}/mine.jsonl]")
-    words = (*data, f"task.data.eval=[{home}/mine.jsonl]", f"task.judge.cache={home}/verdicts.sqlite", *SERVICES, *TINY)
-    begin = (f"model.path={random_model}", f"run.dir={home}/run", f"services.judge.model={random_model}")
-    run = forked.Process(ROOT / "launch" / "train.py", *begin, *words, environment={"TORCHDYNAMO_DISABLE": "1"})
+    judge = (f"services.judge={{kind: vllm, model: {random_model}, args: {JUDGE_ARGS}}}", "run.steps=500")
+    words = (*asking(home, random_model), *SANDBOX, *judge)
+    run = forked.Process(ROOT / "launch" / "train.py", *words, environment={"TORCHDYNAMO_DISABLE": "1"})
     try:
         deadline = time.monotonic() + 500
         metrics = home / "run" / "metrics.jsonl"

@@ -1,5 +1,5 @@
 """A sweep as an array on a real Slurm of two nodes (tests/support/slurm.py): one task runs through, one is stopped as before a time limit
-and comes back, one fails. What is longer stands in test_slurm_long.py.
+and comes back, one fails. And a judge as a job of its own. What is longer stands in test_slurm_long.py.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.services.address import file_of, find
 from tests.conftest import ROOT
 from tests.support.slurm import OVER, Cluster
 from tests.support.slurm_runs import TINY, check_equal, wait_for_steps, words_of
@@ -40,6 +41,34 @@ def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> No
     table = slurm.run(sys.executable, "launch/sweep_table.py", "sweep.yaml", cwd=tree)
     assert "2: model.path=nowhere: " in table and "2 finished, 1 failed" in table and (tree / "runs" / "sweep" / "sweep.png").exists()
     assert failed.is_dir() and [path.name for path in failed.iterdir()] == ["logs"], "it came to no run"
+
+
+def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Path) -> None:
+    """A sandbox's server here, which is there in seconds; vLLM's is in test_slurm_long.py. When its time is over it moves."""
+    run = tree / "runs" / "judged"
+    words = ["model.path=nano", f"run.dir={run}", "services.sandbox={kind: sandbox, elsewhere: true, args: [--size,1]}"]
+    command = ("sbatch", "--parsable", "--output=runs/judge.out", "launch/slurm/judge.sbatch", "--requeue")
+    job = slurm.run(*command, *words, cwd=tree).strip()
+    first = wait_for_address(tree, run)
+    slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=tree)
+    slurm.wait(job, states=["PENDING"])
+    assert not find(run, "sandbox", "sandbox")
+    second = wait_for_address(tree, run)
+    assert second != first
+    (run / "final").mkdir()
+    for name in ("eval.json", "final/config.json"):  # as a run that is finished leaves them
+        (run / name).write_text("{}")
+    found = slurm.wait(job)[job]
+    assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), words_of(tree)
+    assert not file_of(run, "sandbox").exists() and not find(run, "sandbox", "sandbox")
+
+
+def wait_for_address(tree: Path, run: Path) -> str:
+    deadline = time.monotonic() + 120
+    while not (url := find(run, "sandbox", "sandbox")):
+        assert time.monotonic() < deadline, words_of(tree)
+        time.sleep(0.2)
+    return url
 
 
 def test_the_cluster_ends_with_who_started_it(slurm: Cluster) -> None:

@@ -5,15 +5,19 @@ By hand: `bash tests/run.sh -m long tests/e2e/test_slurm_long.py`; its log is be
 
 import json
 import shutil
+import sqlite3
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.services.address import file_of
 from megatron_rl.sweeps import read_sweep
 from tests.conftest import ROOT, start
+from tests.support.asked_runs import JUDGE_ARGS, asking
 from tests.support.commands import blocks, commands
 from tests.support.slurm import Cluster
 from tests.support.slurm_runs import TINY, check_equal, untimed, wait_for_steps, words_of
@@ -68,7 +72,7 @@ def test_the_document_as_printed(slurm: Cluster, tree: Path) -> None:
 def test_slurm_takes_every_other_command(slurm: Cluster, tree: Path) -> None:
     """Those for GPUs: sbatch says when they would begin; submit writes what sbatch takes."""
     jobs = [line for line in commands(DOCUMENT) if line.startswith("sbatch")]
-    assert len(jobs) == 3
+    assert len(jobs) == 5
     for line in jobs:
         assert "to start at" in slurm.run("bash", "-c", line.replace("sbatch", "sbatch --test-only", 1), cwd=tree)
     dry = next(line for line in commands(DOCUMENT) if "--dry-run" in line and "submit.py" in line)
@@ -147,6 +151,25 @@ def test_who_is_preempted_comes_back(slurm: Cluster, tree: Path, random_model: P
     assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), words_of(tree)
     assert "stopped at step " in (tree / "runs" / "preempted.out").read_text()
     check_equal(folder, unbroken)
+
+
+def test_a_judge_is_a_job_of_its_own(slurm: Cluster, tree: Path, random_model: Path) -> None:
+    """The run waits for the address that the judge's job publishes, asks it, and with the run's end that job ends."""
+    home, daemons = tree / "judged", len(slurm.processes())
+    home.mkdir()
+    judge = f"services.judge={{kind: vllm, model: {random_model}, elsewhere: true, args: {JUDGE_ARGS}}}"
+    words = [*asking(home, random_model), judge, "run.steps=4"]
+    jobs = {}
+    for name in ("train", "judge"):
+        command = ["sbatch", "--parsable", "--export=ALL,TORCHDYNAMO_DISABLE=1", f"--output=runs/{name}.out", f"launch/slurm/{name}.sbatch"]
+        jobs[name] = slurm.run(*command, "--requeue", *words, cwd=tree).strip()
+    found = slurm.wait(*jobs.values(), timeout_s=WAIT_S)
+    print(*((tree / "runs" / f"{name}.out").read_text() for name in jobs), sep="\n")
+    assert [(job.state, job.code, job.restarts) for job in found.values()] == [("COMPLETED", "0:0", 0)] * 2, words_of(tree)
+    with closing(sqlite3.connect(home / "verdicts.sqlite")) as verdicts:
+        assert verdicts.execute("SELECT DISTINCT model FROM verdicts").fetchall() == [("judge",)]
+    assert len(read_metrics(home / "run" / "metrics.jsonl")) == 5 and not file_of(home / "run", "judge").exists()
+    assert len(slurm.processes()) == daemons
 
 
 def test_canceled_and_failed_tasks_are_submitted_again(slurm: Cluster, tree: Path, random_model: Path) -> None:

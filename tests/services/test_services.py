@@ -1,6 +1,7 @@
 """Servers that a run starts for itself, with one in the place of vLLM's that is there at once and has an orphan in a session of its own."""
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -39,6 +40,13 @@ def service_of(folder: Path, how: str = "well", **settings: object) -> ServiceSe
 def settings_of(run: Path, judge: ServiceSettings) -> Settings:
     task = Task(name="vqa", judge=JudgeSettings(urls=["service:judge", "http://far/v1"]))
     return Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(run)), task=task, services=ServicesSettings(judge=judge))
+
+
+def finish(run: Path) -> None:
+    """What a finished run leaves."""
+    (run / "final").mkdir(parents=True)
+    for name in ("eval.json", "final/config.json"):
+        (run / name).write_text("{}")
 
 
 def pids(folder: Path) -> list[int]:
@@ -118,7 +126,8 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
-    """launch/serve.py with the words of a run: it starts what is marked, publishes it and ends it."""
+    """launch/serve.py with the words of a run: it starts what is marked, publishes it and ends it. A run that is finished is to go on."""
+    finish(tmp_path)
     judge = f"kind: vllm, model: m, elsewhere: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
     words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
     job = forked.Process(ROOT / "launch" / "serve.py", *words)
@@ -129,8 +138,27 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
         said, _ = job.communicate(timeout=30)
     finally:
         job.kill()
-    assert job.returncode == 0 and said.startswith(f"service judge: {found['judge']}, after ") and said.count("\n") == 1, said
+    assert job.returncode == os.EX_TEMPFAIL and said.startswith(f"service judge: {found['judge']}, after ") and said.count("\n") == 1, said
     assert are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists()
+
+
+def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
+    """Whose services end with code 0 when it is finished, and are refused where its folder is to be moved aside."""
+    judge = f"kind: vllm, model: m, elsewhere: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
+    words = ("model.path=m", f"run.dir={tmp_path}/run", f"services.judge={{{judge}}}")
+    job = forked.Process(ROOT / "launch" / "serve.py", *words)
+    try:
+        deadline = time.monotonic() + 60
+        while not find(tmp_path / "run", "judge", "vllm"):
+            assert time.monotonic() < deadline and job.poll() is None, job.output.read_text()
+            time.sleep(0.05)
+        finish(tmp_path / "run")
+        said, _ = job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert job.returncode == 0 and are_gone(tmp_path, within_s=0) and not file_of(tmp_path / "run", "judge").exists(), said
+    moved = forked.run(ROOT / "launch" / "serve.py", *words, "run.overwrite=true", timeout_s=60)
+    assert moved.returncode == 1 and moved.stdout.startswith("error: run.overwrite=True: moves the folder aside"), moved.stdout
 
 
 def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
