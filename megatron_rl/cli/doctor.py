@@ -1,20 +1,17 @@
 """What a run needs, looked at before it is started, on the machine where it will run (launch/doctor.py)."""
 
 import asyncio
-import os
-import shutil
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 
-import psutil
 import torch
 from rich.console import Console
 
 import sandbox
 import sandbox.doctor
-from megatron_rl.choices import Own, build_task, check_sizes, has_critic
+from megatron_rl.choices import Own, build_task
 from megatron_rl.cli.doctor_job import examine_together, look_at_time
+from megatron_rl.cli.doctor_machine import look_at_machine, look_at_plan
 from megatron_rl.cli.report import Report, show
 from megatron_rl.config import JudgeSettings, Settings, service_of
 from megatron_rl.data.prompts import Prompts, around
@@ -40,27 +37,6 @@ USES_SANDBOX = ("visual_python", "visual_search")
 USES_DATA = ("visual_python", "vqa")
 """Tasks of the user's data, and what of it each stage reads."""
 READS = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
-GIB = 1 << 30
-
-
-def look_at_machine(settings: Settings, report: Report) -> None:
-    """Processors, memory, disk, GPUs."""
-    memory, folder = psutil.virtual_memory(), Path(settings.run.dir).absolute()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    report.say("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    report.say("GPUs", ", ".join(f"{device.name} {device.total_memory / GIB:.0f} GiB" for device in devices) or "none")
-    if settings.engine.device == "cuda" and not devices:
-        report.errors.append("engine.device=cuda: this machine has no usable GPU; use engine.device=auto")
-    free = shutil.disk_usage(there).free
-    report.say("run.dir", f"{folder}, {free / GIB:.1f} GiB free")
-    needed = sum(path.stat().st_size for path in Path(settings.model.path).glob("*.safetensors"))
-    if not os.access(there, os.W_OK):
-        report.errors.append(f"run.dir={settings.run.dir}: {there} cannot be written; choose another folder")
-    if free < needed:
-        report.errors.append(f"run.dir={settings.run.dir}: the final weights take {needed / GIB:.1f} GiB; choose another disk")
-    if memory.available < needed:
-        report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
 
 
 def look_at_model(settings: Settings, report: Report) -> Renderer | None:
@@ -91,24 +67,6 @@ def look_at_folder(path: str, report: Report, *, key: str) -> bool:
 
 def of_folder(error: Exception, path: str, *, key: str) -> str:
     return str(error) if str(error).startswith(key) else f"{key}={path}: {one_line(error)}"
-
-
-def look_at_host(settings: Settings, report: Report, own: Own) -> None:
-    """Whether main memory holds what the ranks of a node may need."""
-    from megatron_rl.plan.memory import host_misfit, plan_host  # brings Megatron
-    from megatron_rl.plan.shares import shares
-
-    model, parallel = read_spec(settings.model.path), settings.parallel
-    size = settings.run.world or max(place().size, parallel.tp * parallel.pp, settings.engine.tp)
-    try:
-        check_sizes(settings, model, size, own)
-    except ValueError as error:
-        report.fail("layout", str(error))
-        return
-    found = shares(model, settings, world_size=size, has_values=has_critic(settings, own))
-    misfit = host_misfit(plan_host(found, model, settings, world_size=size), settings, world_size=size)
-    report.say("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
-    report.warnings += [misfit] if misfit else []
 
 
 def look_at_task(settings: Settings, report: Report, own: Own) -> Task | None:
@@ -269,7 +227,7 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
     look_at_machine(settings, report)
     renderer, trunk = look_at_model(settings, report), settings.critic.path
     if (not trunk or look_at_folder(trunk, report, key="critic.path")) and renderer is not None:
-        look_at_host(settings, report, own)
+        look_at_plan(settings, report, own)
     task = look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer, task=task)
     look_at_services(settings, report)

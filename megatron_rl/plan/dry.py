@@ -5,9 +5,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config import Settings, require
+from megatron_rl.config import Settings
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan.memory import GB, GPUS, GPUS_A_NODE, PROCESS, USABLE, Plan, SharePlan, host_misfit, in_gb, plan
+from megatron_rl.plan.memory import GB, GPUS_A_NODE, PROCESS, Plan, SharePlan, host_misfit, in_gb, plan, require_fit
 
 
 def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> Plan:
@@ -23,10 +23,7 @@ def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values
     misfit = host_misfit(planned.host, settings, world_size=world_size)
     if misfit:
         console.print(f"does not fit: {misfit}", soft_wrap=True)
-    peak, room = max(rank.peak for rank in planned.ranks), USABLE * GPUS[planned.gpu]
-    remedy = f"its {in_gb(room)} ({USABLE:.0%}) are less than the {in_gb(peak)} needed; raise parallel.tp, offload, or lower the tokens"
-    require(planned.fits, "run.gpu", planned.gpu, remedy)
-    console.print(f"fits: {in_gb(peak)} of the {in_gb(room)} that are {USABLE:.0%} of a {planned.gpu}; {world_size} GPUs", soft_wrap=True)
+    console.print(f"fits: {require_fit(planned)}", soft_wrap=True)
     return planned
 
 

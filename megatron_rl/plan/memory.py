@@ -91,8 +91,18 @@ class Plan:
     """One data-parallel replica's; the others hold the same."""
 
     @property
+    def peak(self) -> int:
+        """Of the rank with most."""
+        return max(rank.peak for rank in self.ranks)
+
+    @property
+    def room(self) -> float:
+        """Of the GPU."""
+        return USABLE * GPUS[self.gpu]
+
+    @property
     def fits(self) -> bool:
-        return max(rank.peak for rank in self.ranks) <= USABLE * GPUS[self.gpu]
+        return self.peak <= self.room
 
 
 def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> Plan:
@@ -109,6 +119,13 @@ def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: b
         host=plan_host(found, model, settings, world_size=world_size),
         ranks=[_plan_share(share, model, settings, engine=engine, num_tokens=num_tokens) for share in found],
     )
+
+
+def require_fit(planned: Plan) -> str:
+    """How well it fits the GPU, in words. ValueError: it does not."""
+    remedy = f"its {in_gb(planned.room)} ({USABLE:.0%}) are less than the {in_gb(planned.peak)} needed"
+    require(planned.fits, "run.gpu", planned.gpu, f"{remedy}; raise parallel.tp, offload, or lower the tokens")
+    return f"{in_gb(planned.peak)} of the {in_gb(planned.room)} that are {USABLE:.0%} of a {planned.gpu}; {planned.world_size} GPUs"
 
 
 def plan_engine(model: ModelSpec, settings: Settings) -> EnginePlan:

@@ -1,0 +1,178 @@
+"""What the doctor says of a machine: processors, memory, the run folder's disk, GPUs and what drives them, and whether the plan fits."""
+
+import os
+import re
+import shutil
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatron_rl.choices import Own, check_sizes, has_critic
+from megatron_rl.cli.report import Report
+from megatron_rl.config import Settings
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.world import place
+
+GIB = 1 << 30
+LOCKS = Path(__file__).resolve().parents[2] / "requirements"
+"""In a checkout; a wheel brings none."""
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Written by NVIDIA's kernel module, on the host and in its containers."""
+NEEDS_DRIVER = {"12": 525, "13": 580}
+"""The oldest driver for each CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility)."""
+COMPILERS = ("cc", "gcc", "clang")
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_BYTES = 256 << 20
+"""What NCCL may take in /dev/shm for each rank of a node; a container without --shm-size has 64 MB in all."""
+WRITTEN_BYTES = 64 << 20
+STATE_BYTES = 7
+"""Of a checkpoint for each byte of the weights in bfloat16: main weights and both moments in float32, and the weights."""
+
+
+def look_at_machine(settings: Settings, report: Report) -> None:
+    """Processors, memory, disk, GPUs."""
+    memory, folder = psutil.virtual_memory(), Path(settings.run.dir).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    report.say("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
+    needed = sum(path.stat().st_size for path in Path(settings.model.path).glob("*.safetensors"))
+    free = shutil.disk_usage(there).free
+    report.say("run.dir", f"{folder}, {free / GIB:.1f} GiB free{look_at_disk(settings, there, report, weights=needed)}")
+    if free < needed:
+        report.errors.append(f"run.dir={settings.run.dir}: the final weights take {needed / GIB:.1f} GiB; choose another disk")
+    if memory.available < needed:
+        report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
+    look_at_gpus(settings, report)
+    look_at_versions(LOCKS / ("gpu.txt" if torch.version.cuda else "cpu.txt"), report)
+
+
+def look_at_disk(settings: Settings, there: Path, report: Report, *, weights: int) -> str:
+    """How fast it takes what is flushed to it, as words for its row; '' where it cannot be written."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor_") as file:
+            began = time.perf_counter()
+            file.write(bytes(WRITTEN_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            speed = WRITTEN_BYTES / (time.perf_counter() - began)
+    except PermissionError:
+        report.errors.append(f"run.dir={settings.run.dir}: {there} cannot be written; choose another folder")
+        return ""
+    except OSError as full:
+        report.errors.append(f"run.dir={settings.run.dir}: {there}: {full.strerror}; choose another disk")
+        return ""
+    takes = STATE_BYTES * weights / speed
+    if takes > settings.parallel.skew_s:
+        remedy = (
+            f"at {speed / 1e6:.0f} MB/s a checkpoint takes up to {takes / 3600:.1f} hours; choose another disk, or raise parallel.skew_s"
+        )
+        report.warnings.append(f"run.dir={settings.run.dir}: {remedy}")
+    return f", {speed / 1e6:.0f} MB/s"
+
+
+def look_at_gpus(settings: Settings, report: Report) -> None:
+    """Those that torch sees, and what keeps it from seeing them."""
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    report.say("GPUs", ", ".join(f"{device.name} {device.total_memory / GIB:.0f} GiB" for device in devices) or "none")
+    driver = driver_of(DRIVER)
+    if settings.engine.device == "cuda" and not devices:
+        report.errors.append("engine.device=cuda: this machine has no usable GPU; use engine.device=auto")
+    if not driver:
+        return
+    built, nccl = torch.version.cuda, ".".join(map(str, torch.cuda.nccl.version())) if devices else "unknown"
+    report.say("CUDA", f"driver {driver}, torch for CUDA {built}, NCCL {nccl}")
+    report.errors += [line for line in [trouble_of(driver, built, num_devices=len(devices))] if line]
+    if built and not any(map(shutil.which, COMPILERS)):
+        report.errors.append(f"PATH: has no {' or '.join(COMPILERS)}, with which Triton builds its launchers (Debian: apt-get install gcc)")
+    if built and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        package = f"python{sysconfig.get_python_version()}-dev"
+        report.errors.append(f"{sysconfig.get_path('include')}: has no Python.h, which Triton needs (Debian: apt-get install {package})")
+    room = shutil.disk_usage(SHARED_MEMORY).free
+    if len(devices) > 1 and room < SHARED_BYTES * len(devices):
+        remedy = f"NCCL may need {SHARED_BYTES * len(devices) / GIB:.1f}; start the container with --shm-size, or --ipc=host"
+        report.warnings.append(f"{SHARED_MEMORY}: {room / GIB:.2f} GiB are free, {remedy}")
+
+
+def driver_of(file: Path) -> str:
+    """The version of NVIDIA's driver; '' where there is none. Example: 580.65.06"""
+    try:
+        found = re.search(r"(?:Module|Kernel Module for \S+)\s+(\d+\.[\d.]+)", file.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def trouble_of(driver: str, built: str | None, *, num_devices: int) -> str:
+    """Why torch sees no GPU though there is a driver; '' where it sees one."""
+    if num_devices:
+        return ""
+    if built is None:
+        return f"torch={torch.__version__}: is built for CPUs, and this machine has NVIDIA's driver {driver}; bash launch/install.sh"
+    needed = NEEDS_DRIVER.get(built.split(".")[0], 0)
+    if int(driver.split(".")[0]) < needed:
+        return f"driver={driver}: is too old for torch's CUDA {built}; install {needed} or newer"
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"CUDA_VISIBLE_DEVICES={seen}: torch sees no GPU, and driver {driver} is there; nvidia-smi says more"
+
+
+def look_at_versions(lock: Path, report: Report) -> None:
+    """What is installed against what was tested."""
+    if not lock.is_file():
+        report.say("versions", "no lock beside this package")
+        return
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE))
+    others = others_of(pinned)
+    report.say("versions", f"{len(pinned) - len(others)} of {len(pinned)} as in {lock.parent.name}/{lock.name}")
+    if others:
+        told = "; ".join(f"{name} {found or 'is not installed'}, not {pinned[name]}" for name, found in [*others.items()][:3])
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        report.warnings.append(f"{lock.parent.name}/{lock.name}: {told}{more}; bash launch/install.sh")
+
+
+def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
+    """{package: the version that is installed instead}; '' of one that is not. A build's own suffix (+cpu) is no difference."""
+    found = {}
+    for name, wanted in pinned.items():
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            installed = ""
+        if installed.partition("+")[0] != wanted.partition("+")[0]:
+            found[name] = installed
+    return found
+
+
+def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
+    """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some."""
+    from megatron_rl.plan.memory import host_misfit, in_gb, plan, plan_host, require_fit  # brings Megatron
+    from megatron_rl.plan.shares import shares
+
+    model, parallel = read_spec(settings.model.path), settings.parallel
+    size, has_values = settings.run.world or max(place().size, parallel.tp * parallel.pp, settings.engine.tp), has_critic(settings, own)
+    try:
+        check_sizes(settings, model, size, own)
+    except ValueError as error:
+        report.fail("layout", str(error))
+        return
+    host = plan_host(shares(model, settings, world_size=size, has_values=has_values), model, settings, world_size=size)
+    misfit = host_misfit(host, settings, world_size=size)
+    report.say("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
+    report.warnings += [misfit] if misfit else []
+    if not (settings.run.world or torch.cuda.device_count()):
+        return
+    try:
+        planned = plan(model, settings, world_size=size, has_values=has_values)
+        report.say("plan", require_fit(planned))
+    except ValueError as error:
+        report.fail("plan", str(error))
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        if free < planned.peak:
+            remedy = f"{in_gb(free)} of its {in_gb(total)} are free, and the plan needs {in_gb(planned.peak)}"
+            report.errors.append(f"GPU {index}: {remedy}; end what else runs on it (nvidia-smi), or plan for it by run.gpu")
