@@ -1,14 +1,15 @@
 """Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower alike.
 
-On a CPU, and in fp32 anywhere: scaled_dot_product_attention, one call for all segments of equal shape; a prompt shared by several
-sequences is one segment. In bfloat16 on a GPU without Transformer Engine: torch's variable-length kernel (torch 2.13,
-torch.nn.attention.varlen; it has no fp32), which was never run where this was written.
+A prompt shared by several sequences is one segment, which they continue. On a CPU, and in fp32 anywhere: scaled_dot_product_attention, one
+call for all segments of equal shape. In bfloat16 on a GPU without Transformer Engine: torch's variable-length kernel (torch 2.13,
+torch.nn.attention.varlen; it has no fp32), which was never run where this was written; tests hold its place with one of the same contract.
 
-Shapes: T packed tokens, N query heads, K key/value heads, D head dimension.
+Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Behind the rows: K keys and values, M their heads.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -20,25 +21,82 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from megatron_rl.types import RunFailed
+
+CONTINUATION_BOUND = 2e-2
+"""Relative, of bfloat16's rounding; a mask that is aligned otherwise is off by more than half."""
+
+
+class Segments:
+    """How packed tokens are cut, and what follows from it for attention: made once a micro-batch, used by every layer."""
+
+    def __init__(self, offset_S1: Sequence[int], prefix_S: Sequence[int] | None = None, *, device: torch.device) -> None:
+        """prefix_S: for each segment the one that it continues, or -1 (Batch.prefix_S); None: none continues another."""
+        self.offset_S1, self.device = list(offset_S1), device
+        self.prefix_S = [-1] * (len(self.offset_S1) - 1) if prefix_S is None else prefix_S
+
+    @cached_property
+    def alike(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Segments of equal length behind prefixes of equal length, together: their query rows [S, L] and key rows [S, prefix + L]."""
+        shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for (start, stop), prefix in zip(pairwise(self.offset_S1), self.prefix_S, strict=True):
+            first, end = (self.offset_S1[prefix], self.offset_S1[prefix + 1]) if prefix >= 0 else (0, 0)
+            if stop > start:
+                shapes.setdefault((stop - start, end - first), []).append((start, first))
+        return [self._rows(length, before, starts) for (length, before), starts in shapes.items()]
+
+    def _rows(self, length: int, before: int, starts: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        own_SL = torch.tensor([start for start, _ in starts], device=self.device)[:, None] + torch.arange(length, device=self.device)
+        prefix_SM = torch.tensor([first for _, first in starts], device=self.device)[:, None] + torch.arange(before, device=self.device)
+        return own_SL, torch.cat([prefix_SM, own_SL], 1)
+
+    @cached_property
+    def gathered(self) -> "Gathered":
+        offsets, keys = torch.tensor(self.offset_S1), []
+        for (start, stop), prefix in zip(pairwise(self.offset_S1), self.prefix_S, strict=True):
+            before = torch.arange(self.offset_S1[prefix], self.offset_S1[prefix + 1]) if prefix >= 0 and stop > start else torch.arange(0)
+            keys.append(torch.cat([before, torch.arange(start, stop)]))
+        lengths = torch.tensor([0, *(len(rows) for rows in keys)])
+        is_shared = max(self.prefix_S, default=-1) >= 0
+        return Gathered(
+            cu_query_S1=offsets.to(self.device, torch.int32), cu_key_S1=lengths.cumsum(0).to(self.device, torch.int32),
+            row_K=torch.cat(keys).to(self.device) if is_shared else None,
+            longest_query=int(offsets.diff().max()), longest_key=int(lengths.max()),
+        )  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Gathered:
+    """Segments as a variable-length kernel takes them: keys and values of each in one run, behind those of the segment it continues."""
+
+    cu_query_S1: torch.Tensor
+    cu_key_S1: torch.Tensor
+    row_K: torch.Tensor | None
+    """Whose key each is; None where every segment has its own alone."""
+    longest_query: int
+    longest_key: int
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Gathered, bool, float], torch.Tensor]
+"""(q [T, N, D], k [K, M, D], v, segments, causal, scale) -> [T, N, D]. Causal means that the last query of a segment sees its last key."""
+
 
 @dataclass
 class SharedPromptParams(PackedSeqParams):
-    """Megatron's packed offsets, and for each segment the one it continues (Batch.prefix_S); travels through the layers untouched."""
+    """Megatron's packed offsets, and the segments as our attention has them; travels through the layers untouched."""
 
-    prefix_S: list[int] = field(default_factory=list)
+    segments: Segments | None = None
 
 
 def packed_attention(
-    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu_seqlens_S1: torch.Tensor, *,
-    causal: bool, scale: float, prefix_S: list[int] | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, segments: Segments, *, causal: bool, scale: float
+) -> torch.Tensor:
     """Each packed segment attends to itself and to the segment it continues, if any. Returns [T, N, D]."""
-    if q_TND.is_cuda and q_TND.dtype != torch.float32:
-        assert prefix_S is None or max(prefix_S) < 0, "the variable-length kernel takes whole sequences"
-        return _varlen_kernel(q_TND, k_TKD, v_TKD, cu_seqlens_S1, causal=causal, scale=scale)
+    if has_kernel(q_TND.device, q_TND.dtype):
+        return with_kernel(varlen, q_TND, k_TKD, v_TKD, segments.gathered, causal=causal, scale=scale)
     grouped = q_TND.shape[1] != k_TKD.shape[1]
     rows, outputs = [], []
-    for row_SL, key_row_SM in _equal_shapes(cu_seqlens_S1.tolist(), prefix_S, q_TND.device):
+    for row_SL, key_row_SM in segments.alike:
         q_SNLD, k_SKMD, v_SKMD = (x[r].transpose(1, 2) for x, r in ((q_TND, row_SL), (k_TKD, key_row_SM), (v_TKD, key_row_SM)))
         before = key_row_SM.shape[1] - row_SL.shape[1]
         mask_LM = row_SL.new_ones(row_SL.shape[1], key_row_SM.shape[1], dtype=torch.bool).tril(before) if before else None
@@ -50,30 +108,42 @@ def packed_attention(
     return torch.cat(outputs)[torch.argsort(torch.cat(rows))]
 
 
-def _equal_shapes(offsets: list[int], prefix_S: list[int] | None, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Segments of equal length behind prefixes of equal length, together: their query rows [S, L] and key rows [S, prefix + L]."""
-    shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for segment, (start, stop) in enumerate(pairwise(offsets)):
-        prefix = -1 if prefix_S is None else prefix_S[segment]
-        before = offsets[prefix + 1] - offsets[prefix] if prefix >= 0 else 0
-        if stop > start:
-            shapes.setdefault((stop - start, before), []).append((start, offsets[prefix] if prefix >= 0 else 0))
-    for (length, before), starts in shapes.items():
-        own_SL = torch.tensor([start for start, _ in starts], device=device)[:, None] + torch.arange(length, device=device)
-        prefix_SM = torch.tensor([start for _, start in starts], device=device)[:, None] + torch.arange(before, device=device)
-        yield own_SL, torch.cat([prefix_SM, own_SL], 1)
-
-
-def _varlen_kernel(
-    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu_seqlens_S1: torch.Tensor, *, causal: bool, scale: float
+def with_kernel(
+    kernel: Kernel, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, gathered: Gathered, *, causal: bool, scale: float
 ) -> torch.Tensor:
+    """A prompt that several segments continue is computed once; its keys and values are handed to the kernel with each of them, and their
+    gradients add up through the rows."""
+    if gathered.row_K is not None:
+        k_TKD, v_TKD = k_TKD[gathered.row_K], v_TKD[gathered.row_K]
+    return kernel(q_TND, k_TKD, v_TKD, gathered, causal, scale)
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype != torch.float32
+
+
+def varlen(q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, gathered: Gathered, causal: bool, scale: float) -> torch.Tensor:
+    """torch's kernel. Flash attention aligns a causal mask to the last key, which `require_continuation` looks at on the device."""
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = int((cu_seqlens_S1[1:] - cu_seqlens_S1[:-1]).max())
     return varlen_attn(
-        q_TND, k_TKD, v_TKD, cu_seqlens_S1, cu_seqlens_S1, longest, longest,
-        scale=scale, window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
+        q_TND, k_KMD, v_KMD, gathered.cu_query_S1, gathered.cu_key_S1, gathered.longest_query, gathered.longest_key,
+        scale=scale, window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q_TND.shape[1] != k_KMD.shape[1],
     )  # fmt: skip
+
+
+def require_continuation(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> None:
+    """RunFailed: the kernel does not let the queries of a segment see what it continues, and themselves, and nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(7, heads, 64, generator=generator).to(dtype) for heads in (4, 2, 2))
+    offsets, prefix_S, scale = [0, 3, 5, 7], [-1, 0, 0], 64**-0.5
+    truth = packed_attention(q.float(), k.float(), v.float(), Segments(offsets, prefix_S, device=q.device), causal=True, scale=scale)
+    gathered = Segments(offsets, prefix_S, device=device).gathered
+    out = with_kernel(kernel, q.to(device), k.to(device), v.to(device), gathered, causal=True, scale=scale)
+    if not (out.float().cpu() - truth).norm() <= CONTINUATION_BOUND * truth.norm():
+        raise RunFailed(
+            f"torch={torch.__version__}: its variable-length attention is not aligned to the last key; install requirements/gpu.txt"
+        )
 
 
 class PackedCoreAttention(MegatronModule):
@@ -97,8 +167,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: None,
         packed_seq_params: SharedPromptParams,
     ) -> torch.Tensor:
-        offsets, prefix_S = packed_seq_params.cu_seqlens_q, packed_seq_params.prefix_S
-        return packed_attention(query, key, value, offsets, causal=True, scale=self.scale, prefix_S=prefix_S)
+        return packed_attention(query, key, value, packed_seq_params.segments, causal=True, scale=self.scale)
 
 
 VISION_ATTENTION = "packed_flash_style"
@@ -111,7 +180,8 @@ def attend_patches(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The vision tower's attention: inputs [1, N, P, D], output [1, P, N, D]; images, or windows, do not see each other."""
     q_PND, k_PND, v_PND = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q_PND, k_PND, v_PND, cu_seq_lens_q, causal=False, scale=scaling)[None], None
+    segments = Segments(cu_seq_lens_q.tolist(), device=query.device)
+    return packed_attention(q_PND, k_PND, v_PND, segments, causal=False, scale=scaling)[None], None
 
 
 AttentionInterface.register(VISION_ATTENTION, attend_patches)

@@ -13,13 +13,14 @@ from megatron_rl.batch import loss_rows, pack
 from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy.attention import has_kernel, require_continuation, varlen
 from megatron_rl.policy.build import load_model
 from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.transformer import Heads
+from megatron_rl.policy.transformer import Heads, uses_transformer_engine
 from megatron_rl.types import Batch, Context, Loss, LossMetrics
 from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
@@ -66,7 +67,7 @@ class Policy(Learner):
         banned_V = banned_mask(banned_ids, first_id=first_id, size=vocabulary, device=self.network.device)
         self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.logprob_rows)
         keep = keep_reference and not self.lora.rank
-        self._has_values = critic is not None
+        self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.reference = [parameter.detach().to("cpu", copy=True) for parameter in chunks.parameters()] if keep else None
 
     def pack(
@@ -76,10 +77,9 @@ class Policy(Learner):
 
         `restore` gives a context's images their patches, if they came without: only what this rank trains on is worth the memory.
 
-        On a CPU a prompt is computed once for all contexts of a micro-batch that begin with it; a GPU's kernels take whole contexts.
+        A prompt is computed once for all contexts of a micro-batch that begin with it; Transformer Engine takes whole contexts.
         """
-        device = self.network.device
-        share = device.type == "cpu"
+        device, share = self.network.device, self._shares_prompts
         mine = balance(loads_of(minibatch, self.image_token_id, share_prompts=share), self.layout.dp)[self.layout.dp_rank]
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         if restore:
@@ -154,6 +154,14 @@ class Policy(Learner):
             vision_lora=self.spec.family.vision_lora,
         )  # fmt: skip
         _write_on_main(self.adapters.tensors(), lambda stream: write_peft(out, stream, config))
+
+
+def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Not where Transformer Engine's layers may be those of the policy or of a critic. RunFailed: the kernel does not keep its contract."""
+    can = not uses_transformer_engine(LoraSettings())
+    if can and has_kernel(device, dtype):
+        require_continuation(varlen, device, dtype)
+    return can
 
 
 def _write_on_main(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.enums import ModelType
@@ -16,7 +17,7 @@ from torch import nn
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.policy.attention import PackedCoreAttention, SharedPromptParams
+from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.value_head import ValueHead
@@ -209,9 +210,9 @@ class Chunk(MegatronModule):
     def _packed(self, batch: Batch) -> SharedPromptParams:
         """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences;
         Transformer Engine's attention reads them too, and gets the sequences' own."""
-        cu_seqlens_S1 = batch.cu_seqlens_S1
+        cu_seqlens_S1, offset_S1 = batch.cu_seqlens_S1, batch.cu_seqlens_S1.tolist()
         whole = cu_seqlens_S1 if self.uses_transformer_engine else cu_seqlens_S1[[0, -1]]
-        longest = int((cu_seqlens_S1[1:] - cu_seqlens_S1[:-1]).max())
+        longest = max(stop - start for start, stop in pairwise(offset_S1))
         return SharedPromptParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens_S1,
@@ -220,7 +221,7 @@ class Chunk(MegatronModule):
             cu_seqlens_kv_padded=whole,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            prefix_S=batch.prefix_S,
+            segments=Segments(offset_S1, batch.prefix_S, device=cu_seqlens_S1.device),
         )
 
 

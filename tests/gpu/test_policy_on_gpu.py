@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron_rl.algo.objective import objective
 from megatron_rl.batch import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.policy.attention import packed_attention
+from megatron_rl.policy.attention import Segments, packed_attention
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -45,16 +45,16 @@ def logits(policy: Policy, folder: Path) -> torch.Tensor:
     return full_logits(policy, batch).float().cpu()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_kernel_is_attention(causal: bool) -> None:
-    """Against float64 on the CPU, from equal bfloat16 inputs; output and gradients to bfloat16's rounding."""
-    offsets = torch.tensor([0, 70, 71, 200], dtype=torch.int32)
+@pytest.mark.parametrize(("causal", "prefix_S"), [(True, None), (False, None), (True, [-1, 0, 0])])
+def test_the_kernel_is_attention(causal: bool, prefix_S: list[int] | None) -> None:
+    """Against float64 on the CPU, from equal bfloat16 inputs; output and gradients to bfloat16's rounding. And of shared prompts."""
+    offsets = [0, 70, 71, 200]
     inputs = [torch.randn(200, heads, 64).bfloat16() for heads in (8, 2, 2)]
     weight = torch.randn(200, 8, 64)
     results = []
     for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
         q, k, v = (x.to(device, dtype).requires_grad_() for x in inputs)
-        out = packed_attention(q, k, v, offsets.to(device), causal=causal, scale=64**-0.5)
+        out = packed_attention(q, k, v, Segments(offsets, prefix_S, device=q.device), causal=causal, scale=64**-0.5)
         gradients = torch.autograd.grad((out * weight.to(device, dtype)).sum(), (q, k, v))
         results.append([x.detach().double().cpu() for x in (out, *gradients)])
     for ours, truth in zip(*results, strict=True):

@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_rl.policy.attention import packed_attention
+from megatron_rl.policy.attention import Gathered, Segments, packed_attention, require_continuation, with_kernel
+from megatron_rl.types import RunFailed
 
 
 def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[int], prefix_S: list[int], *, causal: bool) -> torch.Tensor:
@@ -24,6 +26,28 @@ def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[in
     return out
 
 
+def bottom_right(q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, cut: Gathered, causal: bool, scale: float) -> torch.Tensor:
+    """In the place of torch's kernel, by its contract: every segment by itself, a causal mask aligned to the last key."""
+    queries, keys = pairs(cut.cu_query_S1), pairs(cut.cu_key_S1)
+    assert cut.longest_query == max(b - a for a, b in queries) and cut.longest_key == max(b - a for a, b in keys)
+    assert keys[-1][1] == len(k_KMD) == len(v_KMD) and cut.cu_query_S1.dtype == cut.cu_key_S1.dtype == torch.int32
+    return torch.cat([aligned(q_TND[a:b], k_KMD[c:d], v_KMD[c:d], causal, scale) for (a, b), (c, d) in zip(queries, keys, strict=True)])
+
+
+def aligned(
+    q_LND: torch.Tensor, k_RMD: torch.Tensor, v_RMD: torch.Tensor, causal: bool, scale: float, *, to_first: bool = False
+) -> torch.Tensor:
+    """to_first: the mistake that `require_continuation` is there for."""
+    mask = torch.ones(len(q_LND), len(k_RMD), dtype=torch.bool)
+    mask = mask.tril(0 if to_first else len(k_RMD) - len(q_LND)) if causal else mask
+    q, k, v = (x.transpose(0, 1) for x in (q_LND, k_RMD, v_RMD))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1)
+
+
+def pairs(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(offsets.tolist()))
+
+
 @pytest.mark.parametrize(
     ("offsets", "prefix_S", "causal"),
     [
@@ -34,13 +58,33 @@ def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[in
         ([0, 2, 2, 5], [-1, -1, 0], True),
     ],
 )
-def test_segments_see_themselves_and_what_they_continue(offsets: list[int], prefix_S: list[int], causal: bool) -> None:
+@pytest.mark.parametrize("how", ["dense", "kernel"])
+def test_segments_see_themselves_and_what_they_continue(how: str, offsets: list[int], prefix_S: list[int], causal: bool) -> None:
+    """By calls for segments of equal shape, and as a GPU's kernel gets them."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(offsets[-1], heads, 8, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out = packed_attention(q, k, v, torch.tensor(offsets), causal=causal, scale=8**-0.5, prefix_S=prefix_S)
+    segments = Segments(offsets, prefix_S, device=q.device)
+    if how == "kernel":
+        out = with_kernel(bottom_right, q, k, v, segments.gathered, causal=causal, scale=8**-0.5)
+    else:
+        out = packed_attention(q, k, v, segments, causal=causal, scale=8**-0.5)
     expected = textbook(q, k, v, offsets, prefix_S, causal=causal)
     assert torch.allclose(out, expected, atol=1e-12)
     weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     ours = torch.autograd.grad((out * weight).sum(), (q, k, v))
     theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_kernel_that_is_aligned_otherwise_is_refused() -> None:
+    """As flash attention did before its version 2.1: from the first key on."""
+
+    def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Gathered, causal: bool, scale: float) -> torch.Tensor:
+        parts = zip(pairs(cut.cu_query_S1), pairs(cut.cu_key_S1), strict=True)
+        return torch.cat([aligned(q[a:b], k[c:d], v[c:d], causal, scale, to_first=True) for (a, b), (c, d) in parts])
+
+    cpu = torch.device("cpu")
+    require_continuation(bottom_right, cpu, torch.bfloat16)
+    for kernel in (top_left, lambda *given: bottom_right(*given) * math.nan):
+        with pytest.raises(RunFailed, match="not aligned to the last key"):
+            require_continuation(kernel, cpu, torch.bfloat16)
