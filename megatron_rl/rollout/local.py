@@ -68,12 +68,17 @@ class LocalEngine:
         stop_ids: list[int],
         group: dist.ProcessGroup | None,
         weight_version: int = 0,
+        reads_weights: bool = True,
     ) -> None:
+        """Without the weights of model_path it starts sooner, and plays after the first load_weights."""
         assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
         self._settings = settings
         self._image_token_id = image_token_id
         self._group = group
-        self._core = VllmCore(model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group))
+        self._core = VllmCore(
+            model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group), reads_weights=reads_weights
+        )
+        self._has_weights = reads_weights
         self.weight_version = weight_version
         self.busy_s = 0.0
         """Seconds spent preparing requests and inside vLLM's step, since construction."""
@@ -94,6 +99,7 @@ class LocalEngine:
         """
         if self._error is not None:
             raise LastingFault(f"the engine has failed: {self._error!r}")
+        assert self._has_weights, "generate before load_weights: this engine has read none"
         assert not self._core.asleep, f"generate while {self._core.asleep} asleep"
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
@@ -233,7 +239,7 @@ class LocalEngine:
         On a sleeping CUDA engine this wakes the weights' memory, not yet the cache's.
         """
         self._core.load_weights(tensors)
-        self.weight_version = version
+        self._has_weights, self.weight_version = True, version
 
     def sleep(self) -> None:
         """Give memory back while the trainer works; on CUDA (never run) the weights are discarded too, since every step sends them anew."""

@@ -15,7 +15,7 @@ from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, HostFault
 from tests.support.packed import picture, prompts, user
-from tests.support.sampled import BOUND, gap, generate, policy_logits
+from tests.support.sampled import BOUND, check_frequencies, gap, generate, policy_logits
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -58,17 +58,6 @@ def test_frequencies_follow_the_probabilities(engine: LocalEngine, hf: HF, rende
     contexts = [token for token, _ in first.most_common() if token not in renderer.stop_ids][:20]
     expected = sum(first[token] * probability([*context.token_ids, token]) for token in contexts)
     check_frequencies(expected, Counter(c.token_ids[1] for c in completions if c.token_ids[0] in contexts))
-
-
-def check_frequencies(expected: torch.Tensor, counts: Counter[int]) -> None:
-    """Bins of tokens that are expected about 10 times together. All but 1e-4 of chi-squared lies below its mean and 5 deviations."""
-    order = expected.argsort(descending=True)
-    bins = (expected[order].cumsum(0) / 10).long().unique(return_inverse=True)[1]
-    seen = torch.tensor([counts[token] for token in order.tolist()], dtype=torch.float64)
-    expected_B, seen_B = (torch.zeros(int(bins[-1]) + 1, dtype=torch.float64).index_add(0, bins, each) for each in (expected[order], seen))
-    chi_squared, freedom = ((seen_B - expected_B) ** 2 / expected_B).sum().item(), len(expected_B) - 1
-    print(f"chi-squared {chi_squared:.1f} at {freedom} degrees of freedom")
-    assert freedom >= 10 and chi_squared < freedom + 5 * (2 * freedom) ** 0.5
 
 
 def test_a_seed_decides_whatever_the_company(engine: LocalEngine, renderer: Renderer) -> None:

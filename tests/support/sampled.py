@@ -1,6 +1,7 @@
 """What the engine sampled, and the oracle of its logprobs: one HF float32 forward, banned ids removed, divided by the temperature."""
 
 import asyncio
+from collections import Counter
 
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
@@ -42,3 +43,14 @@ def gap(hf: HF, context: Context, completion: Completion, *, temperature: float,
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[len(context.token_ids) - 1 :, 0]
     assert len(completion.logprobs) == len(completion.token_ids) == len(expected) > 0
     return (expected - torch.tensor(completion.logprobs, dtype=torch.float64)).abs().max().item()
+
+
+def check_frequencies(expected: torch.Tensor, counts: Counter[int]) -> None:
+    """Bins of tokens that are expected about 10 times together. All but 1e-4 of chi-squared lies below its mean and 5 deviations."""
+    order = expected.argsort(descending=True)
+    bins = (expected[order].cumsum(0) / 10).long().unique(return_inverse=True)[1]
+    seen = torch.tensor([counts[token] for token in order.tolist()], dtype=torch.float64)
+    expected_B, seen_B = (torch.zeros(int(bins[-1]) + 1, dtype=torch.float64).index_add(0, bins, each) for each in (expected[order], seen))
+    chi_squared, freedom = ((seen_B - expected_B) ** 2 / expected_B).sum().item(), len(expected_B) - 1
+    print(f"chi-squared {chi_squared:.1f} at {freedom} degrees of freedom")
+    assert freedom >= 10 and chi_squared < freedom + 5 * (2 * freedom) ** 0.5

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.engine import ImageInput, Request, Sampling
-from megatron_rl.rollout.vllm.sampler import SEED, ban_and_seed, use_own_noise
+from megatron_rl.rollout.vllm.sampler import SEED, EngineNoise, ban_and_seed, use_own_noise
 from megatron_rl.rollout.vllm.weights import Weights, keep_weights_plain
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _prepare_environment(*, cuda: bool) -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[int], name: str) -> "LLM":
+def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[int], name: str, reads_weights: bool) -> "LLM":
     """Build vLLM's engine, leaving torch's number of threads to the caller (vLLM 0.32.0 v1/worker/cpu_worker.py takes it away)."""
     cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     require(not cuda or torch.cuda.is_available(), "engine.device", "cuda", "this machine has no CUDA device; use auto or cpu")
@@ -70,6 +70,7 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
             llm = LLM(
                 model_path,
                 dtype=settings.dtype,
+                load_format="auto" if reads_weights else "dummy",
                 max_model_len=settings.max_model_len,
                 max_num_seqs=settings.max_num_seqs,
                 limit_mm_per_prompt={"image": settings.max_images, "video": 0},
@@ -123,9 +124,11 @@ def name_shared_memory(name: str) -> None:
 class VllmCore:
     """vLLM's engine with this project's requests and weights. Every rank of an engine makes the same calls in the same order."""
 
-    def __init__(self, model_path: str, settings: EngineSettings, *, banned_ids: list[int], stop_ids: list[int], name: str) -> None:
-        """`name` is this engine's alone, the same on all its ranks."""
-        self._llm = _start_vllm(model_path, settings, banned_ids=banned_ids, name=name)
+    def __init__(
+        self, model_path: str, settings: EngineSettings, *, banned_ids: list[int], stop_ids: list[int], name: str, reads_weights: bool
+    ) -> None:
+        """`name` is this engine's alone, the same on all its ranks. It has the folder's weights, or none before load_weights."""
+        self._llm = _start_vllm(model_path, settings, banned_ids=banned_ids, name=name, reads_weights=reads_weights)
         self._engine = self._llm.llm_engine
         self._stop_ids = stop_ids
         self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()
@@ -133,6 +136,7 @@ class VllmCore:
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.weights = Weights(runner.get_model(), bucket_bytes=int(settings.bucket_mib * 2**20))
         self._cuda = runner.device.type == "cuda"
+        self._noise = EngineNoise(runner) if self._cuda else None
         if not self._cuda:
             use_own_noise(runner)
         self.asleep: list[str] = []
@@ -149,6 +153,8 @@ class VllmCore:
         """Queue a request for the next step. Raises ValueError for what vLLM does not take."""
         from vllm.exceptions import VLLMValidationError
 
+        if self._noise and not self.is_busy():
+            self._noise.seed(request.sampling.seed)
         try:
             self._engine.add_request(request.id, self._engine_input(request), self._sampling_params(request.sampling))
         except VLLMValidationError as error:
@@ -205,7 +211,6 @@ class VllmCore:
         return SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            seed=sampling.seed if self._cuda else None,
             extra_args={SEED: sampling.seed},
             stop_token_ids=list(self._stop_ids),
             ignore_eos=True,

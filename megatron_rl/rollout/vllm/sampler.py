@@ -2,7 +2,11 @@
 
 vLLM's own seeds are generators that live with a request. On a CPU they fail when a prompt is computed in two parts (vllm 0.32.0,
 v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU Generator does not use offset"), and they cost a call per request and step. Noise
-that is a hash of (seed, position) is the same however requests are batched, split or preempted. On CUDA vLLM's own seeds are used.
+that is a hash of (seed, position) is the same however requests are batched, split or preempted.
+
+On CUDA (never run) a generator a request would be a kernel a request and step (v1/sample/ops/topk_topp_sampler.py::random_sample), so all
+requests of an engine draw from one, which the request that finds the engine idle seeds with its own seed: the same rollouts again where
+requests come and end in the same order, which nobody promises of episodes with tools or judges.
 """
 
 import math
@@ -61,6 +65,24 @@ def ban_and_seed(banned_ids: list[int]) -> "type[LogitsProcessor]":
             return torch.from_numpy(mix(seed_R, position_R))
 
     return BanAndSeed
+
+
+class EngineNoise:
+    """One generator for all requests of an engine, on its device."""
+
+    def __init__(self, runner: "GPUModelRunner") -> None:
+        self._generator = torch.Generator(device=runner.device)
+        runner.sampler.topk_topp_sampler.forward = self._forward
+
+    def seed(self, number: int) -> None:
+        self._generator.manual_seed(number % (1 << 63))
+
+    def _forward(self, logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row, with probability softmax(logits): the smallest of exponential times, each divided by its probability."""
+        assert not generators and k is None and p is None, "sampling is from the whole distribution"
+        logprob_RV = logits.log_softmax(dim=-1, dtype=torch.float32)
+        time_RV = torch.empty_like(logprob_RV).exponential_(generator=self._generator)
+        return (logprob_RV.exp() / time_RV).argmax(dim=-1), logprob_RV
 
 
 def use_own_noise(runner: "GPUModelRunner") -> None:

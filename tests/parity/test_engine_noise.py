@@ -1,0 +1,85 @@
+"""How an engine samples on CUDA, on an engine of the CPU: one generator for all its requests. And an engine that has read no weights."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration as HF
+
+from megatron_rl.config import EngineSettings
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.local import LocalEngine
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.vllm.sampler import EngineNoise
+from tests.support.packed import prompts
+from tests.support.sampled import BOUND, check_frequencies, gap, generate, policy_logits
+
+
+@pytest.fixture(scope="module")
+def bare(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+    engine = LocalEngine(
+        str(random_model), EngineSettings(kv_cache_mib=32), reads_weights=False,
+        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+    )  # fmt: skip
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def own(bare: LocalEngine, hf: HF, renderer: Renderer) -> LocalEngine:
+    """With HF's weights, and with the noise of an engine on CUDA."""
+    with pytest.raises(AssertionError, match="generate before load_weights"):
+        generate(bare, prompts(renderer)[:1], [Sampling(max_tokens=1, temperature=1.0, seed=0)])
+    bare.load_weights(((name, tensor) for name, tensor in hf.state_dict().items()), version=3)
+    core = bare._core
+    core._noise = EngineNoise(core._engine.model_executor.driver_worker.worker.model_runner)
+    return bare
+
+
+def test_frequencies_follow_the_probabilities(own: LocalEngine, hf: HF, renderer: Renderer) -> None:
+    context, num = prompts(renderer)[1], 3000
+    probability = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)
+    completions = generate(own, [context] * num, [Sampling(max_tokens=1, temperature=2.0, seed=seed) for seed in range(num)])
+    assert {completion.weight_version for completion in completions} == {3}
+    first = Counter(completion.token_ids[0] for completion in completions)
+    assert not first.keys() & set(renderer.banned_ids)
+    check_frequencies(num * probability, first)
+
+
+def test_logprobs_are_those_of_the_weights_that_came(own: LocalEngine, hf: HF, renderer: Renderer) -> None:
+    contexts = prompts(renderer)
+    completions = generate(own, contexts, [Sampling(max_tokens=12, temperature=0.7, seed=i) for i in range(len(contexts))])
+    for context, completion in zip(contexts, completions, strict=True):
+        assert gap(hf, context, completion, temperature=0.7, renderer=renderer) < BOUND
+
+
+def test_the_first_seed_of_a_round_is_that_of_all(own: LocalEngine, renderer: Renderer) -> None:
+    """The same round again is the same, whatever was played in between; another first seed is another round, of requests that differ."""
+    contexts = prompts(renderer)[:1] * 4
+
+    def played(*seeds: int) -> list[list[int]]:
+        samplings = [Sampling(max_tokens=12, temperature=2.0, seed=seed) for seed in seeds]
+        return [completion.token_ids for completion in generate(own, contexts, samplings)]
+
+    first, other = played(2**62 + 1, 2, 3, 4), played(5, 2, 3, 4)
+    assert played(2**62 + 1, 2, 3, 4) == first != other
+    assert len(set(map(tuple, first))) == 4
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    """In bfloat16 too, whose logprobs are given in float32."""
+
+    class Runner:
+        device = torch.device("cpu")
+        sampler = type("Sampler", (), {"topk_topp_sampler": type("Inner", (), {})()})()
+
+    noise = EngineNoise(Runner)
+    noise.seed(2**64 - 1)
+    logits = torch.randn(2000, 12, dtype=torch.bfloat16).index_fill_(1, torch.tensor([0, 7]), -torch.inf)
+    token_R, logprob_RV = Runner.sampler.topk_topp_sampler.forward(logits, {}, None, None)
+    assert set(token_R.tolist()) == set(range(12)) - {0, 7} and logprob_RV.dtype == torch.float32
+    torch.testing.assert_close(logprob_RV, logits.float().log_softmax(-1))
+    with pytest.raises(AssertionError, match="whole distribution"):
+        noise._forward(logits, {}, torch.tensor([3]), None)
