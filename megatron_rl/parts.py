@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Rollout
-from megatron_rl.world import World
+from megatron_rl.world import World, gather
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,12 +61,14 @@ def build_critic(settings: Settings, layout: Layout, *, num_steps: int) -> Criti
 
 
 def build_fleet(
-    settings: Settings, task: Task, *, trainer: Trainer, renderer: Renderer, world: World, stop: Stop, tell: Callable[[str], None]
-) -> Fleet:
-    """This process's engine and its place in the fleet. All ranks together."""
+    settings: Settings, task: Task, *,
+    trainer: Trainer, renderer: Renderer, world: World, group: dist.ProcessGroup | None, stop: Stop, tell: Callable[[str], None],
+) -> Fleet:  # fmt: skip
+    """This process's engine and its place in the fleet, whose rollouts come together in `group` (world.patient). All ranks together."""
     batch, size = settings.batch, settings.engine.tp
     return Fleet(
-        task, engine=build_engine(settings, renderer, world), renderer=renderer, trainer=trainer, gather=gather_rollouts,
+        task,
+        engine=build_engine(settings, renderer, world), renderer=renderer, trainer=trainer, gather=partial(gather_rollouts, group=group),
         episode=episode_settings(settings),
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
@@ -75,14 +78,15 @@ def build_fleet(
 
 
 def build_engine(settings: Settings, renderer: Renderer, world: World) -> LocalEngine:
-    """This process's engine: one alone, or a part of one that spans engine.tp neighboring ranks. All ranks together."""
+    """This process's engine: one alone, or a part of one that spans engine.tp neighboring ranks; it has no weights before the trainer's
+    are served. All ranks together."""
     group, size = None, settings.engine.tp
     if size > 1:
         groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world.size, size)]
         group = groups[world.rank // size]
     return LocalEngine(
         settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group,
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, reads_weights=False,
     )  # fmt: skip
 
 
@@ -96,10 +100,7 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
     )  # fmt: skip
 
 
-def gather_rollouts(mine: list[Rollout] | None) -> list[Rollout]:
+def gather_rollouts(mine: list[Rollout] | None, *, group: dist.ProcessGroup | None = None) -> list[Rollout]:
     """The rollouts of all ranks on every rank. In a world of more than one, images come without their patches (Renderer.restore)."""
-    parts = [mine]
-    if dist.get_world_size() > 1:
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
+    parts = [mine] if dist.get_world_size() == 1 else gather(mine, group=group)
     return [rollout for part in parts if part is not None for rollout in part]

@@ -103,10 +103,10 @@ class Checkpoints:
 
     def __init__(
         self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
-        start: Path | None, clock: Callable[[], float] = time.monotonic,
+        start: Path | None, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`start` is the checkpoint that `find` found."""
-        self._settings, self._policy, self._critic, self._start = settings, policy, critic, start
+        """`start` is the checkpoint that `find` found; `group` is where ranks wait for those that write longer (world.patient)."""
+        self._settings, self._policy, self._critic, self._start, self._group = settings, policy, critic, start, group
         self._run = Path(settings.run.dir)
         self._pending: _Pending | None = None
         self._clock, self._last = clock, clock()
@@ -171,8 +171,8 @@ class Checkpoints:
         with writing(self._run):
             try:
                 for save in pending.saves:
-                    save.finish()
-                on_main_rank(lambda: self._publish(pending))
+                    save.finish(group=self._group)
+                on_main_rank(lambda: self._publish(pending), group=self._group)
             except OSError:
                 if dist.get_rank() == 0:
                     shutil.rmtree(pending.folder, ignore_errors=True)

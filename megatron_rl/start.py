@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_critic
@@ -35,7 +36,7 @@ from megatron_rl.tasks.base import Task
 from megatron_rl.train import train
 from megatron_rl.types import RunFailed, Stopped
 from megatron_rl.watch import Watch
-from megatron_rl.world import World, connect, disconnect, place, together
+from megatron_rl.world import World, connect, disconnect, patient, place, together
 
 T = TypeVar("T")
 
@@ -54,6 +55,8 @@ class Parts:
     run: Run
     checkpoints: Checkpoints
     stop: Stop
+    patient: dist.ProcessGroup | None
+    """What ranks come to at very different times (world.patient)."""
     closing: ExitStack
     """Closes what was opened, in reverse, however the run ends."""
     fleet: Fleet | None = None
@@ -66,7 +69,7 @@ class Parts:
             trainer.sleep()
             fleet = self.fleet = build_fleet(
                 settings, self.task,
-                trainer=trainer, renderer=self.renderer, world=self.world, stop=self.stop, tell=self.run.tell,
+                trainer=trainer, renderer=self.renderer, world=self.world, group=self.patient, stop=self.stop, tell=self.run.tell,
             )  # fmt: skip
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
@@ -205,10 +208,11 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
         closing.callback(critic.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
-    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint)
+    group = patient(timeout_s=settings.parallel.skew_s)
+    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, group=group)
     return Parts(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
-        checkpoints=checkpoints, stop=stop, closing=closing,
+        checkpoints=checkpoints, stop=stop, patient=group, closing=closing,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import linecache
 import os
+import re
 import socket
 import sys
 import threading
@@ -147,10 +148,17 @@ class Watch:
     def _part(self, error: BaseException) -> None:
         """Say why, once a node, and everywhere the same."""
         self._ask()
-        waited = f"parallel.timeout_s={self._timeout_s:g}: a collective waited longer; " if "Timed out" in str(error) else ""
-        line = self._store.compare_set("watch/verdict", "", waited + self._verdict()).decode()
+        line = self._store.compare_set("watch/verdict", "", self._waited(error) + self._verdict()).decode()
         if self._store.add(f"watch/told/{self._world.node}", 1) == 1:
             _tell(f"error: {line}")
+
+    def _waited(self, error: BaseException) -> str:
+        """Which time limit was passed, if one was: that of world.patient is another than that of all other groups."""
+        found = re.search(r"Timed out waiting (\d+)ms", str(error))
+        if found is None:
+            return ""
+        limit_s = int(found[1]) / 1000
+        return f"parallel.{'timeout_s' if limit_s == self._timeout_s else 'skew_s'}={limit_s:g}: a collective waited longer; "
 
     def _say(self, when: str, answer: Answer) -> None:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))

@@ -76,10 +76,16 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def gather(mine: T) -> list[T]:
+def patient(*, timeout_s: float) -> dist.ProcessGroup | None:
+    """A group of all ranks for collectives that some of them come to much later; None, which is the default group, in a world of one.
+    A rank that dies is noticed in it at once. All ranks together."""
+    return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def gather(mine: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """What every rank hands in, in their order, on every rank."""
     everyones: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    dist.all_gather_object(everyones, mine, group=group)
     return everyones
 
 
@@ -107,7 +113,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def on_main_rank(act: Callable[[], T]) -> T:
+def on_main_rank(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Let rank 0 do something while the others wait: its result, or the OSError or ValueError that it met, on every rank."""
     told: list = [None, None]
     if dist.get_rank() == 0:
@@ -117,7 +123,7 @@ def on_main_rank(act: Callable[[], T]) -> T:
             told[1] = OSError(str(reason))
         except ValueError as reason:
             told[1] = ValueError(str(reason))
-    dist.broadcast_object_list(told, src=0)
+    dist.broadcast_object_list(told, src=0, group=group)
     if told[1] is not None:
         raise told[1]
     return told[0]

@@ -40,7 +40,7 @@ class SlowSave:
     def is_written(self) -> bool:
         return self.written
 
-    def finish(self) -> None:
+    def finish(self, *, group: dist.ProcessGroup | None) -> None:
         (self.folder / "tensors").write_text("3.14")
 
 

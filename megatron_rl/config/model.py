@@ -1,5 +1,6 @@
 """The policy: its checkpoint, its adapters, its layout over ranks."""
 
+import math
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -82,6 +83,8 @@ class ParallelSettings:
     """Move parameters and gradient buffers to the host while the engine rolls out."""
     timeout_s: float = 600.0
     """A collective that waits longer ends the run instead of hanging it."""
+    skew_s: float = 14400.0
+    """How much longer one rank may roll out, or write its part of a checkpoint, than another; a longer wait ends the run."""
 
     def __post_init__(self) -> None:
         require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")
@@ -90,4 +93,5 @@ class ParallelSettings:
         require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "needs parallel.pp of at least 2")
         require_choice("parallel.recompute", self.recompute, ("none", "selective", "full"))
         require(self.logprob_rows >= 1, "parallel.logprob_rows", self.logprob_rows, "must be at least 1")
+        require(0 < self.skew_s < math.inf, "parallel.skew_s", self.skew_s, "must be a number of seconds")
         require(not self.sequence_parallel or self.tp > 1, "parallel.sequence_parallel", True, "needs parallel.tp of at least 2")

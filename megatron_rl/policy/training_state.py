@@ -94,18 +94,18 @@ class Save:
         dist.all_reduce(waiting)
         return int(waiting) == 0
 
-    def finish(self) -> None:
-        """Wait for all ranks and complete the folder. Where one of them could not write, every rank raises OSError."""
+    def finish(self, *, group: dist.ProcessGroup | None = None) -> None:
+        """Wait in `group` for all ranks and complete the folder. Where one of them could not write, every rank raises OSError."""
         error = self._written.exception()
         self._thread.shutdown()
         errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, "" if error is None else f"rank {dist.get_rank()}: {_first(error)}")
+        dist.all_gather_object(errors, "" if error is None else f"rank {dist.get_rank()}: {_first(error)}", group=group)
         failed = [text for text in errors if text]
         if failed:
             raise OSError(failed[0])
         results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self._written.result(), results)
-        on_main_rank(partial(self._complete, results))
+        dist.gather_object(self._written.result(), results, group=group)
+        on_main_rank(partial(self._complete, results), group=group)
 
     def _complete(self, results: list) -> None:
         self._writer.finish(self._metadata, results)

@@ -1,0 +1,84 @@
+"""Run as a world by distributed/test_skew.py: an engine that plays LATE_S longer than another, a part of a checkpoint that takes as long.
+
+usage: skewed.py OUT SKEW_S      parallel.timeout_s is 1
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl import parts
+from megatron_rl.config import ModelSettings, ParallelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.run import History
+from megatron_rl.run_states import Checkpoints
+from megatron_rl.stop import Stop
+from megatron_rl.types import Parted
+from megatron_rl.watch import Watch
+from megatron_rl.world import World, connect, disconnect, gather, patient, place
+
+LATE_S = 3.0
+
+
+@dataclass
+class LateEngine:
+    late_s: float
+
+    def run(self, main: Coroutine) -> object:
+        time.sleep(self.late_s)
+        return asyncio.run(main)
+
+
+@dataclass
+class LateSave:
+    late_s: float
+
+    def is_written(self) -> bool:
+        return False
+
+    def finish(self, *, group: dist.ProcessGroup) -> None:
+        time.sleep(self.late_s)
+        gather(None, group=group)
+
+
+class LatePolicy:
+    def __init__(self, late_s: float) -> None:
+        self.late_s = late_s
+
+    def save(self, folder: Path, *, optimizer: str, background: bool) -> LateSave:
+        return LateSave(self.late_s)
+
+
+def play(settings: Settings, world: World) -> None:
+    group, late_s = patient(timeout_s=settings.parallel.skew_s), LATE_S * world.rank
+    parts.build_engine = lambda *_: LateEngine(late_s)
+    fleet = parts.build_fleet(settings, None, trainer=None, renderer=None, world=world, group=group, stop=Stop(grace_s=1), tell=print)
+    fleet.play([], samples=1, settings=fleet.episode)
+    checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, group=group)
+    publish = checkpoints._publish
+    checkpoints._publish = lambda pending: (time.sleep(LATE_S), publish(pending))
+    checkpoints.save(1, history=History(), metrics={})
+    (Path(settings.run.dir) / f"through_{world.rank}").touch()
+
+
+def main(out: Path, skew_s: float) -> None:
+    world, parallel = place(), ParallelSettings(timeout_s=1, skew_s=skew_s)
+    run, model = RunSettings(dir=str(out)), ModelSettings(path=str(out))
+    settings = Settings(model=model, parallel=parallel, run=run, task=TaskSettings(name="number_line"))
+    watch = Watch(world, folder=out, timeout_s=parallel.timeout_s)
+    connect(world, timeout_s=parallel.timeout_s)
+    with ExitStack() as closing, watch:
+        closing.callback(disconnect)
+        play(settings, world)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), float(sys.argv[2]))
+    except Parted:
+        sys.exit(1)
