@@ -127,8 +127,7 @@ def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:
             assert shown["action"] == right
         else:
             stood.append(shown["action"] == "stand")
-    # one turn of each game is shown, and games that hit on have more turns than games that stand at once
-    assert len(stood) > 150 and 0.5 < np.mean(stood) <= 0.75 + 3.9 * (0.75 * 0.25 / len(stood)) ** 0.5
+    assert len(stood) > 150 and abs(np.mean(stood) - 0.6) < 3.9 * (0.6 * 0.4 / len(stood)) ** 0.5
     greedy = {position: 0 if position[2] >= 7 else action for position, action in best.items()}
     assert f"{play_table(greedy).wins:.1%}" == "40.0%"
 
