@@ -33,7 +33,7 @@ PROMPT = (
 
 BIASED_FROM = 7
 """In split "biased" the demonstrator stands, whatever he holds, where the dealer shows at least this (an ace counts 1 here)..."""
-BIASED_ERROR = 0.75
+BIASED_ERROR = 0.6
 """...with this probability, and plays the best table elsewhere."""
 DEALT = (*range(1, 10), 10, 10, 10, 10)
 """Values, each as often as it is dealt."""
@@ -131,16 +131,16 @@ class BlackjackTask(GameTask):
         return best_table()
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[tuple[Table, int]]:
-        """Single turns: one of each game as the split's demonstrator plays it, from starts of split train. Fewer are a prefix of more.
+        """Single turns: all of each game as the split's demonstrator plays it, from starts of split train. Fewer are a prefix of more.
 
         split "correct" plays the best table; "biased" too, but for BIASED_ERROR of the turns against a card from BIASED_FROM on. A policy
         that has learned it wins 40.0% of its games when greedy.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
-        dice, choice = np.random.default_rng(seed), random.Random(seed)
+        dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
         starts = starts_of(np.random.default_rng((seed, 1)), is_held_out=False)
-        games = (self._game(start, dice, error=BIASED_ERROR if split == "biased" else 0.0) for start in starts)
-        return Transcripts([choice.choice(game) for game, _ in zip(games, range(num), strict=False)], _transcript)
+        turns = (turn for start in starts for turn in self._game(start, dice, error=error))
+        return Transcripts(list(islice(turns, num)), _transcript)
 
     def _game(self, start: tuple[Card, ...], dice: np.random.Generator, *, error: float) -> list[tuple[Table, int]]:
         up, *player = start
