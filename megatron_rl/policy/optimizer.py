@@ -3,11 +3,12 @@
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import nn
 
-from megatron_rl.config import LoraSettings, OptimSettings
+from megatron_rl.config import LoraSettings, OptimSettings, require
 from megatron_rl.policy.parallel import is_imagined
 from megatron_rl.policy.transformer import Chunk
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
@@ -37,9 +38,10 @@ def build_optimizer(
     """AdamW over data-parallel shards (Megatron's distributed optimizer). bfloat16 parameters have fp32 main weights and fp32 moments.
 
     Megatron's standard overrides (no weight decay of biases and norms) hold beside those of parts: it merges all that match a parameter.
-    `head_lr` is the peak learning rate of a value head, if there is one.
+    `head_lr` is the peak learning rate of a value head, if there is one. ValueError: float32 weights cannot be offloaded.
     """
     dtype = chunks[0].config.params_dtype
+    require(not offload or dtype == torch.bfloat16, "parallel.offload_optimizer", True, "needs model.dtype=bfloat16")
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -61,7 +63,12 @@ def build_optimizer(
         for part, lr in settings.part_lr.items()
     }
     overrides[ParamKey(name=("*module.value_head.*",))] = ParamGroupOverride(max_lr=head_lr)
-    return get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_imagined())
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_imagined())
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            # It is given main weights, which are fp32 already. megatron-core 0.16.1 looks for other ones when it has loaded: KeyError.
+            part.optimizer.param_update_in_fp32 = False
+    return optimizer
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:

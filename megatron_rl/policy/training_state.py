@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
@@ -229,8 +230,9 @@ def _prepare(optimizer: ChainedOptimizer) -> None:
     """Zero moments for all that is trained, without AdamW's own step: megatron-core 0.16.1 copies by the names that the state has
     (optimizer/distrib_optimizer.py, _set_main_param_and_optimizer_states), and its reshardable formats have no step."""
     for part in _trained(optimizer):
+        where = {"device": "cpu"} if isinstance(part.optimizer, HybridDeviceOptimizer) else {}
         for main in (main for group in part.optimizer.param_groups for main in group["params"]):
-            part.optimizer.state[main] = {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
+            part.optimizer.state[main] = {name: torch.zeros_like(main, **where) for name in ("exp_avg", "exp_avg_sq")}
 
 
 def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> None:
@@ -240,6 +242,7 @@ def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> No
         else:
             part.load_parameter_state_from_fully_reshardable(tensors)
         _set_step(part, updates)
+        _hand_down(part)
 
 
 @torch.no_grad()
@@ -248,6 +251,16 @@ def restart(optimizer: ChainedOptimizer) -> None:
     _prepare(optimizer)
     for part in _trained(optimizer):
         _set_step(part, 0)
+        _hand_down(part)
+
+
+def _hand_down(part: DistributedOptimizer) -> None:
+    """An optimizer on the host (megatron-core 0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py) steps from copies of the main weights
+    and from states of its own: both become those of the main weights."""
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        part.optimizer._sync_hdo_state_to_sub_optimizers()
+        for main, copy in part.optimizer.gpu_params_map_cpu_copy.items():
+            copy.copy_(main)
 
 
 def _set_step(part: DistributedOptimizer, updates: int) -> None:

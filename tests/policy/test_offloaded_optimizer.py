@@ -1,0 +1,138 @@
+"""The optimizer on the host (parallel.offload_optimizer) without a GPU: Megatron's own, given copies as a GPU's parameters would have them.
+
+What stands in is what asks for a device: streams, pinned memory, and that a parameter is on CUDA.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+from megatron_rl.algo.objective import objective
+from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.policy import network, optimizer
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from tests.support.one_process import opened, world_of_one
+from tests.support.packed import example_contexts
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+class Stream:
+    """There is one, and it is done with all that it was given."""
+
+    def wait_stream(self, other: "Stream") -> None: ...
+
+    def record_event(self) -> "Stream":
+        return self
+
+    def wait(self, other: "Stream") -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def copied(self: HybridDeviceOptimizer, fraction: float) -> tuple:
+    """All parameters have a copy that is stepped, as hybrid_optimizer.py makes them of parameters on CUDA at a fraction of 1."""
+    assert fraction == 1.0
+    copies = {param: param.detach().clone() for group in self.param_groups for param in group["params"]}
+    groups = [group | {"params": [copies[param] for param in group["params"]]} for group in self.param_groups if group["params"]]
+    return groups, [], copies, {copy: param for param, copy in copies.items()}, {}
+
+
+@pytest.fixture
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every policy that is built now has its optimizer on the host."""
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", copied)
+    monkeypatch.setattr(optimizer, "OptimizerConfig", partial(optimizer.OptimizerConfig, pin_cpu_grads=False, pin_cpu_params=False))
+    build = optimizer.build_optimizer
+    monkeypatch.setattr(network, "build_optimizer", lambda *given, offload, **named: build(*given, offload=True, **named))
+
+
+def policy_of(model: Path, dtype: str = "bfloat16") -> Policy:
+    settings, parallel = ModelSettings(path=str(model), dtype=dtype), ParallelSettings()
+    renderer = Renderer(settings)
+    return opened(
+        Policy(
+            settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(lr=1e-2, weight_decay=0.1), num_steps=9,
+            banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        )
+    )  # fmt: skip
+
+
+def step(policy: Policy, model: Path, number: int) -> None:
+    contexts = example_contexts(Renderer(ModelSettings(path=str(model))))
+    policy.update(policy.pack(contexts, max_tokens=10_000), objective(AlgoSettings()), step=number)
+
+
+def main_weights(policy: Policy) -> list[torch.Tensor]:
+    (part,) = policy.network.optimizer.chained_optimizers
+    return [main.clone() for group in part.optimizer.param_groups for main in group["params"]]
+
+
+def bits(policy: Policy) -> dict[str, bytes]:
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in policy.hf_weights()}
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", "dp_reshardable"])
+def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_model: Path, tmp_path: Path, kind: str) -> None:
+    """Two steps, a checkpoint, two more; and from the checkpoint, in another policy, the same two: bit for bit."""
+    whole, resumed = policy_of(random_model), policy_of(random_model)
+    assert isinstance(whole.network.optimizer.chained_optimizers[0].optimizer, HybridDeviceOptimizer)
+    begun = bits(whole)
+    for number in range(2):
+        step(whole, random_model, number)
+    saved = bits(whole)
+    whole.save(tmp_path, optimizer=kind, background=False).finish()
+    resumed.load(tmp_path, seed=0)
+    assert bits(resumed) == saved != begun
+    for number in range(2, 4):
+        for policy in (whole, resumed):
+            step(policy, random_model, number)
+        assert bits(resumed) == bits(whole)
+    assert bits(whole) != saved
+
+
+def test_it_steps_as_the_optimizer_on_the_device_does(
+    world: None, random_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """One step, to rounding, in the main weights: torch's AdamW is another kernel when it is fused."""
+    here = policy_of(random_model)
+    request.getfixturevalue("offloaded")
+    there = policy_of(random_model)
+    begun = main_weights(here)
+    for policy in (here, there):
+        step(policy, random_model, 0)
+    for ours, theirs, before in zip(main_weights(there), main_weights(here), begun, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * (theirs - before).norm() > 0
+
+
+def test_moments_that_are_forgotten_are_forgotten_on_the_host(world: None, offloaded: None, random_model: Path) -> None:
+    """After a critic's warm-up: its own states are new, and its weights are the policy's."""
+    warm = policy_of(random_model)
+    step(warm, random_model, 0)
+    (part,) = warm.network.optimizer.chained_optimizers
+    (inner,) = part.optimizer.cpu_optimizers
+    assert all(state["step"] == 1 and state["exp_avg"].any() for state in inner.state.values())
+    kept = main_weights(warm)
+    warm.restart_optimizer()
+    assert all(state["step"] == 0 and not (state["exp_avg"].any() or state["exp_avg_sq"].any()) for state in inner.state.values())
+    assert all(map(torch.equal, kept, main_weights(warm)))
+    assert len(inner.state) == len(kept)
+
+
+def test_it_takes_main_weights_alone(world: None, offloaded: None, random_model: Path) -> None:
+    """megatron-core 0.16.1 cannot offload the optimizer of float32 parameters, whose main weights are views of them."""
+    with pytest.raises(ValueError, match="parallel.offload_optimizer=True: needs model.dtype=bfloat16"):
+        policy_of(random_model, "float32")
