@@ -130,10 +130,10 @@ def test_a_time_limit_requeues_and_changes_nothing(slurm: Cluster, tree: Path, r
     slurm.wait(job, states=["PENDING"], timeout_s=WAIT_S)
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60", cwd=tree)
     found = slurm.wait(job, timeout_s=WAIT_S)[job]
-    lives = [path.read_text().splitlines()[-1] for path in sorted(folder.glob("logs/attempt_*/output.txt"))]
+    lives = [path.read_text() for path in sorted(folder.glob("logs/attempt_*/output.txt"))]
     print(*lives, (folder / "logs" / f"slurm-{job}.out").read_text(), sep="\n")
     assert (found.state, found.code, found.restarts, len(lives)) == ("COMPLETED", "0:0", 1, 2), words_of(tree)
-    assert lives[0].startswith("stopped at step ") and lives[1].startswith("done: ")
+    assert "\nstopped at step " in lives[0] and "\ndone: " in lives[1], "srun has the last word where it ends a step"
     check_equal(folder, unbroken)
 
 
