@@ -84,6 +84,8 @@ class LocalEngine:
         """Seconds spent preparing requests and inside vLLM's step, since construction."""
         self._ids = itertools.count()
         self._news = _Announcement()
+        self._held: list[Request] = []
+        """Whose prompt another request has brought in this step: a step later it lies in vLLM's prefix cache, and is computed once."""
         self._woken = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._error: BaseException | None = None
@@ -171,7 +173,7 @@ class LocalEngine:
 
     async def _pump(self) -> None:
         while True:
-            if not (self._news or self._core.is_busy()):
+            if not (self._news or self._held or self._core.is_busy()):
                 self._woken.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._woken.wait(), HEARTBEAT_S)
@@ -223,15 +225,27 @@ class LocalEngine:
     def _admit(self, news: _Announcement) -> None:
         if self._error is not None:
             return
+        held, self._held = self._held, []
+        seen: set[tuple] = set()
         for request in news.requests:
-            try:
-                self._core.add(request)
-            except ValueError as error:
-                future = self._waiting.pop(request.id, None)
-                if future is not None and not future.done():
-                    future.set_exception(error)
+            prompt = (*request.token_ids, *(image.key for image in request.images))
+            (self._held if prompt in seen else held).append(request)
+            seen.add(prompt)
+        for request in held:
+            if request.id not in news.aborted:
+                self._add(request)
         self._core.abort(news.aborted)
-        self._core.trim_images()
+        self._held = [request for request in self._held if request.id not in news.aborted]
+        if not self._held:  # they may show an image whose patches came with another request
+            self._core.trim_images()
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except ValueError as error:
+            future = self._waiting.pop(request.id, None)
+            if future is not None and not future.done():
+                future.set_exception(error)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights in place (every tensor exactly once, proven: vllm/weights.py) and forget what the old ones computed.

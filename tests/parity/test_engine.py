@@ -3,13 +3,11 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
-from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Completion, Sampling, placeholder_offsets
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
@@ -58,6 +56,25 @@ def test_frequencies_follow_the_probabilities(engine: LocalEngine, hf: HF, rende
     contexts = [token for token, _ in first.most_common() if token not in renderer.stop_ids][:20]
     expected = sum(first[token] * probability([*context.token_ids, token]) for token in contexts)
     check_frequencies(expected, Counter(c.token_ids[1] for c in completions if c.token_ids[0] in contexts))
+
+
+def test_the_prompt_of_a_group_is_computed_once(engine: LocalEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks first: the others find its whole blocks in the cache. What is sampled is what each would have been given alone."""
+    contexts = [prompts(renderer)[1]] * 5 + [prompts(renderer)[2]] + [prompts(renderer)[1]]
+    samplings = [Sampling(max_tokens=12, temperature=1.0, seed=i) for i in range(len(contexts))]
+    alone = [generate(engine, [context], [sampling])[0].token_ids for context, sampling in zip(contexts, samplings, strict=True)]
+    engine._core._forget()
+    cached, step = {}, engine._core._engine.step
+
+    def watched() -> list:
+        outputs = step()
+        cached.update({output.request_id: output.num_cached_tokens for output in outputs})
+        return outputs
+
+    monkeypatch.setattr(engine._core._engine, "step", watched)
+    assert [completion.token_ids for completion in generate(engine, contexts, samplings)] == alone
+    whole = len(contexts[0].token_ids) // 32 * 32
+    assert whole > 0 and sorted(cached.values()) == [0, 0] + [whole] * 5
 
 
 def test_a_seed_decides_whatever_the_company(engine: LocalEngine, renderer: Renderer) -> None:
@@ -279,10 +296,3 @@ def test_busy_seconds_only_grow(engine: LocalEngine, renderer: Renderer) -> None
     before = engine.busy_s
     generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
     assert before < engine.busy_s
-
-
-def test_cuda_without_cuda_is_refused(random_model: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    with pytest.raises(ValueError, match="engine.device=cuda: .*use auto or cpu"):
-        LocalEngine(str(random_model), EngineSettings(device="cuda"), image_token_id=1, banned_ids=[], stop_ids=[], group=None)

@@ -83,3 +83,10 @@ def test_tokens_without_probability_are_never_drawn() -> None:
     torch.testing.assert_close(logprob_RV, logits.float().log_softmax(-1))
     with pytest.raises(AssertionError, match="whole distribution"):
         noise._forward(logits, {}, torch.tensor([3]), None)
+
+
+def test_cuda_without_cuda_is_refused(random_model: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(ValueError, match="engine.device=cuda: .*use auto or cpu"):
+        LocalEngine(str(random_model), EngineSettings(device="cuda"), image_token_id=1, banned_ids=[], stop_ids=[], group=None)
