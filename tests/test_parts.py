@@ -49,8 +49,9 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
     stop = SimpleNamespace(within_grace="grace")
-    fleet = parts.build_fleet(SETTINGS, "task", trainer=policy, renderer=renderer, world=world, stop=stop, tell=print)
-    assert fleet.grace == "grace"
+    given = {"trainer": policy, "renderer": renderer, "world": world, "group": "patient", "stop": stop, "tell": print}
+    fleet = parts.build_fleet(SETTINGS, "task", **given)
+    assert fleet.grace == "grace" and fleet.gather.func is parts.gather_rollouts and fleet.gather.keywords == {"group": "patient"}
     assert (fleet.index, fleet.num_engines, fleet.task, fleet.renderer, fleet.trainer) == (index, num_engines, "task", renderer, policy)
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10)
     assert fleet.episode == EpisodeSettings(
@@ -58,7 +59,14 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
         errors_end=True, seed=11,
     )  # fmt: skip
     assert groups == ([] if tp == 1 else [[0, 1], [2, 3], [4, 5]])
-    expected = {"path": "folder", "settings": SETTINGS.engine, "image_token_id": 1, "banned_ids": [2], "stop_ids": [3]}
+    expected = {
+        "path": "folder",
+        "settings": SETTINGS.engine,
+        "image_token_id": 1,
+        "banned_ids": [2],
+        "stop_ids": [3],
+        "reads_weights": False,
+    }
     assert vars(fleet.engine) == {**expected, "group": None if tp == 1 else [4, 5]}
 
 
