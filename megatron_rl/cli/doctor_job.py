@@ -17,8 +17,8 @@ from megatron_rl.nodes import check_nodes
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.world import World, connect, disconnect, gather, on_main_rank
 
-MEET_S = 60.0
-"""What the processes of all nodes have to meet."""
+MEET_S = 600.0
+"""What the processes of all nodes have to meet: one of them may have more data to look at than another."""
 SUMMED_BYTES, ROUNDS = 64 << 20, 5
 SLOW = 1e9
 """Bytes a second below which nodes with GPUs probably talk over the wrong network."""
@@ -30,9 +30,9 @@ FAR_S = 1.0
 
 def examine_together(settings: Settings, world: World, examine: Callable[[], Report]) -> Report:
     """One report of all nodes, on every rank; each node's first rank examines it."""
+    mine = examine() if world.is_first_here else None  # before the ranks meet: the plan makes up a world of its own
     connect(world, timeout_s=MEET_S)
     try:
-        mine = examine() if world.is_first_here else None
         found = [(node, report) for node, report in gather((f"node {world.node} ({socket.gethostname()})", mine)) if report is not None]
         whole = merged(dict(found))
         look_at_nodes(settings, world, whole)

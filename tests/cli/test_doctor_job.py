@@ -11,7 +11,8 @@ import pytest
 from megatron_rl.cli.doctor_job import look_at_time
 from megatron_rl.cli.report import Report
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
-from tests.conftest import SUPPORT
+from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
 from tests.support.two_nodes import ranks
 
 HOST = socket.gethostname()
@@ -43,6 +44,14 @@ def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
     assert 4.5 < float(ahead[1]) < 5.5
     assert re.fullmatch(r"2 ranks, 64 MiB: \d+\.\d GB/s", rows["all-reduce"])
     assert not any((folder / "run").exists() for folder in folders), "nothing stays"
+
+
+def test_two_ranks_of_a_run_that_can_start(random_model: Path, tmp_path: Path) -> None:
+    """The whole of it, as a launcher starts it: plan, model and task by the first rank of the node, sums and clocks by both."""
+    words = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "run.host_gb=100")
+    done = forked.world(2, ROOT / "launch" / "doctor.py", *words, timeout_s=120)
+    assert done.returncode == 0 and done.stdout.count("a run can start\n") == 1, done.stdout
+    assert "2 processes fit" in done.stdout and "2 ranks, 64 MiB" in done.stdout and "Traceback" not in done.stdout
 
 
 @pytest.mark.parametrize(("hours", "warned"), [(1.0, False), (0.1, True)])
