@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Container, Sequence
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -87,14 +88,14 @@ class Hearing:
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
         self.heard: set[int] = set()
+        self._closing = ExitStack()
 
     def __enter__(self) -> Self:
-        self._hearing = hearing(dict.fromkeys(SIGNALS, self._hear))
-        self._hearing.__enter__()
+        self._closing.enter_context(hearing(dict.fromkeys(SIGNALS, self._hear)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._hearing.__exit__(None, None, None)
+        self._closing.close()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard.add(number)

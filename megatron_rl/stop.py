@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
@@ -46,14 +46,14 @@ class Stop:
         self._grace_s, self._clock = grace_s, clock
         self._since: float | None = None
         self._interrupted = False
+        self._closing = ExitStack()
 
     def __enter__(self) -> Self:
-        self._hearing = hearing(dict.fromkeys(SIGNALS, self._hear))
-        self._hearing.__enter__()
+        self._closing.enter_context(hearing(dict.fromkeys(SIGNALS, self._hear)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._hearing.__exit__(None, None, None)
+        self._closing.close()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -101,7 +101,7 @@ def look_at_gpus(settings: Settings, report: Report) -> None:
 def driver_of(file: Path) -> str:
     """The version of NVIDIA's driver; '' where there is none. Example: 580.65.06"""
     try:
-        found = re.search(r"(?:Module|Kernel Module for \S+)\s+(\d+\.[\d.]+)", file.read_text())
+        found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", file.read_text())
     except OSError:
         return ""
     return found[1] if found else ""

@@ -4,7 +4,7 @@ A prompt shared by several sequences is one segment, which they continue. On a C
 call for all segments of equal shape. In bfloat16 on a GPU without Transformer Engine: torch's variable-length kernel (torch 2.13,
 torch.nn.attention.varlen; it has no fp32), which was never run where this was written; tests hold its place with one of the same contract.
 
-Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Behind the rows: K keys and values, M their heads.
+Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and values are [K, M, D]: K rows of M heads.
 """
 
 from collections.abc import Callable, Sequence
