@@ -4,13 +4,13 @@ Credit is on the tokens (Context.advantages); the batch knows nothing of prompts
 tokens returns to their contexts by Batch.origin_S.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_rl.minibatches import WeightedContext
-from megatron_rl.types import ATTACHED, Batch, Image, Origin, Rollout, Rows, ValueRows
+from megatron_rl.types import ATTACHED, Batch, Context, Image, Origin, Rollout, Rows, ValueRows
 
 Positions = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
 """(token_ids, images) -> rotary positions [3, L] of a context: ModelSpec.positions."""
@@ -46,6 +46,11 @@ def pack(
     if padding:
         segments.append(Segment.zeros(padding))
     return _join(segments, denominator=sum(each.denominator for each in weighted), device=device)
+
+
+def distinct_images(contexts: Iterable[Context]) -> list[Image]:
+    """The images of a micro-batch of these contexts, each once, in the order of Batch.images."""
+    return list({image.key: image for context in contexts for image in context.images}.values())
 
 
 def empty_batch(length: int, *, device: torch.device | None = None) -> Batch:
@@ -118,7 +123,7 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
             position_M.append(offsets[-1] + place)
             row_M.append(images[image.key][0] + row)
         offsets.append(offsets[-1] + len(segment.token_ids))
-    pictures = [image for _, image in images.values()]
+    shown = [image for _, image in images.values()]
 
     def column(values: Callable[[Segment], list], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([value for segment in segments for value in values(segment)], dtype=dtype, device=device)
@@ -132,8 +137,8 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
         cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32, device=device),
         prefix_S=[segment.prefix for segment in segments],
         origin_S=[segment.origin for segment in segments],
-        patch_PC=torch.cat([image.patch_PC for image in pictures]) if pictures else torch.empty(0, 0),
-        grid_I3=torch.tensor([image.grid for image in pictures], dtype=torch.long, device=device).reshape(-1, 3),
+        images=shown,
+        grid_I3=torch.tensor([image.grid for image in shown], dtype=torch.long, device=device).reshape(-1, 3),
         vision_position_M=torch.tensor(position_M, dtype=torch.long, device=device),
         vision_row_M=torch.tensor(row_M, dtype=torch.long, device=device),
         denominator=denominator,

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch.distributed as dist
 
 from megatron_rl.algo.algorithms import needs_reference
 from megatron_rl.config import Settings
+from megatron_rl.gallery import Gallery
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.patches import Patches
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import Fleet, RoundSettings, Trainer
@@ -17,8 +18,7 @@ from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Rollout
-from megatron_rl.world import World, gather
+from megatron_rl.world import World
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +38,7 @@ class Trained:
 
 
 def build_policy(
-    settings: Settings, layout: Layout, renderer: Renderer, *, num_steps: int, is_rl: bool, has_values: bool = False
+    settings: Settings, layout: Layout, renderer: Renderer, *, patches: Patches, num_steps: int, is_rl: bool, has_values: bool = False
 ) -> Policy:
     """This rank's share of the model with its optimizer, for the stage's steps."""
     shares_trunk = has_values and settings.critic.trunk == "shared"
@@ -48,27 +48,28 @@ def build_policy(
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
         temperature=settings.algo.temperature if is_rl else 1.0,
         keep_reference=is_rl and needs_reference(settings.algo), bucket_mib=settings.engine.bucket_mib,
-        lora=settings.lora, seed=settings.run.seed, critic=settings.critic if shares_trunk else None,
+        lora=settings.lora, seed=settings.run.seed, critic=settings.critic if shares_trunk else None, patches=patches,
     )  # fmt: skip
 
 
-def build_critic(settings: Settings, layout: Layout, *, num_steps: int) -> Critic:
+def build_critic(settings: Settings, layout: Layout, *, patches: Patches, num_steps: int) -> Critic:
     """This rank's share of a critic with a trunk of its own. Its optimizer is the policy's but for the learning rate."""
     optim = replace(settings.optim, lr=settings.critic.lr, part_lr={})
     return Critic(
-        settings.critic, layout, model=settings.model, parallel=settings.parallel, optim=optim, num_steps=num_steps, seed=settings.run.seed
-    )
+        settings.critic, layout, model=settings.model, parallel=settings.parallel, optim=optim, num_steps=num_steps,
+        seed=settings.run.seed, patches=patches,
+    )  # fmt: skip
 
 
 def build_fleet(
     settings: Settings, task: Task, *,
-    trainer: Trainer, renderer: Renderer, world: World, group: dist.ProcessGroup | None, stop: Stop, tell: Callable[[str], None],
+    trainer: Trainer, renderer: Renderer, world: World, gallery: Gallery, stop: Stop, tell: Callable[[str], None],
 ) -> Fleet:  # fmt: skip
-    """This process's engine and its place in the fleet, whose rollouts come together in `group` (world.patient). All ranks together."""
+    """This process's engine and its place in the fleet, whose rollouts come together by `gallery`. All ranks together."""
     batch, size = settings.batch, settings.engine.tp
     return Fleet(
         task,
-        engine=build_engine(settings, renderer, world), renderer=renderer, trainer=trainer, gather=partial(gather_rollouts, group=group),
+        engine=build_engine(settings, renderer, world), renderer=renderer, trainer=trainer, gather=gallery.gather,
         episode=episode_settings(settings),
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
@@ -98,9 +99,3 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
         max_turns=task.max_turns, max_tokens_per_turn=task.max_tokens_per_turn, max_seconds=task.max_seconds, errors_end=task.errors_end,
         max_context=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
     )  # fmt: skip
-
-
-def gather_rollouts(mine: list[Rollout] | None, *, group: dist.ProcessGroup | None = None) -> list[Rollout]:
-    """The rollouts of all ranks on every rank. In a world of more than one, images come without their patches (Renderer.restore)."""
-    parts = [mine] if dist.get_world_size() == 1 else gather(mine, group=group)
-    return [rollout for part in parts if part is not None for rollout in part]

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,11 +15,12 @@ from megatron_rl.config import Settings
 from megatron_rl.jsonl import replace_bytes, replace_lines
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
-from megatron_rl.observe.recorder import Recorder
+from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
+from megatron_rl.observe.recorder import Recorder, best_and_worst, store_pictures
 from megatron_rl.observe.recorder import write as write_rollouts
 from megatron_rl.step_metrics import credited_groups
 from megatron_rl.types import Batch, End, NotFinite, Rollout, RunFailed, Status
-from megatron_rl.world import World, on_main_rank
+from megatron_rl.world import World, on_main_rank, together
 
 CONFIG, EVALUATION, FINAL, CHECKPOINTS = "config.yaml", "eval.json", "final", "checkpoints"
 """Of a run folder: its settings, the mark that it is finished, the model, and the training states."""
@@ -71,7 +72,8 @@ class Run:
         """Of the last step that was done in this life."""
         self.evaluation: dict[str, float] = {}
         """Of the last evaluation in this life, as in eval.json."""
-        self.is_main, self._rank = world.is_main, world.rank
+        self.is_main, self._rank, self._is_alone = world.is_main, world.rank, world.size == 1
+        self._recorded = {"best": settings.run.record_best, "worst": settings.run.record_worst}
         self._told = set(self.history.faulty)
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.spans = Spans(watch=self.progress.phase if self.progress else None)
@@ -83,8 +85,7 @@ class Run:
             config = asdict(settings)
             replace_bytes(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
             self.log = MetricsLog(self.folder, settings.wandb, config, start_step=first_step - bool(self.history.owed))
-            best, worst = settings.run.record_best, settings.run.record_worst
-            self.recorder = Recorder(self.folder, best=best, worst=worst, start_step=first_step)
+            self.recorder = Recorder(self.folder, **self._recorded, start_step=first_step)
 
     @contextmanager
     def rolling_out(self, busy_s: Callable[[], float]) -> Iterator[None]:
@@ -98,26 +99,29 @@ class Run:
     def keeping_rollouts(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
         """Where a number is not finite, leave the step's rollouts in the run folder (observe.recorder.read reads them).
 
-        Every rank has the same rollouts and meets the same number: the main one writes, the others wait for it.
+        Every rank has the same rollouts and meets the same number: each writes the pictures that it has, the main one the rest.
         """
         try:
             yield
         except NotFinite as error:
             path = self.folder / "not_finite" / f"step_{step:06d}.jsonl"
             with writing(self.folder):
+                together(lambda: store_pictures(path.parent, rollouts))
                 on_main_rank(lambda: write_rollouts(path, {"kept": rollouts}, step=step, among=rollouts))
             raise NotFinite(f"step {step}, {error}; the step's rollouts are kept in {path}, checkpoints before it stay") from error
 
     @contextmanager
-    def keeping(self, batches: Sequence[Batch], *, step: int) -> Iterator[None]:
-        """Where a number is not finite, leave this rank's micro-batches in the run folder (torch.load(weights_only=True) reads them)."""
+    def keeping(self, batches: Sequence[Batch], *, step: int, complete: Callable[[Batch], Batch]) -> Iterator[None]:
+        """Where a number is not finite, leave this rank's micro-batches in the run folder (torch.load(weights_only=True) reads them), with
+        the patches that `complete` adds."""
         try:
             yield
         except NotFinite as error:
             folder = self.folder / "not_finite"
             with writing(self.folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                torch.save([asdict(batch) for batch in batches], folder / f"step_{step:08d}_rank_{self._rank}.pt")
+                kept = [asdict(replace(complete(batch), images=[])) for batch in batches]
+                torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}.pt")
             raise NotFinite(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
 
     def tell(self, line: str) -> None:
@@ -132,6 +136,10 @@ class Run:
         self.history.learned += bool(moving)
         metrics["rollout/faulty_prompts"] = float(len(self.history.faulty))
         self.num_done, self.metrics, self.history.owed = step + 1, metrics, metrics
+        if not self._is_alone:
+            chosen = [each for kind in best_and_worst(rollouts, **self._recorded).values() for each in kind]
+            with writing(self.folder):
+                together(lambda: store_pictures(self.folder / ROLLOUTS, chosen))
         if not self.is_main:
             return
         for name in [name for name in self.history.faulty if name not in self._told]:

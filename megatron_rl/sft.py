@@ -4,7 +4,6 @@ Loss on assistant tokens only (the context's mask); the mean is over tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megatron_rl.algo.objective import likelihood
 from megatron_rl.config import Settings
@@ -41,8 +40,8 @@ def warm_start(
                 first = (step - begin + steps) * sft.batch_size
                 minibatch = [shown[number] for number in range(first, first + sft.batch_size)]
             with run.spans("update"):
-                batches = policy.pack(minibatch, max_tokens=settings.batch.micro_batch_tokens, restore=renderer.restore)
-                with run.keeping(batches, step=step):
+                batches = policy.pack(minibatch, max_tokens=settings.batch.micro_batch_tokens)
+                with run.keeping(batches, step=step, complete=policy.complete):
                     metrics = policy.update(batches, likelihood, step=step)
             with run.spans("checkpoint"):
                 checkpoints.begin(step + 1)
@@ -66,14 +65,12 @@ class Rendered:
         self._num_bytes = 0
 
     def __getitem__(self, number: int) -> WeightedContext:
-        """A copy of what is kept, so that patches that it is given go with it."""
         number %= len(self._demonstrations)
-        weighted = self._kept.get(number) or self._render(number)
-        return replace(weighted, context=replace(weighted.context, images=list(weighted.context.images)))
+        return self._kept.get(number) or self._render(number)
 
     def _render(self, number: int) -> WeightedContext:
         context = self._renderer.transcript(self._demonstrations[number].messages)
-        context.images = [replace(image, patch_PC=None) for image in context.images]
+        context.images = [image.without_patches() for image in context.images]
         weighted = WeightedContext(context, denominator=sum(context.loss_mask))
         self._num_bytes += sum(3 * image.picture.width * image.picture.height for image in context.images)
         if self._num_bytes <= KEPT_BYTES:

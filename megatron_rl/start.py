@@ -5,16 +5,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
+from megatron_rl.gallery import Gallery
 from megatron_rl.models.released import known_spec
 from megatron_rl.nodes import check_nodes
 from megatron_rl.observe.metrics import check_wandb
@@ -55,8 +56,7 @@ class Parts:
     run: Run
     checkpoints: Checkpoints
     stop: Stop
-    patient: dist.ProcessGroup | None
-    """What ranks come to at very different times (world.patient)."""
+    gallery: Gallery
     closing: ExitStack
     """Closes what was opened, in reverse, however the run ends."""
     fleet: Fleet | None = None
@@ -69,7 +69,7 @@ class Parts:
             trainer.sleep()
             fleet = self.fleet = build_fleet(
                 settings, self.task,
-                trainer=trainer, renderer=self.renderer, world=self.world, group=self.patient, stop=self.stop, tell=self.run.tell,
+                trainer=trainer, renderer=self.renderer, world=self.world, gallery=self.gallery, stop=self.stop, tell=self.run.tell,
             )  # fmt: skip
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
@@ -101,8 +101,8 @@ def reinforce(settings: Settings, parts: Parts) -> Fleet:
         tell_prompts(settings, fleet=fleet, tell=parts.run.tell)
     with parts.checkpoints.settled_on_failure(parts.run):
         train(
-            settings, policy=parts.policy, critic=parts.critic, fleet=fleet, run=parts.run, checkpoints=parts.checkpoints,
-            stop=parts.stop, algorithms=parts.algorithms,
+            settings, policy=parts.policy, critic=parts.critic, fleet=fleet, gallery=parts.gallery, run=parts.run,
+            checkpoints=parts.checkpoints, stop=parts.stop, algorithms=parts.algorithms,
         )  # fmt: skip
     return fleet
 
@@ -201,18 +201,23 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
     closing.callback(leave_layout)
     renderer = Renderer(settings.model)
     algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
-    policy = build_policy(settings, layout, renderer, num_steps=num_steps, is_rl=stage.is_rl, has_values=has_values)
+    group = patient(timeout_s=settings.parallel.skew_s)
+    gallery = Gallery(patch=renderer.patch, group=group)
+    patches = partial(renderer.patches, picture_of=gallery.picture)
+    policy = build_policy(
+        settings, layout, renderer, patches=patches, num_steps=num_steps, is_rl=stage.is_rl, has_values=has_values
+    )  # fmt: skip
     closing.callback(policy.close)
-    critic = build_critic(settings, layout, num_steps=num_steps) if has_values and settings.critic.trunk == "own" else None
+    has_trunk = has_values and settings.critic.trunk == "own"
+    critic = build_critic(settings, layout, patches=patches, num_steps=num_steps) if has_trunk else None
     if critic is not None:
         closing.callback(critic.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
-    group = patient(timeout_s=settings.parallel.skew_s)
     checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, group=group)
     return Parts(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
-        checkpoints=checkpoints, stop=stop, patient=group, closing=closing,
+        checkpoints=checkpoints, stop=stop, gallery=gallery, closing=closing,
     )  # fmt: skip
 
 

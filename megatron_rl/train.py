@@ -21,7 +21,8 @@ from megatron_rl.algo.value import head_alone, joint, value_objective
 from megatron_rl.batch import read_back, take
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.evaluate import evaluate
-from megatron_rl.minibatches import cut_minibatches
+from megatron_rl.gallery import Gallery
+from megatron_rl.minibatches import WeightedContext, cut_minibatches
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.fleet import Fleet
@@ -29,13 +30,13 @@ from megatron_rl.run import History, Run, check_failures, require_finite
 from megatron_rl.run_states import Checkpoints
 from megatron_rl.step_metrics import merge_updates, rollout_metrics, value_metrics
 from megatron_rl.stop import Stop
-from megatron_rl.types import Batch, Context, Rollout
+from megatron_rl.types import Batch, Image, Rollout
 from megatron_rl.world import gather
 
 
 def train(
     settings: Settings, *,
-    policy: Policy, critic: Critic | None = None, fleet: Fleet, run: Run, checkpoints: Checkpoints, stop: Stop,
+    policy: Policy, critic: Critic | None = None, fleet: Fleet, gallery: Gallery, run: Run, checkpoints: Checkpoints, stop: Stop,
     algorithms: Mapping[str, Algorithm] = ALGORITHMS,
 ) -> None:  # fmt: skip
     """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights.
@@ -61,13 +62,12 @@ def train(
         now = as_of(run.history, settings)
 
         with spans("update"), fleet.away():
-            minibatches = credited(rollouts, now, policy, critic, algorithm=algorithm, restore=fleet.renderer.restore)
+            minibatches = credited(rollouts, now, policy, critic, algorithm=algorithm, show=partial(gallery.show, rollouts=rollouts))
             if algorithm.needs_values and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
-            update, updates = updates_of(now, policy, critic, algorithms), []
-            for batches in minibatches * settings.batch.epochs:
-                with run.keeping(batches, step=step):
-                    updates.append(update(batches, step))
+            update = partial(kept, run, policy, updates_of(now, policy, critic, algorithms), step)
+            updates = [update(batches) for batches in minibatches * settings.batch.epochs]
+            gallery.forget()
 
         with spans("checkpoint"):
             checkpoints.begin(step + 1)
@@ -80,6 +80,7 @@ def train(
             if now.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
                 metrics |= adapt_kl(run.history, rollouts, metrics, now.algo)
             run.trained(step, rollouts, metrics)
+        del rollouts, minibatches  # the next step's pictures have their memory
         close(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
         stop.check()
 
@@ -151,15 +152,25 @@ def updates_of(
     return update
 
 
+def kept(
+    run: Run, policy: Policy, update: Callable[[list[Batch], int], dict[str, float]], step: int, batches: list[Batch]
+) -> dict[str, float]:
+    """One update. What it trained on stays in the run folder where a number is not finite."""
+    with run.keeping(batches, step=step, complete=policy.complete):
+        return update(batches, step)
+
+
 SAID = {"old_logprobs": "old_logprob_T", "reference_logprobs": "reference_logprob_T", "values": "old_value_T"}
 """Columns of Context that networks fill, and where the same numbers lie in a batch."""
 
 
 def credited(
     rollouts: list[Rollout], settings: Settings, policy: Policy, critic: Critic | None = None,
-    *, algorithm: Algorithm, restore: Callable[[Context], None],
+    *, algorithm: Algorithm, show: Callable[[Mapping[int, Sequence[Image]]], None],
 ) -> list[list[Batch]]:  # fmt: skip
     """Credit the rollouts and pack what is trained on: the micro-batches of each update, with what the loss reads of networks.
+
+    `show` brings pictures to the ranks that encode them.
 
     Where credit itself reads what networks say of the tokens, they are packed and read first, and their advantages follow them.
     """
@@ -169,7 +180,8 @@ def credited(
         algorithm.credit(rollouts, algo)
     with_idle = bool(reads) or algo.kl_coef > 0 or algo.entropy_coef > 0  # else nothing but the advantage moves the policy
     cut_up = cut_minibatches(rollouts, batch, with_idle=with_idle)
-    minibatches = [policy.pack(minibatch, max_tokens=batch.micro_batch_tokens, restore=restore) for minibatch in cut_up]
+    show(pictures(cut_up, policy, max_tokens=batch.micro_batch_tokens))
+    minibatches = [policy.pack(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut_up]
     every = [each for batches in minibatches for each in batches]
     if algo.thought_coef != 1:
         weigh_thoughts(rollouts, algo.thought_coef)
@@ -187,6 +199,15 @@ def credited(
             each.return_T = take(rollouts, each, "returns")
         (critic or policy).see(expected_and_earned(rollouts, algo)[1])
     return minibatches
+
+
+def pictures(cut_up: Sequence[Sequence[WeightedContext]], policy: Policy, *, max_tokens: int) -> dict[int, list[Image]]:
+    """By rank, the images that it encodes in any of these updates."""
+    needed: dict[int, list[Image]] = {}
+    for minibatch in cut_up:
+        for rank, images in policy.pictures(minibatch, max_tokens=max_tokens).items():
+            needed.setdefault(rank, []).extend(images)
+    return needed
 
 
 def read(minibatches: list[list[Batch]], settings: Settings, policy: Policy, critic: Critic | None, *, has_values: bool) -> None:

@@ -12,7 +12,7 @@ Shape suffixes used in this project:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -108,10 +108,10 @@ class Image:
     """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
 
     picture: Picture | None
-    """None where it was read without its pixels (wire.from_record)."""
+    """None where another rank has it (gallery.py), or where it was read without its pixels (wire.from_record)."""
     patch_PC: torch.Tensor | None
-    """float32 [P, C], the output of the one processor call. It stays behind when an image is pickled (it is eight times the picture's
-    size): None until Renderer.restore."""
+    """float32 [P, C], the output of the one processor call: what an engine is given. It takes eight times the picture's size, and is None
+    once the episode is over; Renderer.patches makes it again."""
     grid: tuple[int, int, int]
     """Frames, rows and columns in patches; rows and columns are multiples of `merge`."""
     key: str
@@ -123,8 +123,13 @@ class Image:
         frames, rows, columns = self.grid
         return frames * rows * columns // self.merge**2
 
-    def __reduce__(self) -> tuple:
-        return Image, (self.picture, None, self.grid, self.key, self.merge)
+    @property
+    def num_patches(self) -> int:
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+    def without_patches(self) -> Image:
+        return replace(self, patch_PC=None)
 
 
 @dataclass(slots=True)
@@ -256,6 +261,16 @@ class Rollout:
     """Seconds of wall_s in its rubric: judges."""
 
     @property
+    def images(self) -> list[Image]:
+        """Of its contexts and of its turns' observations; most are met several times."""
+        return [image for each in (*self.contexts, *self.turns) for image in each.images]
+
+    def drop_patches(self) -> None:
+        """What is left of a picture is the picture."""
+        for each in (*self.contexts, *self.turns):
+            each.images = [image.without_patches() for image in each.images]
+
+    @property
     def num_sampled(self) -> int:
         return sum(sum(context.loss_mask) for context in self.contexts)
 
@@ -313,10 +328,13 @@ class Batch:
     """For each segment the one whose tokens come before it (a prompt that several contexts share), or -1."""
     origin_S: list[Origin | None]
     """The way back: whose tokens each segment holds. None for a shared prompt, for padding, and where no rollout was packed."""
-    patch_PC: torch.Tensor
-    """On the host: a step's pictures are larger than its weights, and go to the device one micro-batch at a time."""
+    images: list[Image]
+    """The distinct ones of the micro-batch: each is encoded once however many contexts show it."""
+    patch_PC: torch.Tensor | None = None
+    """Of the images that this rank encodes (policy/patches.py). A step's are larger than its weights: they are made, on the host, when the
+    micro-batch is about to run, and are None before and after."""
     grid_I3: torch.Tensor
-    """The distinct images of the micro-batch: each is encoded once however many contexts show it."""
+    """Of `images`: frames, rows and columns in patches."""
     vision_position_M: torch.Tensor
     """Positions in token_T that a vision embedding replaces, in order."""
     vision_row_M: torch.Tensor

@@ -48,10 +48,10 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
     renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    stop = SimpleNamespace(within_grace="grace")
-    given = {"trainer": policy, "renderer": renderer, "world": world, "group": "patient", "stop": stop, "tell": print}
+    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather="gather")
+    given = {"trainer": policy, "renderer": renderer, "world": world, "gallery": gallery, "stop": stop, "tell": print}
     fleet = parts.build_fleet(SETTINGS, "task", **given)
-    assert fleet.grace == "grace" and fleet.gather.func is parts.gather_rollouts and fleet.gather.keywords == {"group": "patient"}
+    assert (fleet.grace, fleet.gather) == ("grace", "gather")
     assert (fleet.index, fleet.num_engines, fleet.task, fleet.renderer, fleet.trainer) == (index, num_engines, "task", renderer, policy)
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10)
     assert fleet.episode == EpisodeSettings(
@@ -85,11 +85,11 @@ def test_a_policy_is_built_of_its_settings(
         parallel=ParallelSettings(logprob_rows=77), engine=EngineSettings(bucket_mib=0.5), critic=CriticSettings(trunk=trunk, clip=0.4),
     )  # fmt: skip
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3])
-    built = parts.build_policy(settings, "layout", renderer, num_steps=123, is_rl=is_rl, has_values=has_values)
+    built = parts.build_policy(settings, "layout", renderer, patches="patches", num_steps=123, is_rl=is_rl, has_values=has_values)
     assert built == {
         "model": settings.model, "layout": "layout", "parallel": settings.parallel, "optim": settings.optim, "num_steps": 123,
         "banned_ids": [2], "image_token_id": 1, "temperature": temperature, "keep_reference": keep, "bucket_mib": 0.5,
-        "lora": settings.lora, "seed": 11, "critic": settings.critic if has_head else None,
+        "lora": settings.lora, "seed": 11, "critic": settings.critic if has_head else None, "patches": "patches",
     }  # fmt: skip
 
 
@@ -98,9 +98,9 @@ def test_a_critic_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(parts, "Critic", lambda critic, layout, **given: {"critic": critic, "layout": layout, **given})
     optim = OptimSettings(lr=0.25, part_lr={"vision": 0.5}, eps=1e-3, clip_grad=0.1)
     settings = replace(SETTINGS, optim=optim, critic=CriticSettings(trunk="own", lr=0.125))
-    assert parts.build_critic(settings, "layout", num_steps=123) == {
+    assert parts.build_critic(settings, "layout", patches="patches", num_steps=123) == {
         "critic": settings.critic, "layout": "layout", "model": settings.model, "parallel": settings.parallel,
-        "optim": OptimSettings(lr=0.125, eps=1e-3, clip_grad=0.1), "num_steps": 123, "seed": 11,
+        "optim": OptimSettings(lr=0.125, eps=1e-3, clip_grad=0.1), "num_steps": 123, "seed": 11, "patches": "patches",
     }  # fmt: skip
 
 

@@ -137,8 +137,8 @@ def test_a_warm_start_stops_between_steps(at: int, num_steps: int, monkeypatch: 
     monkeypatch.setattr(sft, "Rendered", lambda *_: range(9))
     parts = {
         "task": SimpleNamespace(demonstrations=lambda *_, **__: []),
-        "policy": SimpleNamespace(pack=lambda *_, **__: [], update=say("update")),
-        "renderer": SimpleNamespace(restore=None),
+        "policy": SimpleNamespace(pack=lambda *_, **__: [], update=say("update"), complete=None),
+        "renderer": None,
         "run": SimpleNamespace(spans=Spans(), first_step=0, keeping=lambda *_, **__: Spans()("keep"), record=say("record"), history=None),
         "checkpoints": SimpleNamespace(restore=say("restore"), begin=say("begin"), step_done=say("saved")),
     }

@@ -14,7 +14,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batch import pack
 from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, SelectSettings, Settings
 from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
-from megatron_rl.types import Batch, Context, Rollout, Status, Turn
+from megatron_rl.types import Batch, Context, Image, Rollout, Status, Turn
 from tests.support.episodes import episode
 
 COEF = 0.25
@@ -44,12 +44,18 @@ class Scripted:
     seen: list[float] = field(default_factory=list)
     updates: list[tuple] = field(default_factory=list)
     critic: "Scripted | None" = None
-    restored: list[Context] = field(default_factory=list)
+    packed: list[Context] = field(default_factory=list)
 
-    def pack(self, minibatch: Sequence[WeightedContext], *, max_tokens: int, restore: Callable[[Context], None]) -> list[Batch]:
+    def pictures(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> dict[int, list[Image]]:
+        """One for each of its minibatches, which names it."""
+        return {rank: [Image(None, None, (1, 2, 2), f"{rank}, {len(minibatch)} in {max_tokens}", 2)] for rank in range(self.ranks)}
+
+    def complete(self, batch: Batch) -> Batch:
+        return batch
+
+    def pack(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> list[Batch]:
         mine = balance(loads_of(minibatch, NO_IMAGE, share_prompts=self.share), self.ranks)[self.rank]
-        for load in mine:
-            restore(load.weighted.context)
+        self.packed += [load.weighted.context for load in mine]
         return [
             pack(part, image_token_id=NO_IMAGE, positions=straight, multiple_of=4, share_prompts=self.share)
             for part in cut(mine, max_tokens)
@@ -164,7 +170,7 @@ def credited_on(
         rollouts, policy = step(), Scripted(rank=rank, ranks=ranks, share=share)
         policy.critic = Scripted() if own_critic else None
         algorithm = ALGORITHMS[settings.algo.name]
-        minibatches = train.credited(rollouts, settings, policy, policy.critic, algorithm=algorithm, restore=policy.restored.append)
+        minibatches = train.credited(rollouts, settings, policy, policy.critic, algorithm=algorithm, show=lambda needed: None)
         return rollouts, policy, minibatches
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -285,14 +291,14 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts, policy = step(), Scripted()
     rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
     ((*batches,),) = train.credited(
-        rollouts, settings_of(AlgoSettings(name="rloo")), policy, algorithm=ALGORITHMS["rloo"], restore=policy.restored.append
+        rollouts, settings_of(AlgoSettings(name="rloo")), policy, algorithm=ALGORITHMS["rloo"], show=lambda needed: None
     )
     assert policy.asked == []
     assert {(batch.old_logprob_T, batch.reference_logprob_T) for batch in batches} == {(None, None)}
     left = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # 1 against 3; 1.5 against 2 and the dropped -1, 2 against 1.5 and -1
     found = {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
     assert found == {token: value for index, value in left.items() for token in sampled(rollouts[index])}
-    assert [id(context) for context in policy.restored] == [id(context) for index in left for context in rollouts[index].contexts]
+    assert [id(context) for context in policy.packed] == [id(context) for index in left for context in rollouts[index].contexts]
     assert sum(batch.denominator for batch in batches) == sum(each.num_sampled for each in rollouts if each.is_trained_on)
 
 
@@ -321,6 +327,20 @@ def test_every_minibatch_is_read_once_by_each_network_that_is_needed(
     assert sum(int(each.mask_T.sum()) for each in batches) == sum(each.num_sampled for each in step() if each.is_trained_on)
 
 
+def test_the_pictures_of_a_whole_step_are_shown_before_any_of_it_is_packed() -> None:
+    """To each rank those of its share of every update."""
+    policy, settings, shown = Scripted(ranks=2), settings_of(AlgoSettings(name="rloo"), minibatches=2), []
+
+    def show(needed: dict[int, list[Image]]) -> None:
+        assert not policy.packed
+        shown.append({rank: [image.key for image in images] for rank, images in needed.items()})
+
+    minibatches = train.credited(step(), settings, policy, algorithm=ALGORITHMS["rloo"], show=show)
+    assert len(minibatches) == 2 and policy.packed
+    (needed,) = shown
+    assert {rank: [key[:3] for key in keys] for rank, keys in needed.items()} == {0: ["0, "] * 2, 1: ["1, "] * 2}
+
+
 @pytest.mark.parametrize("in_reward", [True, False])
 def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "gather", lambda mine: [mine])
@@ -328,8 +348,8 @@ def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, 
     for rollout in rollouts:
         rollout.dropped = "end" if rollout.is_scored else ""
     settings = settings_of(AlgoSettings(kl_coef=0.1, kl_in_reward=in_reward))
-    assert train.credited(rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], restore=policy.restored.append) == []
-    assert (policy.asked, policy.restored) == ([], [])
+    assert train.credited(rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], show=lambda needed: None) == []
+    assert (policy.asked, policy.packed) == ([], [])
     assert all(any(context.advantages) for context in rollouts[0].contexts), "the recorder shows what it would have been credited with"
 
 

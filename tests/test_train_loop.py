@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_rl import train
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, ModelSettings, RunSettings, Settings
+from megatron_rl.gallery import Gallery
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run import Run
 from megatron_rl.run_states import Checkpoints, find
@@ -42,7 +43,7 @@ class Played:
     """A fleet that plays the same rollouts in every step."""
 
     def __init__(self) -> None:
-        self.rounds, self.renderer = 0, SimpleNamespace(restore=lambda context: None)
+        self.rounds = 0
 
     def busy_s(self) -> float:
         return 0.0
@@ -103,7 +104,9 @@ def live(settings: Settings, *, critic: Learner | None = None, stopped_after: in
 
     try:
         stop = SimpleNamespace(check=check)
-        train.train(settings, policy=policy, critic=critic, fleet=Played(), run=run, checkpoints=checkpoints, stop=stop)
+        train.train(
+            settings, policy=policy, critic=critic, fleet=Played(), gallery=Gallery(patch=14), run=run, checkpoints=checkpoints, stop=stop
+        )
     except Stopped:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
     finally:
@@ -164,7 +167,7 @@ def credited_with(weight: float, settings: Settings) -> dict[int, float]:
     rollouts = step()
     fixed = replace(settings, algo=replace(settings.algo, kl_coef=weight))
     train.is_enough(rollouts, fixed, ALGORITHMS["rloo"])
-    minibatches = train.credited(rollouts, fixed, Scripted(), algorithm=ALGORITHMS["rloo"], restore=lambda context: None)
+    minibatches = train.credited(rollouts, fixed, Scripted(), algorithm=ALGORITHMS["rloo"], show=lambda needed: None)
     return {token: value for batches in minibatches for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
 
 

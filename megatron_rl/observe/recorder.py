@@ -8,7 +8,7 @@ observed and 56 for each that it sampled (37 and 98 where old and reference logp
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,25 +50,46 @@ class Recorder:
                 stale.unlink()
 
     def record(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write the best, then the worst of a step by reward; none twice; equal rewards in the order of group and sample.
+        """Write the best, then the worst of a step (best_and_worst).
 
         Leaves no file when there is nothing to tell: no rollout was scored, or none is wanted.
         """
-        scored = [rollout for rollout in rollouts if rollout.is_scored]
-        best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample))
-        best = best_first[: self._best]
-        worst = best_first[len(best) :][::-1][: self._worst]
-        if best or worst:
-            write(self._folder / f"step_{step:06d}.jsonl", {"best": best, "worst": worst}, step=step, among=rollouts)
+        chosen = best_and_worst(rollouts, best=self._best, worst=self._worst)
+        if any(chosen.values()):
+            write(self._folder / f"step_{step:06d}.jsonl", chosen, step=step, among=rollouts)
 
 
-def write(path: Path, chosen: dict[str, Sequence[Rollout]], *, step: int, among: Sequence[Rollout]) -> None:
-    """Write a file of these rollouts of a step by kind, and their pictures beside it. `among` is all that the step rolled out."""
+def best_and_worst(rollouts: Sequence[Rollout], *, best: int, worst: int) -> dict[str, list[Rollout]]:
+    """So many of either kind by reward; none twice; equal rewards in the order of group and sample."""
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample))
+    return {"best": best_first[:best], "worst": best_first[best:][::-1][:worst]}
+
+
+def write(path: Path, chosen: Mapping[str, Sequence[Rollout]], *, step: int, among: Sequence[Rollout]) -> None:
+    """Write a file of these rollouts of a step by kind, and what this rank has of their pictures beside it. `among` is all that the step
+    rolled out."""
     counts = {"step": step, "num_rollouts": len(among), "num_failed": sum(not rollout.is_scored for rollout in among)}
-    store = _store_in(path.parent)
+    store_pictures(path.parent, [rollout for rollouts in chosen.values() for rollout in rollouts])
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [{**counts, "kind": kind, "rollout": to_record(each, store)} for kind, rollouts in chosen.items() for each in rollouts]
+    lines = [{**counts, "kind": kind, "rollout": to_record(each, _name)} for kind, rollouts in chosen.items() for each in rollouts]
     replace_lines(path, lines)
+
+
+def store_pictures(folder: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write the pictures of these rollouts, each the first time that its key is seen. A picture is its first rollout's, and is written by
+    the rank that has that one's: with the same rollouts on all ranks no two write the same file."""
+    first: dict[str, Image] = {}
+    for rollout in rollouts:
+        for image in rollout.images:
+            first.setdefault(image.key, image)
+    for image in first.values():
+        path = folder / _name(image)
+        if image.picture is not None and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            encoded = io.BytesIO()
+            image.picture.save(encoded, format="PNG")
+            replace_bytes(path, encoded.getvalue())
 
 
 def read(path: Path, *, pictures: bool = True) -> list[Entry]:
@@ -110,22 +131,6 @@ def _entry(line: object, load: Callable[[str], Picture | None]) -> Entry:
 def _name(image: Image) -> str:
     assert image.key.isalnum() and image.key.isascii(), f"Image.key {image.key!r} cannot name a file"
     return f"images/{image.key}.png"
-
-
-def _store_in(folder: Path) -> Callable[[Image], str]:
-    """Give an image its name in this folder; a file is written the first time its key is seen."""
-
-    def store(image: Image) -> str:
-        name = _name(image)
-        path = folder / name
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            encoded = io.BytesIO()
-            image.picture.save(encoded, format="PNG")
-            replace_bytes(path, encoded.getvalue())
-        return name
-
-    return store
 
 
 def _load(folder: Path, name: str) -> Picture:

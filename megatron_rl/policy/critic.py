@@ -8,6 +8,7 @@ from megatron_rl.policy.build import load_model
 from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.patches import Patches, carried
 from megatron_rl.policy.transformer import Heads
 from megatron_rl.types import Batch, LossMetrics, ValueLoss
 
@@ -17,7 +18,7 @@ class Critic(Learner):
 
     def __init__(
         self, settings: CriticSettings, layout: Layout, *,
-        model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0,
+        model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: Patches = carried,
     ) -> None:  # fmt: skip
         """`model` is the policy's, `optim` its own."""
         spec = read_spec(settings.path or model.path, key="critic.path" if settings.path else "model.path")
@@ -28,7 +29,7 @@ class Critic(Learner):
         )  # fmt: skip
         self.network = Network(
             built.chunks, layout, frozen=model.frozen, lora=settings.lora, parallel=parallel, optim=optim, num_steps=num_steps,
-            head_lr=optim.lr,
+            head_lr=optim.lr, patches=patches,
         )  # fmt: skip
 
     def update(self, batches: list[Batch], loss: ValueLoss, *, step: int) -> dict[str, float]:

@@ -18,6 +18,10 @@ class Learner:
         """The value [T] of the state before each target; 0 where mask_T is False."""
         return [value_1T[0] for value_1T in self.network.read(batches, self._value_R)]
 
+    def complete(self, batch: Batch) -> Batch:
+        """The batch with the patches of the images that this rank encodes."""
+        return self.network.complete(batch)
+
     def see(self, returns: Sequence[float]) -> None:
         """Take a step's returns into what the value head normalizes by. The same on every rank."""
         head = self.network.chunks[-1].value_head

@@ -20,6 +20,7 @@ from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.patches import Patches, carried, one_ahead, with_patches
 from megatron_rl.policy.training_state import Save, TrainingState, load, restart
 from megatron_rl.types import Batch, LossMetrics, NotFinite
 
@@ -44,9 +45,10 @@ class Network:
         optim: OptimSettings,
         num_steps: int,
         head_lr: float = 0.0,
+        patches: Patches = carried,
     ) -> None:
         """`num_steps` is what the learning rate's schedule spans; `head_lr` the peak of a value head's, if there is one."""
-        self.chunks, self.layout = chunks, layout
+        self.chunks, self.layout, self._patches = chunks, layout, patches
         self.device = next(chunks.parameters()).device
         self.model = with_gradients(chunks, frozen, lora=lora)
         offload = parallel.offload_optimizer and self.device.type == "cuda"
@@ -126,10 +128,14 @@ class Network:
             rows_R = batch.mask_T.nonzero()[:, 0]
             return model(batch, rows_R), partial(on_hidden, batch, rows_R)
 
+        def coming(chunk: nn.Module) -> Iterator[Batch]:
+            sees = chunk.pre_process and any(batch.images for batch in padded)
+            return one_ahead(self.complete, padded) if sees else iter(padded)
+
         self.chunks.train(not forward_only)
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(padded) for _ in self.model],
+            data_iterator=[coming(chunk) for chunk in self.chunks],
             model=self.model,
             num_microbatches=len(padded),
             seq_length=max(batch.num_tokens for batch in padded),
@@ -138,6 +144,10 @@ class Network:
             collect_non_loss_data=forward_only,
         )
         return results[: len(batches)]
+
+    def complete(self, batch: Batch) -> Batch:
+        """The batch with the patches of the images that this rank encodes."""
+        return with_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
 
     def _trouble_in_gradient(self) -> str:
         """The first parameter of this rank whose gradient is not finite, or ''."""

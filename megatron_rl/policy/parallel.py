@@ -35,6 +35,11 @@ class Layout:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
+    def first_stage_rank(self, dp_rank: int, tp_rank: int) -> int:
+        """Global rank of the first stage with these coordinates: tensor-parallel ranks are neighbors, then come the replicas, and then the
+        stages (megatron-core 0.16.1, parallel_state.py::initialize_model_parallel, order tp-cp-ep-dp-pp)."""
+        return dp_rank * self.tp + tp_rank
+
     @property
     def last_stage_rank(self) -> int:
         """Global rank of this pipeline's last stage."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch import loss_rows, pack
+from megatron_rl.batch import distinct_images, loss_rows, pack
 from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
 from megatron_rl.models.hf_config import read_spec
@@ -20,8 +20,9 @@ from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.patches import Patches, carried, encoded_by
 from megatron_rl.policy.transformer import Heads, uses_transformer_engine
-from megatron_rl.types import Batch, Context, Loss, LossMetrics
+from megatron_rl.types import Batch, Image, Loss, LossMetrics
 from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.stream import Export
@@ -46,9 +47,10 @@ class Policy(Learner):
         keep_reference: bool = False,
         bucket_mib: float = 256,
         critic: CriticSettings | None = None,
+        patches: Patches = carried,
     ) -> None:
         """Without `lora` the model itself is trained. `seed` is that of new adapters and heads. With `critic` it has a value head. The
-        reference is what settings.path holds, whatever is loaded later."""
+        reference is what settings.path holds, whatever is loaded later. `patches` makes those of images that come without."""
         self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
         self.lora = lora or LoraSettings()
         self.spec = read_spec(settings.path)
@@ -60,7 +62,7 @@ class Policy(Learner):
         self.adapters = Export(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
         self.network = Network(
             chunks, layout, frozen=settings.frozen, lora=self.lora, parallel=parallel, optim=optim, num_steps=num_steps,
-            head_lr=critic.lr if critic else 0.0,
+            head_lr=critic.lr if critic else 0.0, patches=patches,
         )  # fmt: skip
         vocabulary = self.spec.vocab_size // layout.tp
         first_id = layout.tp_rank * vocabulary
@@ -70,23 +72,30 @@ class Policy(Learner):
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.reference = [parameter.detach().to("cpu", copy=True) for parameter in chunks.parameters()] if keep else None
 
-    def pack(
-        self, minibatch: Sequence[WeightedContext], *, max_tokens: int, restore: Callable[[Context], None] | None = None
-    ) -> list[Batch]:
+    def pack(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> list[Batch]:
         """Deal one optimizer update's contexts to data-parallel ranks and pack this rank's into micro-batches; at least one.
-
-        `restore` gives a context's images their patches, if they came without: only what this rank trains on is worth the memory.
 
         A prompt is computed once for all contexts of a micro-batch that begin with it; Transformer Engine takes whole contexts.
         """
-        device, share = self.network.device, self._shares_prompts
-        mine = balance(loads_of(minibatch, self.image_token_id, share_prompts=share), self.layout.dp)[self.layout.dp_rank]
+        mine = self._deal(minibatch, max_tokens)[self.layout.dp_rank]
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        if restore:
-            for load in mine:
-                restore(load.weighted.context)
-        how = {"image_token_id": self.image_token_id, "positions": self.spec.positions, "share_prompts": share}
-        return [pack(part, **how, multiple_of=multiple, device=device) for part in cut(mine, max_tokens)]
+        how = {"image_token_id": self.image_token_id, "positions": self.spec.positions, "share_prompts": self._shares_prompts}
+        return [pack(part, **how, multiple_of=multiple, device=self.network.device) for part in mine]
+
+    def pictures(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> dict[int, list[Image]]:
+        """By rank, the images that it encodes when this minibatch is packed: known to every rank of every other."""
+        found: dict[int, list[Image]] = {}
+        for dp_rank, parts in enumerate(self._deal(minibatch, max_tokens)):
+            for part in parts:
+                images = distinct_images(weighted.context for weighted in part)
+                for tp_rank, share in enumerate(encoded_by(images, self.layout.tp)):
+                    found.setdefault(self.layout.first_stage_rank(dp_rank, tp_rank), []).extend(share)
+        return found
+
+    def _deal(self, minibatch: Sequence[WeightedContext], max_tokens: int) -> list[list[list[WeightedContext]]]:
+        """The micro-batches of each data-parallel rank."""
+        loads = loads_of(minibatch, self.image_token_id, share_prompts=self._shares_prompts)
+        return [cut(dealt, max_tokens) for dealt in balance(loads, self.layout.dp)]
 
     def logprobs(self, batches: list[Batch], *, weights: str = "current") -> list[torch.Tensor]:
         """Logprob of each target [T] under the current or the reference weights; 0 where mask_T is False. Without dropout."""

@@ -196,9 +196,8 @@ class Chunk(MegatronModule):
         """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places."""
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
-            vision_VH, encoded = encode_images(
-                self.vision, batch.patch_PC.to(embedded), batch.grid_I3, self.layout, patches_a_token=self.spec.vision.patches_a_token
-            )
+            patch_PC, patches_a_token = batch.patch_PC.to(embedded, non_blocking=True), self.spec.vision.patches_a_token
+            vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, patches_a_token=patches_a_token)
             self.num_images_encoded += encoded
             embedded = embedded.index_copy(0, batch.vision_position_M, vision_VH[batch.vision_row_M][:, None].to(embedded.dtype))
         if torch.is_grad_enabled() and not embedded.requires_grad:

@@ -54,20 +54,13 @@ def share_out(patches_I: list[int], ranks: int) -> list[list[int]]:
 def encode_images(
     tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, patches_a_token: int
 ) -> tuple[torch.Tensor, int]:
-    """Embeddings [V, H] of all images in order, and how many of them this rank's tower encoded: its share only."""
+    """Embeddings [V, H] of all images in order, and how many of them this rank's tower encoded: its share only, of which patch_PC are."""
     if layout.tp == 1:
         return tower(patch_PC, grid_thw=grid_I3).pooler_output, grid_I3.shape[0]
     patches_I = grid_I3.prod(1).tolist()
     shares = share_out(patches_I, layout.tp)
-    starts = [0]
-    for patches in patches_I:
-        starts.append(starts[-1] + patches)
     mine = shares[layout.tp_rank]
-    if mine:
-        patches = torch.cat([patch_PC[starts[image] : starts[image + 1]] for image in mine])
-        local = tower(patches, grid_thw=grid_I3[mine]).pooler_output
-    else:
-        local = patch_PC.new_zeros(0, tower.config.out_hidden_size)
+    local = tower(patch_PC, grid_thw=grid_I3[mine]).pooler_output if mine else patch_PC.new_zeros(0, tower.config.out_hidden_size)
     # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
     local = _ScaleGradient.apply(local, layout.tp)
     longest = max(sum(patches_I[image] for image in share) // patches_a_token for share in shares)

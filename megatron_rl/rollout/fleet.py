@@ -146,6 +146,7 @@ class Fleet:
             if rollout.end is not End.FAULT:
                 break
             failed_s = rollout.wall_s
+        rollout.drop_patches()
         return rollout
 
     def first_prompt(self) -> Context | None:

@@ -7,9 +7,10 @@ import codecs
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from PIL.Image import Image as Picture
 from PIL.Image import Resampling
 from transformers import AutoProcessor
@@ -48,7 +49,8 @@ class Renderer:
         beyond = range(len(self.tokenizer), spec.vocab_size)
         self.banned_ids = sorted({*(known[token] for token in _NEVER_SAMPLED), *beyond})
         self.merge = spec.vision.merge
-        self.vision_pixels = spec.vision.patch * self.merge
+        self.patch = spec.vision.patch
+        self.vision_pixels = self.patch * self.merge
         cut = (self.processor.image_processor.patch_size, self.processor.image_processor.merge_size)
         for what, found, stated in (
             ("patches and merges pictures by", cut, (spec.vision.patch, self.merge)),
@@ -102,11 +104,12 @@ class Renderer:
         words = self.tokenizer.decode(context.token_ids)
         return re.sub(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>", lambda _: next(sizes), words)
 
-    def restore(self, context: Context) -> None:
-        """Give images that came from another rank their patches back."""
-        for index, image in enumerate(context.images):
-            if image.patch_PC is None:
-                context.images[index] = self._final(image.picture, key=image.key)
+    def patches(self, image: Image, picture_of: Callable[[Image], Picture]) -> torch.Tensor:
+        """float32 [P, C] of an image, made again of its picture where they are no longer remembered."""
+        if image.patch_PC is not None:
+            return image.patch_PC
+        known = self._images.get(("final", image.key))
+        return (known or self._final(picture_of(image), key=image.key)).patch_PC
 
     def prompt(self, messages: Sequence[Message]) -> Context:
         """A new context that ends where the assistant speaks."""

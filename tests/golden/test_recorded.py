@@ -46,9 +46,9 @@ def test_a_step_teaches_what_it_taught(name: str, random_model: Path) -> None:
 def test_the_trainer_agrees_with_the_engine_that_sampled(random_model: Path) -> None:
     """On every sampled token, those of the dropped group and of the failed rollout too; turns of one token and two pictures are there."""
     rollouts = recorded()
-    renderer, policy = build(CASES["grpo"].settings(random_model))
+    policy = build(CASES["grpo"].settings(random_model))
     contexts = [each for index, rollout in enumerate(rollouts) for each in weighted_contexts(rollout, BatchSettings(), index=index)]
-    batches = policy.pack(contexts, max_tokens=400, restore=renderer.restore)
+    batches = policy.pack(contexts, max_tokens=400)
     gaps = []
     for (rollout, number), column in read_back(rollouts, batches, policy.logprobs(batches)).items():
         context = rollouts[rollout].contexts[number]

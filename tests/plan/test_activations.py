@@ -68,7 +68,7 @@ def batch_of(num_tokens: int, *, num_patches: int) -> Batch:
         token_T=zeros.long(), target_T=zeros.long(), mask_T=zeros.bool(), weight_T=zeros,
         position_3T=torch.arange(num_tokens).expand(3, -1),
         cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), prefix_S=[-1], origin_S=[None],
-        patch_PC=torch.randn(num_patches, 1176),
+        images=[], patch_PC=torch.randn(num_patches, 1176),
         grid_I3=torch.tensor([[1, 16, num_patches // 16]]), vision_position_M=vision, vision_row_M=vision, denominator=1,
         advantage_T=zeros, engine_logprob_T=zeros,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from megatron_rl.plan.memory import plan, plan_engine
 from megatron_rl.plan.shares import Footprint, shares
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.patches import carried
 from megatron_rl.policy.policy import Policy
 from megatron_rl.start import run
 from megatron_rl.types import Context, LossMetrics
@@ -73,7 +74,7 @@ def measured(settings: Settings) -> Footprint:
     policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
     found = held_after_a_step(policy.network)
     if is_own:
-        critic = opened(parts.build_critic(settings, layout, num_steps=1))
+        critic = opened(parts.build_critic(settings, layout, patches=carried, num_steps=1))
         critic.update(batches, value_objective(settings.critic, over="tokens"), step=0)
         found = found + held_after_a_step(critic.network)
     return found

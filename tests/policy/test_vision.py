@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.policy import vision
+from megatron_rl.policy import patches, vision
+from megatron_rl.types import Image
 
 
 class Tower(nn.Module):
@@ -38,8 +39,20 @@ def encoded_by(ranks: int, tower: Tower, patch_PC: torch.Tensor, grid_I3: torch.
     layouts = [SimpleNamespace(tp=ranks, tp_rank=rank) for rank in range(ranks)]
     for gather in (say, lambda padded, **_: torch.cat(said)):
         monkeypatch.setattr(vision, "gather_from_sequence_parallel_region", gather)
-        results = [vision.encode_images(tower, patch_PC, grid_I3, layout, patches_a_token=tower.patches_a_token) for layout in layouts]
+        results = [
+            vision.encode_images(tower, own_PC, grid_I3, layout, patches_a_token=tower.patches_a_token)
+            for layout, own_PC in zip(layouts, own_patches(ranks, patch_PC, grid_I3), strict=True)
+        ]
     return results
+
+
+def own_patches(ranks: int, patch_PC: torch.Tensor, grid_I3: torch.Tensor) -> list[torch.Tensor]:
+    """As each rank is handed those of the images that it encodes."""
+    images = [
+        Image(None, part, tuple(grid), str(number), merge=1)
+        for number, (part, grid) in enumerate(zip(patch_PC.split(grid_I3.prod(1).tolist()), grid_I3.tolist(), strict=True))
+    ]
+    return [torch.cat([patch_PC[:0], *(image.patch_PC for image in share)]) for share in patches.encoded_by(images, ranks)]
 
 
 @pytest.mark.parametrize("merge", [1, 2, 3])

@@ -23,6 +23,7 @@ from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.patches import carried
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import History
@@ -121,7 +122,8 @@ def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
 
     def built(seed: int) -> tuple[Policy, Critic]:
         ours = replace(settings, run=replace(settings.run, seed=seed))
-        return build_policy(ours, layout, renderer, num_steps=4, is_rl=True, has_values=True), build_critic(ours, layout, num_steps=4)
+        given = {"patches": carried, "num_steps": 4}
+        return build_policy(ours, layout, renderer, is_rl=True, has_values=True, **given), build_critic(ours, layout, **given)
 
     policy, critic = built(seed=5)
     fill_head(critic.network)

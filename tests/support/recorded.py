@@ -7,6 +7,8 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +91,20 @@ def recorded() -> list[Rollout]:
     return [entry.rollout for entry in read(GOLDEN / "rollouts.jsonl")]
 
 
-def build(settings: Settings) -> tuple[Renderer, Policy]:
+def build(settings: Settings) -> Policy:
     renderer = Renderer(settings.model)
-    return renderer, opened(build_policy(settings, build_layout(settings.parallel, seed=0), renderer, num_steps=1, is_rl=True))
+    return opened(build_policy(
+        settings, build_layout(settings.parallel, seed=0), renderer,
+        patches=partial(renderer.patches, picture_of=attrgetter("picture")), num_steps=1, is_rl=True,
+    ))  # fmt: skip
 
 
 def taught(settings: Settings) -> dict[str, Any]:
     """A step of train.py on the recorded rollouts, in a world of one: what was dropped, packed and measured, as JSON values."""
     rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
-    renderer, policy = build(settings)
+    policy = build(settings)
     is_enough(rollouts, settings, algorithm)
-    minibatches = credited(rollouts, settings, policy, algorithm=algorithm, restore=renderer.restore)
+    minibatches = credited(rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None)
     updates = [policy.update(batches, objective(settings.algo), step=0) for batches in minibatches * settings.batch.epochs]
     return {
         "dropped": [rollout.dropped for rollout in rollouts],

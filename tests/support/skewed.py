@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl import parts
 from megatron_rl.config import ModelSettings, ParallelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.gallery import Gallery
 from megatron_rl.run import History
 from megatron_rl.run_states import Checkpoints
 from megatron_rl.stop import Stop
@@ -56,8 +57,9 @@ class LatePolicy:
 
 def play(settings: Settings, world: World) -> None:
     group, late_s = patient(timeout_s=settings.parallel.skew_s), LATE_S * world.rank
+    gallery = Gallery(patch=14, group=group)
     parts.build_engine = lambda *_: LateEngine(late_s)
-    fleet = parts.build_fleet(settings, None, trainer=None, renderer=None, world=world, group=group, stop=Stop(grace_s=1), tell=print)
+    fleet = parts.build_fleet(settings, None, trainer=None, renderer=None, world=world, gallery=gallery, stop=Stop(grace_s=1), tell=print)
     fleet.play([], samples=1, settings=fleet.episode)
     checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, group=group)
     publish = checkpoints._publish

@@ -1,0 +1,50 @@
+"""The patches of a micro-batch's images: made when it is about to run, one micro-batch ahead, by the rank that encodes them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.vision import share_out
+from megatron_rl.types import Batch, Image
+
+Patches = Callable[[Image], torch.Tensor]
+"""float32 [P, C] of an image, the same whoever asks and how often: Renderer.patches."""
+T = TypeVar("T")
+
+
+def carried(image: Image) -> torch.Tensor:
+    """The patches of an image that has them still."""
+    assert image.patch_PC is not None, f"image {image.key} came without its patches: hand in a renderer's"
+    return image.patch_PC
+
+
+def encoded_by(images: Sequence[Image], ranks: int) -> list[list[Image]]:
+    """The images of a micro-batch that each tensor-parallel rank encodes, in the order in which its tower takes them."""
+    shares = share_out([image.num_patches for image in images], ranks) if ranks > 1 else [range(len(images))]
+    return [[images[number] for number in share] for share in shares]
+
+
+def with_patches(batch: Batch, patches: Patches, layout: Layout, *, like: torch.Tensor) -> Batch:
+    """The batch with the patches that this rank encodes, of the type of `like`; pinned where that is on a GPU."""
+    mine = encoded_by(batch.images, layout.tp)[layout.tp_rank]
+    if not mine:
+        return replace(batch, patch_PC=torch.empty(0, 0, dtype=like.dtype))
+    patch_PC = torch.cat([patches(image) for image in mine]).to(like.dtype)
+    return replace(batch, patch_PC=patch_PC.pin_memory() if like.is_cuda else patch_PC)
+
+
+def one_ahead(make: Callable[[T], T], items: Sequence[T]) -> Iterator[T]:
+    """make(item) of each item, in order; the next is made in a thread while the one before is used, and nothing of those before is kept."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        coming = thread.submit(make, items[0])
+        for item in items[1:]:
+            made = [coming.result()]
+            coming = thread.submit(make, item)
+            yield made.pop()
+        made = [coming.result()]
+        del coming
+        yield made.pop()

@@ -1,0 +1,85 @@
+"""Ranks of two nodes that roll out pictures and encode each other's. Run under torchrun by test_gallery.py.
+
+gallery_world.py OUT
+"""
+
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from PIL import Image as pil
+
+from megatron_rl import gallery as gallery_module
+from megatron_rl.gallery import Gallery
+from megatron_rl.observe.recorder import store_pictures, write
+from megatron_rl.types import Context, Image, Rollout, Turn
+from megatron_rl.world import connect, disconnect, place, together
+
+PATCH = 14
+
+
+def picture(number: int) -> pil.Image:
+    """Noise of 4 x 2 or 6 x 4 patches, by its number."""
+    height, width = (56, 28) if number % 2 else (84, 56)
+    return pil.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def image(number: int) -> Image:
+    made = picture(number)
+    return Image(made, None, (1, made.height // PATCH, made.width // PATCH), f"k{number}", merge=2)
+
+
+def rollout(rank: int, sample: int, step: int) -> Rollout:
+    """Sees the picture that all ranks of a step see, one of its own in its prompt, and one of its own that came back in a turn."""
+    first = 1000 * step + 100 * rank + 10 * sample
+    context, seen = Context(), [image(1000 * step + 999), image(first + 1), image(first + 2)]
+    context.extend([5, 6, 7], images=tuple(seen[:2]))
+    context.extend([8, 9], logprobs=[-0.1 * first, -1 / 3], versions=[step, step + 1])
+    context.extend([10], images=(seen[2],))
+    turn = Turn(0, (3, 5), "said", images=[seen[2]])
+    return Rollout(task="t", example_id="e", group=rank, sample=sample, contexts=[context], turns=[turn], reward=float(first))
+
+
+def words(rollout: Rollout) -> Rollout:
+    """Without pictures."""
+    contexts = [replace(each, images=[seen.key for seen in each.images]) for each in rollout.contexts]
+    turns = [replace(each, images=[(seen.key, seen.grid, seen.merge) for seen in each.images]) for each in rollout.turns]
+    return replace(rollout, contexts=contexts, turns=turns)
+
+
+def main(out: Path) -> None:
+    world = place()
+    connect(world, timeout_s=60)
+    gallery_module._node = lambda: ("a node", world.rank // 2)
+    gallery = Gallery(patch=PATCH)
+    open_before = len(os.listdir("/proc/self/fd"))
+    for step in (1, 2):
+        # Rank 1 leads no engine.
+        rollouts = gallery.gather(None if world.rank == 1 else [rollout(world.rank, sample, step) for sample in range(2)])
+        expected = [rollout(rank, sample, step) for rank in (0, 2, 3) for sample in range(2)]
+        assert [words(each) for each in rollouts] == [words(each) for each in expected]
+        has = {(each.group == world.rank, seen.picture is not None) for each in rollouts for seen in each.images}
+        assert has == ({(False, False)} if world.rank == 1 else {(True, True), (False, False)}), "no picture goes with the words"
+        # Everyone encodes its own and what the rank but one after it has seen.
+        needed = {
+            rank: [seen for each in rollouts if each.group in (rank, (rank + 2) % 4) for seen in each.images] for rank in range(world.size)
+        }
+        gallery.show(needed, rollouts)
+        for each in needed[world.rank]:
+            assert gallery.picture(each).tobytes() == picture(int(each.key[1:])).tobytes(), each.key
+        together(partial(store_pictures, out, rollouts))
+        if world.is_main:
+            write(out / f"step_{step}.jsonl", {"kept": rollouts}, step=step, among=rollouts)
+        dist.barrier()
+        gallery.forget()
+        assert "memfd:pictures" not in Path("/proc/self/maps").read_text(), "nothing of a step outlives it"
+        assert len(os.listdir("/proc/self/fd")) == open_before
+    disconnect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
