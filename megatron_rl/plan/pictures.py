@@ -32,6 +32,6 @@ def pictures(model: ModelSpec, settings: Settings, *, world_size: int) -> int:
     share = episode * -(-trained // world_size)
     shown = 0 if world_size == 1 else SENT * (min(step_pixels, share * settings.engine.tp) + share)
     micro_batch = min(share, max(batch.micro_batch_tokens * token_pixels, episode))
-    remembered = min(CACHED_BYTES, of_patches * step_pixels)
-    rolling_out, training = of_patches * round_pixels, shown + AHEAD * of_patches * micro_batch
-    return KEPT * step_pixels + remembered + max(rolling_out, training)
+    rolling_out = min(of_patches * step_pixels, of_patches * round_pixels + CACHED_BYTES)
+    training = min(of_patches * step_pixels, CACHED_BYTES) + shown + AHEAD * of_patches * micro_batch
+    return KEPT * step_pixels + max(rolling_out, training)

@@ -92,6 +92,13 @@ def test_mfu(random_model: Path) -> None:
     assert row[0] == "CPU" and float(row[2]) > 0 and float(row[4]) > 0
 
 
+def test_host_memory() -> None:
+    """More episodes have more pictures."""
+    few, many, difference = rows(said_by("host_memory", "--side", 56, "--episodes", 2, 3, "--ranks", 1))
+    assert float(few[1]) <= float(many[1]) and min(float(few[2]), float(many[2])) > 0.2
+    assert "measured / planned" in difference[2]
+
+
 def test_scheduling() -> None:
     (row,) = rows(said_by("scheduling", "--seeds", 0, "--episodes", 2, "--turns", 1, "--tokens", 3))
     locked, free, alone = map(float, row[1:4])
