@@ -12,13 +12,14 @@ from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches
 from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import Fleet, RoundSettings, Trainer
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
-from megatron_rl.world import World
+from megatron_rl.world import World, meeting_store
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,7 +75,10 @@ def build_fleet(
         round_settings=RoundSettings(
             num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.select.max_generations
         ),
-        index=world.rank // size, num_engines=world.size // size, grace=stop.within_grace, patience_s=settings.run.patience_s, tell=tell,
+        seat=Seat(
+            index=world.rank // size, num_engines=world.size // size, max_episodes=settings.engine.max_num_seqs, counter=meeting_store()
+        ),
+        grace=stop.within_grace, patience_s=settings.run.patience_s, tell=tell,
     )  # fmt: skip
 
 

@@ -82,6 +82,11 @@ def patient(*, timeout_s: float) -> dist.ProcessGroup | None:
     return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
+def meeting_store() -> dist.Store:
+    """What the default process group's ranks met in, for numbers that they share without a collective."""
+    return dist.group.WORLD.get_group_store()
+
+
 def gather(mine: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """What every rank hands in, in their order, on every rank."""
     everyones: list = [None] * dist.get_world_size()

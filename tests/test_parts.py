@@ -23,6 +23,7 @@ from megatron_rl.config import (
     SftSettings,
     TaskSettings,
 )
+from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import RoundSettings
 from megatron_rl.run_folder import STEPS
@@ -31,7 +32,7 @@ from megatron_rl.world import World
 SETTINGS = Settings(
     model=ModelSettings(path="folder"),
     task=TaskSettings(name="mine", max_turns=3, max_tokens_per_turn=40, max_pixels=5000, max_seconds=6.5, errors_end=True),
-    engine=EngineSettings(max_model_len=700, max_images=2),
+    engine=EngineSettings(max_model_len=700, max_images=2, max_num_seqs=77),
     batch=BatchSettings(prompts_per_step=8, group_size=9),
     select=SelectSettings(max_generations=10),
     algo=AlgoSettings(temperature=0.7),
@@ -45,6 +46,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     groups: list[list[int]] = []
     monkeypatch.setattr(parts.dist, "new_group", lambda ranks, backend: groups.append(ranks) or ranks)
     monkeypatch.setattr(parts, "LocalEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
+    monkeypatch.setattr(parts, "meeting_store", lambda: "store")
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
     renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
@@ -52,7 +54,8 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     given = {"trainer": policy, "renderer": renderer, "world": world, "gallery": gallery, "stop": stop, "tell": print}
     fleet = parts.build_fleet(SETTINGS, "task", **given)
     assert (fleet.grace, fleet.gather) == ("grace", "gather")
-    assert (fleet.index, fleet.num_engines, fleet.task, fleet.renderer, fleet.trainer) == (index, num_engines, "task", renderer, policy)
+    assert (fleet.task, fleet.renderer, fleet.trainer) == ("task", renderer, policy)
+    assert fleet.seat == Seat(index=index, num_engines=num_engines, max_episodes=77, counter="store")
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10)
     assert fleet.episode == EpisodeSettings(
         temperature=0.7, max_turns=3, max_tokens_per_turn=40, max_context=700, max_images=2, max_pixels=5000, max_seconds=6.5,

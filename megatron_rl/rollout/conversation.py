@@ -1,16 +1,23 @@
 """A conversation with the policy: an episode speaks messages and hears text, and what was said is written down as contexts and turns.
 
 The limits of a context (tokens, images, pixels) are here and nowhere else. They are looked at between turns: what the policy said is kept
-whole, and an observation that no longer fits is not shown.
+whole, and an observation that no longer fits is not shown. Pictures are rendered beside the event loop.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from megatron_rl.rollout.engine import Engine, Sampling
-from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.renderer import Renderer, pictures_of
 from megatron_rl.types import Context, End, Image, Message, Turn
+
+T = TypeVar("T")
+SMALL_PIXELS = 1 << 17
+"""Pictures of fewer are rendered at once, in a few milliseconds, less than a decode step of a large model. Their requests come in the same
+order every time, so that a run on a CPU repeats bit for bit."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -38,7 +45,7 @@ class Conversation(Protocol):
     contexts: list[Context]
     turns: list[Turn]
 
-    def open(self, messages: Sequence[Message]) -> End | None:
+    async def open(self, messages: Sequence[Message]) -> End | None:
         """Show the prompt. Returns the limit that it overruns by itself; it is written down all the same, so that its size can be told."""
         ...
 
@@ -50,21 +57,56 @@ class Conversation(Protocol):
         """The token of the last reply, by its number in its context, that holds this character of the reply's text."""
         ...
 
-    def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
         """Show the policy what came of its reply, or return the limit that forbids it. `anew`: the messages are a whole new prompt."""
         ...
+
+
+class Opening:
+    """How the episodes of a group begin. They meet the same world, so the prompt of the first to come is rendered and the others are shown
+    a copy; one whose messages are not the same after all has its own rendered."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._messages: Sequence[Message] | None = None
+        self._prompt: Context | None = None
+        self._is_rendered = asyncio.Event()
+
+    async def prompt(self, messages: Sequence[Message]) -> Context:
+        """A context of the caller's own."""
+        if self._messages is None:
+            self._messages = messages
+            try:
+                self._prompt = await self._rendered(messages)
+            finally:
+                self._is_rendered.set()
+        else:
+            await self._is_rendered.wait()
+        if self._prompt is None or not await self._begins_with(messages):
+            return await self._rendered(messages)
+        copy = Context()
+        copy.extend(self._prompt.token_ids, images=tuple(self._prompt.images))
+        return copy
+
+    async def _rendered(self, messages: Sequence[Message]) -> Context:
+        return await beside(self._renderer, lambda: self._renderer.prompt(messages), messages)
+
+    async def _begins_with(self, messages: Sequence[Message]) -> bool:
+        return await beside(self._renderer, lambda: self._messages == messages, messages)
 
 
 class TokenConversation:
     """The conversation that is trained on: what an engine sampled stays as it is, and only what the environment says is tokenized."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, limits: ContextLimits) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, limits: ContextLimits, opening: Opening | None = None) -> None:
+        """Episodes that share their `opening` have their prompt rendered once."""
         self._engine, self._renderer, self._limits = engine, renderer, limits
+        self._opening = opening or Opening(renderer)
         self.contexts: list[Context] = []
         self.turns: list[Turn] = []
 
-    def open(self, messages: Sequence[Message]) -> End | None:
-        self.contexts.append(self._renderer.prompt(messages))
+    async def open(self, messages: Sequence[Message]) -> End | None:
+        self.contexts.append(await self._opening.prompt(messages))
         return self._limits.overrun(Context(), self.contexts[0])
 
     async def say(self, sampling: Sampling) -> str:
@@ -83,9 +125,10 @@ class TokenConversation:
         start, stop = self.turns[-1].span
         return start + self._renderer.place_of(self.contexts[-1].token_ids[start:stop], char)
 
-    def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
         context = Context() if anew else self.contexts[-1]
-        more = self._renderer.prompt(messages) if anew else self._renderer.observation(context, messages)
+        render = partial(self._renderer.prompt if anew else partial(self._renderer.observation, context), messages)
+        more = await beside(self._renderer, render, messages)
         end = self._limits.overrun(context, more)
         if end is not None:
             return end
@@ -95,6 +138,12 @@ class TokenConversation:
         else:
             context.extend(more.token_ids, images=tuple(more.images))
         return None
+
+
+async def beside(renderer: Renderer, act: Callable[[], T], messages: Sequence[Message]) -> T:
+    """What `act` makes of these messages; in a thread where their pictures are large."""
+    pixels = sum(picture.width * picture.height for picture in pictures_of(messages))
+    return act() if pixels < SMALL_PIXELS else await renderer.aside(act)
 
 
 def pixels_of(images: Sequence[Image]) -> int:

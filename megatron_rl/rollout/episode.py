@@ -48,7 +48,7 @@ async def run_episode(
     started = time.monotonic()
     try:
         # The members of a group meet the same world: its seed leaves the sample out.
-        end = conversation.open(await env.reset(seed_of(settings.seed, group)))
+        end = await conversation.open(await env.reset(seed_of(settings.seed, group)))
         if end is not None:
             raise _no_room(example, rollout, end)
         shown = [image for context in rollout.contexts for image in context.images]
@@ -93,7 +93,7 @@ async def _play(rollout: Rollout, env: Env, conversation: Conversation, *, setti
             return End.MAX_TURNS
         if settings.max_seconds and time.monotonic() - started > settings.max_seconds:
             return End.MAX_SECONDS
-        end = conversation.hear(step.messages, anew=step.new_context)
+        end = await conversation.hear(step.messages, anew=step.new_context)
         if end is not None:
             return end
 

@@ -1,7 +1,7 @@
 """The fleet: engines side by side, the episodes they play, and whose turn it is on the devices. What the training loop talks to.
 
-Groups are dealt to engines whole, so that an engine's prefix and image caches serve them. How finished rollouts come together is handed in:
-with a `gather` that returns what it is given, a fleet is one process.
+Groups are dealt to engines whole (dealing.py), so that an engine's prefix and image caches serve them. How finished rollouts come together
+is handed in: with a `gather` that returns what it is given, a fleet is one process.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron_rl.rollout.conversation import TokenConversation
+from megatron_rl.rollout.conversation import Opening, TokenConversation
+from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.engine import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode, seed_of
 from megatron_rl.rollout.renderer import Renderer
@@ -61,21 +62,22 @@ class Fleet:
 
     def __init__(
         self, task: Task, *, engine: ColocatedEngine, renderer: Renderer, trainer: Trainer, gather: Gather,
-        episode: EpisodeSettings, round_settings: RoundSettings, index: int = 0, num_engines: int = 1,
+        episode: EpisodeSettings, round_settings: RoundSettings, seat: Seat = Seat(),
         grace: Callable[[Play], Coroutine[object, object, list[Rollout] | None]] = to_the_end,
         patience_s: float = 0.0, tell: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
-        """`episode` is how training plays, with the run's seed; this process's engine is number `index` of num_engines.
+        """`episode` is how training plays, with the run's seed; `seat` is this process's engine's place among all.
 
         `grace` plays, and returns None where it gave up. What is down is waited for up to patience_s, and `tell` says so.
         """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather, self.episode, self.round_settings = gather, episode, round_settings
-        self.index, self.num_engines, self.grace = index, num_engines, grace
-        self.patience_s, self.tell = patience_s, tell
+        self.seat, self.grace, self.patience_s, self.tell = seat, grace, patience_s, tell
         self.rounds = 0
         """Rounds of prompts that `take` has dealt: where the sampler stands. A resumed run sets it."""
         self.is_away = False
+        self._num_dealings = 0
+        """Of this fleet so far, on every rank the same."""
 
     @cached_property
     def _examples(self) -> Sequence[Example]:
@@ -124,23 +126,31 @@ class Fleet:
         self, dealt: Mapping[int, Example], places: Sequence[tuple[int, int]], settings: EpisodeSettings, *, pause: float = 0.0
     ) -> list[Rollout]:
         """An episode for each group and sample, after a pause; this engine plays its groups."""
-        first = min(dealt, default=0)
+        samples: dict[int, list[int]] = {}
+        for group, sample in places:
+            samples.setdefault(group, []).append(sample)
+        self._num_dealings += 1
+        hand = self.seat.deal(list(dealt), {group: len(of_group) for group, of_group in samples.items()}, number=self._num_dealings)
+
+        def begin(group: int) -> list[Coroutine[object, object, Rollout]]:
+            opening = Opening(self.renderer)
+            return [self._episode(dealt[group], settings, opening=opening, group=group, sample=sample) for sample in samples[group]]
 
         async def mine() -> list[Rollout]:
             await asyncio.sleep(pause)
-            own = [(group, sample) for group, sample in places if (group - first) % self.num_engines == self.index]
-            return await asyncio.gather(*(self._episode(dealt[group], settings, group=group, sample=sample) for group, sample in own))
+            return await hand.play(begin)
 
         rollouts = self.gather(self.engine.run(self.grace(mine)))
+        hand.forget()
         if len(rollouts) < len(places):
             raise Stopped
         return rollouts
 
-    async def _episode(self, example: Example, settings: EpisodeSettings, *, group: int, sample: int) -> Rollout:
+    async def _episode(self, example: Example, settings: EpisodeSettings, *, opening: Opening, group: int, sample: int) -> Rollout:
         """An episode that fails because something was down is played again, _TRIES times in all."""
         failed_s = 0.0
         for _ in range(_TRIES):
-            conversation = TokenConversation(self.engine, self.renderer, settings)
+            conversation = TokenConversation(self.engine, self.renderer, settings, opening)
             rollout = await run_episode(self.task, example, conversation=conversation, settings=settings, group=group, sample=sample)
             rollout.wall_s += failed_s
             if rollout.end is not End.FAULT:
@@ -153,7 +163,7 @@ class Fleet:
         """How the first training example will begin, on the leader of the first engine; None elsewhere, and where it cannot."""
 
         async def opened() -> Context | None:
-            first = self.index == 0
+            first = self.seat.index == 0
             return await prompt_of(self.task, self._examples[0], self.renderer, seed=seed_of(self.episode.seed, 0)) if first else None
 
         return self.engine.run(opened())

@@ -26,6 +26,9 @@ from megatron_rl.rollout.vllm.core import VllmCore
 from megatron_rl.types import Image, LastingFault
 
 T = TypeVar("T")
+_ROUNDS = 3
+"""Of the event loop between two steps: from a thread that has rendered a picture it is two rounds to its episode, and one more to the
+others of its group."""
 HEARTBEAT_S = 20.0
 """Followers hear from an idle leader this often, well within any collective's time limit."""
 
@@ -178,7 +181,8 @@ class LocalEngine:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._woken.wait(), HEARTBEAT_S)
             self._turn()
-            await asyncio.sleep(0)
+            for _ in range(_ROUNDS):
+                await asyncio.sleep(0)
 
     def _follow(self) -> None:
         while True:

@@ -1,14 +1,18 @@
 """Between messages and tokens: chat template, one image-processor call, and deltas that never re-tokenize what the policy sampled.
 
-A picture is resized here, once, to its final grid; neither the engine nor the trainer resizes again.
+A picture is resized here, once, to its final grid; neither the engine nor the trainer resizes again. Threads may render side by side.
 """
 
+import asyncio
 import codecs
 import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+from typing import TypeVar
 
 import torch
 from PIL.Image import Image as Picture
@@ -21,6 +25,9 @@ from megatron_rl.config import ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.types import Context, Image, Message
 
+T = TypeVar("T")
+_THREADS = 4
+"""Beside an event loop: a picture of 2,000,000 pixels takes one about 100 ms and, meanwhile, 100 MB."""
 _CACHED_BYTES = 1 << 30
 """Of patches that are remembered; a picture of 2,000,000 pixels has 48 MB of them."""
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -60,34 +67,53 @@ class Renderer:
             require(found == stated, "model.path", model.path, remedy)
         self._images: OrderedDict[tuple[str, str], Image] = OrderedDict()
         self._num_bytes = 0
+        self._lock = Lock()
+        """Held while what is remembered changes."""
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
 
+    async def aside(self, act: Callable[[], T]) -> T:
+        """What `act` returns, computed in a thread: the event loop, in which an engine steps, goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+
     def image(self, picture: Picture) -> Image:
         """The picture at its final size with its patches; remembered by what was given."""
-        given = ("given", _digest(picture))
-        if given not in self._images:
-            resized = picture.convert("RGB").resize(self.final_size(picture.width, picture.height), Resampling.BICUBIC)
-            self._remember(given, self._final(resized, key=_digest(resized)))
-        self._images.move_to_end(given)
-        return self._images[given]
+        digest, size = _digest(picture), self.final_size(picture.width, picture.height)
+        given = ("given", digest)
+        known = self._known(given)
+        if known is not None:
+            return known
+        resized = picture.convert("RGB").resize(size, Resampling.BICUBIC)
+        is_final = (picture.mode, picture.size) == (resized.mode, resized.size)
+        return self._remember(given, self._final(resized, key=digest if is_final else _digest(resized)))
 
     def _final(self, resized: Picture, *, key: str) -> Image:
         """The patches of a picture that has its final size. It must not be resized again: smart_resize of its own result may differ."""
         name = ("final", key)
-        if name not in self._images:
-            features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
-            grid = tuple(features["image_grid_thw"][0].tolist())
-            self._remember(name, Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge))
-        self._images.move_to_end(name)
-        return self._images[name]
+        known = self._known(name)
+        if known is not None:
+            return known
+        features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
+        grid = tuple(features["image_grid_thw"][0].tolist())
+        return self._remember(name, Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge))
 
-    def _remember(self, name: tuple[str, str], image: Image) -> None:
-        self._images[name] = image
-        self._num_bytes += image.patch_PC.nbytes
-        while self._num_bytes > _CACHED_BYTES and len(self._images) > 1:
-            _, oldest = self._images.popitem(last=False)
-            self._num_bytes -= oldest.patch_PC.nbytes
+    def _known(self, name: tuple[str, str]) -> Image | None:
+        with self._lock:
+            if name in self._images:
+                self._images.move_to_end(name)
+            return self._images.get(name)
+
+    def _remember(self, name: tuple[str, str], image: Image) -> Image:
+        """The image; the one that is remembered, where another thread has made it meanwhile."""
+        with self._lock:
+            if name not in self._images:
+                self._images[name] = image
+                self._num_bytes += image.patch_PC.nbytes
+            while self._num_bytes > _CACHED_BYTES and len(self._images) > 1:
+                _, oldest = self._images.popitem(last=False)
+                self._num_bytes -= oldest.patch_PC.nbytes
+            return self._images.get(name, image)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of a picture of this size after the resize: multiples of `vision_pixels`, the side of a vision token."""
@@ -108,13 +134,13 @@ class Renderer:
         """float32 [P, C] of an image, made again of its picture where they are no longer remembered."""
         if image.patch_PC is not None:
             return image.patch_PC
-        known = self._images.get(("final", image.key))
+        known = self._known(("final", image.key))
         return (known or self._final(picture_of(image), key=image.key)).patch_PC
 
     def prompt(self, messages: Sequence[Message]) -> Context:
         """A new context that ends where the assistant speaks."""
         context = Context()
-        self._observe(context, self._text(messages, speak=True), self._pictures(messages))
+        self._observe(context, self._text(messages, speak=True), self._images_of(messages))
         return context
 
     def observation(self, context: Context, messages: Sequence[Message]) -> Context:
@@ -126,7 +152,7 @@ class Renderer:
         assert whole.startswith(self._dummy_text), "the chat template rewrites earlier messages; it cannot be continued"
         closing = "" if context.token_ids[-1] == self.end_id else "<|im_end|>"
         more = Context()
-        self._observe(more, closing + whole.removeprefix(self._dummy_text), self._pictures(messages))
+        self._observe(more, closing + whole.removeprefix(self._dummy_text), self._images_of(messages))
         return more
 
     def transcript(self, messages: Sequence[Message]) -> Context:
@@ -139,7 +165,7 @@ class Renderer:
             after = self._text(messages[: index + 1]).removesuffix("\n")
             assert before.startswith(done) and after.startswith(before), "the chat template rewrites earlier messages"
             answered = max((i for i in range(index) if messages[i]["role"] == "assistant"), default=-1)
-            self._observe(context, before.removeprefix(done), self._pictures(messages[answered + 1 : index]))
+            self._observe(context, before.removeprefix(done), self._images_of(messages[answered + 1 : index]))
             reply = self._ids(after.removeprefix(before))
             context.extend(reply, logprobs=[0.0] * len(reply))
             done = after
@@ -182,9 +208,8 @@ class Renderer:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _pictures(self, messages: Sequence[Message]) -> list[Image]:
-        parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
-        return [self.image(part["image"]) for part in parts if part["type"] == "image"]
+    def _images_of(self, messages: Sequence[Message]) -> list[Image]:
+        return [self.image(picture) for picture in pictures_of(messages)]
 
     def _observe(self, context: Context, text: str, images: list[Image]) -> None:
         expanded: list[int] = []
@@ -194,6 +219,11 @@ class Renderer:
             expanded.extend([token] * repeats)
         assert next(remaining, None) is None, "the chat template placed fewer images than the messages hold"
         context.extend(expanded, images=tuple(images))
+
+
+def pictures_of(messages: Sequence[Message]) -> list[Picture]:
+    parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def _digest(picture: Picture) -> str:

@@ -105,6 +105,13 @@ def test_scheduling() -> None:
     assert locked > 0 and free > 0 and alone > 0
 
 
+def test_engine_stalls() -> None:
+    """Pictures large enough to be rendered beside the loop."""
+    sizes = ("--groups", 2, "--samples", 2, "--megapixels", 0.2, "--tokens", 40, "--step-ms", 2)
+    said = json.loads(said_by("engine_stalls", *sizes).splitlines()[-1])
+    assert 40 < said["steps"] <= 160 and 0 < said["stalled_share"] < 1 and 0 < said["longest_stall_s"] <= said["stalled_s"]
+
+
 def test_weight_sync(torchrun, random_model: Path) -> None:  # noqa: ANN001
     """As one of its layouts is started."""
     said = torchrun(1, FOLDER / "weight_sync.py", "--layout", "1 process", "--repeats", 1, "--model", random_model)

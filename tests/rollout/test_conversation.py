@@ -43,17 +43,21 @@ def say(conversation: TokenConversation, max_tokens: int) -> str:
     return asyncio.run(conversation.say(Sampling(max_tokens, 1.0, seed=1)))
 
 
+def hear(conversation: TokenConversation, text: str, *, anew: bool) -> End | None:
+    return asyncio.run(conversation.hear(user(text), anew=anew))
+
+
 def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
     """The last reply is asked for no more tokens than there is room for."""
     prompt = len(renderer.prompt(user("?")).token_ids)
     for room in (1, 5, 12, 40):
         engine = Talkative()
         conversation = TokenConversation(engine, renderer, ContextLimits(max_context=prompt + room, max_images=0))
-        assert conversation.open(user("?")) is None
+        assert asyncio.run(conversation.open(user("?"))) is None
         end = None
         while end is None:
             say(conversation, 12)
-            end = conversation.hear(user("Go on."), anew=False)
+            end = hear(conversation, "Go on.", anew=False)
         (context,) = conversation.contexts
         assert end is End.MAX_TOKENS and len(context.token_ids) <= prompt + room
         if room <= 12:
@@ -66,9 +70,9 @@ def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
     begins = [len(renderer.prompt(messages).token_ids) for messages in (first, second)]
     limits = ContextLimits(max_context=sum(begins), max_images=0)
     conversation = TokenConversation(Talkative(), renderer, limits)
-    conversation.open(first)
-    said = [say(conversation, 2), conversation.hear(second, anew=True)]
-    said += [say(conversation, 3), conversation.hear(user("And?"), anew=False)]
+    asyncio.run(conversation.open(first))
+    said = [say(conversation, 2), asyncio.run(conversation.hear(second, anew=True))]
+    said += [say(conversation, 3), hear(conversation, "And?", anew=False)]
     assert said == [renderer.text([66] * 2), None, renderer.text([67] * 3), None]
     before, after = conversation.contexts
     assert [(turn.context, turn.span) for turn in conversation.turns] == [(0, (begins[0], begins[0] + 2)), (1, (begins[1], begins[1] + 3))]
@@ -79,14 +83,14 @@ def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
 @pytest.mark.parametrize("anew", [False, True])
 def test_what_does_not_fit_is_not_written(renderer: Renderer, anew: bool) -> None:
     conversation = TokenConversation(Talkative(), renderer, ContextLimits(max_context=80, max_images=0))
-    conversation.open(user("?"))
+    asyncio.run(conversation.open(user("?")))
     say(conversation, 3)
     (context,) = conversation.contexts
     before = len(context.token_ids)
-    assert conversation.hear(user("word " * 80), anew=anew) is End.MAX_TOKENS
+    assert hear(conversation, "word " * 80, anew=anew) is End.MAX_TOKENS
     assert conversation.contexts == [context] and len(context.token_ids) == before and conversation.turns[0].images == []
     misfit = TokenConversation(Talkative(), renderer, ContextLimits(max_context=80, max_images=0))
-    assert misfit.open(user("word " * 80)) is End.MAX_TOKENS and len(misfit.contexts[0].token_ids) > 80
+    assert asyncio.run(misfit.open(user("word " * 80))) is End.MAX_TOKENS and len(misfit.contexts[0].token_ids) > 80
 
 
 @dataclass
@@ -98,14 +102,14 @@ class Words:
     heard: list[Message] = field(default_factory=list)
     weight_version: int = 0
 
-    def open(self, messages: Sequence[Message]) -> End | None:
+    async def open(self, messages: Sequence[Message]) -> End | None:
         self.heard += messages
 
     async def say(self, sampling: Sampling) -> str:
         self.turns.append(Turn(context=0, span=(0, 0), text=f"reply {len(self.turns)}"))
         return self.turns[-1].text
 
-    def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
         self.heard += messages
         return End.MAX_TOKENS if len(self.turns) == 3 else None
 

@@ -11,10 +11,11 @@ import torch
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.rollout import fleet as fleet_module
+from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.fleet import choose_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import End, Example, LastingFault, Rollout, Status
-from tests.support.scripted_fleet import EPISODE, EXAMPLES, Scripted, fleet_of
+from tests.support.scripted_fleet import EPISODE, EXAMPLES, Scripted, fleet_of, said
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +106,6 @@ def test_an_episode_has_three_tries(renderer: Renderer, faults: int, status: Sta
         assert all(len(rollout.turns) == len(rollout.contexts) == 1 for rollout in rollouts), "nothing is left of a try that failed"
 
 
-def said(rollouts: list[Rollout]) -> list[tuple]:
-    return [(r.example_id, r.group, r.sample, r.status, r.end, r.reward, r.rewards, r.contexts, r.turns) for r in rollouts]
-
-
 def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[float]) -> None:
     """Each of its two requests fails 20 times, so an episode gets through at its 41st try: the step is that of a run where nothing was ever
     down, worlds and tokens alike."""
@@ -167,7 +164,12 @@ def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
     played = {}
     for index in (1, 0):
         fleet = fleet_of(
-            renderer, engines[index], index=index, num_engines=2, gather=gather_of(index), patience_s=60.0, tell=lambda _: None
+            renderer,
+            engines[index],
+            seat=Seat(index=index, num_engines=2, max_episodes=99),
+            gather=gather_of(index),
+            patience_s=60.0,
+            tell=lambda _: None,
         )
         played[index] = said(fleet.play(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3))
     assert played[0] == played[1] == said(whole)
@@ -179,7 +181,7 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
     parts: list[list[Rollout]] = []
     for index in range(2):
         fleet = fleet_of(
-            renderer, index=index, num_engines=2, gather=lambda mine: parts.append(mine) or mine * 3
+            renderer, seat=Seat(index=index, num_engines=2, max_episodes=99), gather=lambda mine: parts.append(mine) or mine * 3
         )  # as if none were missing
         fleet.play(EXAMPLES[:5], samples=2, settings=EPISODE, first_group=10)
     groups = [[(rollout.group, rollout.sample, rollout.example_id) for rollout in part] for part in parts]
@@ -190,7 +192,7 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
         assert mine is None
         return parts[1] + parts[0]
 
-    follower = fleet_of(renderer, Scripted(leads=False), index=0, num_engines=2, gather=follow)
+    follower = fleet_of(renderer, Scripted(leads=False), seat=Seat(num_engines=2, max_episodes=99), gather=follow)
     together = follower.play(EXAMPLES[:5], samples=2, settings=EPISODE)
     assert [(rollout.group, rollout.sample) for rollout in together] == [
         (10 + number, sample) for number in range(5) for sample in range(2)

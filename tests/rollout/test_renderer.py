@@ -3,6 +3,7 @@
 import json
 import shutil
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,8 +16,9 @@ from PIL import Image as Pillow
 from transformers import AutoProcessor
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.rollout import renderer as renderer_module
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Image
+from megatron_rl.types import Context, Image
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,31 @@ def test_pictures_are_resized_once_within_the_limits(renderer: Renderer) -> None
     assert renderer.image(gradient(300, 300)) is image, "remembered by content"
     assert renderer.image(image.picture).key == image.key, "a picture at its final size is left alone"
     assert renderer.image(gradient(20, 20)).picture.size == (56, 56)
+
+
+def test_threads_render_side_by_side(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What 8 threads make of the same pictures, in other orders, is what one makes of them alone; with room for four of twelve, too."""
+    model = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800)
+    pictures = [gradient(150 + 7 * number, 120 + number % 3) for number in range(12)]
+    alone = Renderer(model)
+    expected = [alone.prompt([user(f"Number {number}.", picture)]) for number, picture in enumerate(pictures)]
+    one = expected[0].images[0].patch_PC.nbytes
+    for room in (100 * one, 4 * one):
+        monkeypatch.setattr(renderer_module, "_CACHED_BYTES", room)
+        shared = Renderer(model)
+
+        def all_of_them(start: int, shared: Renderer = shared) -> list[Context]:
+            order = [(start + 5 * number) % 12 for number in range(36)]
+            made = {number: shared.prompt([user(f"Number {number}.", pictures[number])]) for number in order}
+            return [made[number] for number in range(12)]
+
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(all_of_them, range(8)))
+        for contexts in found:
+            for context, truth in zip(contexts, expected, strict=True):
+                assert (context.token_ids, context.images[0].key) == (truth.token_ids, truth.images[0].key)
+                assert torch.equal(context.images[0].patch_PC, truth.images[0].patch_PC)
+        assert shared._num_bytes == sum(image.patch_PC.nbytes for image in shared._images.values()) <= room
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.fleet import Fleet, RoundSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Env, Step
-from megatron_rl.types import Example, HostFault, Image, Message, Rollout
+from megatron_rl.types import Example, HostFault, Image, LastingFault, Message, Rollout
 
 EXAMPLES = [Example(f"{number}", {}) for number in range(10)]
 EPISODE = EpisodeSettings(temperature=0.9, max_turns=2, max_tokens_per_turn=3, max_context=200, max_images=0, seed=5)
@@ -57,6 +57,25 @@ class Scripted:
 
     def close(self) -> None:
         self.log.append("engine closes")
+
+
+@dataclass
+class Paced(Scripted):
+    """Takes its time for a reply. From its request number `breaks` on nothing can be had of it any more."""
+
+    reply_s: float = 0.0
+    breaks: int = 10**6
+    under_way: int = 0
+    most: int = 0
+
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+        if len(self.asked) >= self.breaks:
+            raise LastingFault("the engine has failed")
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(self.reply_s)
+        self.under_way -= 1
+        return await super().generate(token_ids, images, sampling)
 
 
 @dataclass
@@ -117,3 +136,8 @@ def fleet_of(renderer: Renderer, engine: Scripted | None = None, *, max_rounds: 
     parts = {"trainer": Trainer(engine.log), "gather": lambda mine: mine, "episode": EPISODE, **changes}
     rounds = RoundSettings(num_prompts=2, group_size=3, max_rounds=max_rounds)
     return Fleet(TalkTask(), engine=engine, renderer=renderer, round_settings=rounds, **parts)
+
+
+def said(rollouts: list[Rollout]) -> list[tuple]:
+    """What was played, without its clocks."""
+    return [(r.example_id, r.group, r.sample, r.status, r.end, r.reward, r.rewards, r.contexts, r.turns) for r in rollouts]

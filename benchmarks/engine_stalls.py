@@ -1,0 +1,170 @@
+"""How long an engine stands still with work at hand, while the program renders large pictures for its episodes.
+
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/engine_stalls.py
+
+An engine whose every step takes 20 ms, as a GPU's would and with no processor time of its own, plays 64 episodes in 8 groups through the
+trainer's own fleet: a prompt with a picture of 2 megapixels, a reply, a cut-out of as many pixels that every episode makes for itself, a
+reply. Stalled are the seconds between two steps while at least one request is under way; idle are those without any.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from PIL.Image import Image as Picture
+
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rollout import local
+from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.fleet import Fleet, RoundSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Env, Step
+from megatron_rl.types import Example, Message
+from tools.data.make_tiny_qwen2_5_vl import make
+
+WORD = 65
+"""The token that is always said."""
+
+
+class FixedCore:
+    """In the place of vLLM: a step takes step_s, and samples one token of every request. A reply is as long as its seed says."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s, self.asleep = step_s, []
+        self.num_steps, self.stalls_s, self.idle_s = 0, [], 0.0
+        """Steps so far, the seconds between two of them with work at hand, and all without."""
+        self._left: dict[str, tuple[int, int]] = {}
+        self._ended, self._had_work = time.perf_counter(), False
+
+    def is_busy(self) -> bool:
+        return bool(self._left)
+
+    def add(self, request: Request) -> None:
+        length = 1 + request.sampling.seed % request.sampling.max_tokens
+        self._left[request.id] = (length, length)
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._left.pop(request_id, None)
+
+    def step(self) -> list[tuple[str, list[int], list[float], bool]]:
+        gap_s = time.perf_counter() - self._ended
+        if self._had_work:
+            self.stalls_s.append(gap_s)
+        else:
+            self.idle_s += gap_s
+        time.sleep(self.step_s)
+        self.num_steps += 1
+        self._left = {name: (left - 1, length) for name, (left, length) in self._left.items()}
+        done = [(name, [WORD] * length, [-1.0] * length, True) for name, (left, length) in self._left.items() if left == 0]
+        self.abort([name for name, *_ in done])
+        self._ended, self._had_work = time.perf_counter(), bool(self._left)
+        return done
+
+    def trim_images(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[local.LocalEngine, FixedCore]:
+    """The trainer's own engine but for vLLM."""
+    core, local.VllmCore = FixedCore(step_s), lambda *_, **__: core
+    engine = local.LocalEngine(
+        str(model), EngineSettings(max_model_len=max_model_len), image_token_id=renderer.image_token_id,
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+    )  # fmt: skip
+    return engine, core
+
+
+@dataclass
+class Looks(Env):
+    """Shows the whole picture, then a part of it that is this episode's alone."""
+
+    whole: Picture
+    part: tuple[int, int, int, int]
+
+    async def reset(self, seed: int) -> list[Message]:
+        return [self._asked(self.whole)]
+
+    async def step(self, text: str) -> Step:
+        return Step(messages=[self._asked(await asyncio.to_thread(self.whole.crop, self.part))], reward=0.0, done=False)
+
+    def _asked(self, picture: Picture) -> Message:
+        return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]}
+
+
+@dataclass
+class LooksTask:
+    """Examples are noise of another seed each; their episodes look at parts that begin in other places."""
+
+    pixels: int
+    name: str = "looks"
+    stop: tuple[str, ...] = ()
+    rubric: Rubric = field(default_factory=lambda: Rubric(turn_parts={"nothing": TurnPart(environment_rewards)}))
+    num_made: int = 0
+
+    def env(self, example: Example) -> Looks:
+        side, self.num_made = int((self.pixels * 0.9) ** 0.5), self.num_made + 1
+        start = self.num_made % int(0.05 * side)
+        return Looks(example.payload["picture"], (start, start, start + side, start + side))
+
+
+class Nobody:
+    """Shares the engine's device with it: no trainer does."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+def noise(seed: int, pixels: int) -> Picture:
+    side = int(pixels**0.5)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="episodes of a group")
+    parser.add_argument("--megapixels", type=float, default=2.0, help="of a picture")
+    parser.add_argument("--tokens", type=int, default=512, help="of a reply at most; all lengths are as likely")
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    chosen = parser.parse_args()
+    pixels = int(chosen.megapixels * 1e6)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "nano"
+        make(model, preset="nano", seed=0)
+        renderer = Renderer(ModelSettings(path=str(model), max_pixels=pixels))
+    length = 2 * (pixels // renderer.vision_pixels**2 + chosen.tokens) + 1024
+    engine, core = fixed_engine(model, renderer, step_s=chosen.step_ms / 1000, max_model_len=length)
+    episode = EpisodeSettings(temperature=1.0, max_turns=2, max_tokens_per_turn=chosen.tokens, max_context=length, max_images=2, seed=0)
+    rounds = RoundSettings(num_prompts=chosen.groups, group_size=chosen.samples, max_rounds=1)
+    fleet = Fleet(
+        LooksTask(pixels), engine=engine, renderer=renderer, trainer=Nobody(), gather=list, episode=episode, round_settings=rounds
+    )
+    examples = [Example(str(number), {"picture": noise(number, pixels)}) for number in range(chosen.groups)]
+    started, before = time.perf_counter(), os.times()
+    rollouts = fleet.play(examples, samples=chosen.samples, settings=episode)
+    seconds, after = time.perf_counter() - started, os.times()
+    assert all(len(rollout.turns) == 2 and len(rollout.contexts[0].images) == 2 for rollout in rollouts), "an episode ended early"
+    stalled = sum(core.stalls_s)
+    said = {
+        "wall_s": seconds, "steps": core.num_steps,
+        "stalled_s": stalled, "stalled_share": stalled / (stalled + core.num_steps * core.step_s),
+        "longest_stall_s": max(core.stalls_s), "idle_s": core.idle_s,
+        "cpu_s": after.user + after.system - before.user - before.system, "load": os.getloadavg()[0],
+    }  # fmt: skip
+    print(json.dumps({name: round(number, 3) for name, number in said.items()}))
+
+
+if __name__ == "__main__":
+    main()

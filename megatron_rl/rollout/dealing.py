@@ -1,0 +1,108 @@
+"""Which engine plays which group of a round, where several play side by side.
+
+Every engine begins with groups dealt by their numbers: with all of them where it can hold its even share at once, so that nothing depends
+on who is faster. What is too much for that is nobody's at first, and goes to whoever has room, told apart by a counter that all share. A
+group stays whole, because its members share a prompt that its engine has cached.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.types import Rollout
+
+Begin = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
+"""From a group to its episodes."""
+
+
+class Counter(Protocol):
+    """Numbers by name that all engines share: torch.distributed.Store is one."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Raise a number, which begins with 0, and return it. May wait for the network."""
+        ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Seat:
+    """An engine's place among those that play side by side."""
+
+    index: int = 0
+    num_engines: int = 1
+    max_episodes: int = 1
+    """Episodes that an engine computes at once."""
+    counter: Counter | None = None
+    """None: it plays alone."""
+
+    def deal(self, groups: Sequence[int], sizes: Mapping[int, int], *, number: int) -> "Hand":
+        """What this engine plays of a round of `groups`. `sizes` has the episodes of those that are played, all or some; `number` is this
+        dealing's alone.
+
+        An engine holds max_episodes, and at least half of its even share: some of its episodes will wait for tools. One alone holds all.
+        """
+        share, size = math.ceil(len(groups) / self.num_engines), max(sizes.values(), default=1)
+        held = share if self.num_engines == 1 else min(share, max(self.max_episodes // size, math.ceil(share / 2)))
+        places = {group: place for place, group in enumerate(groups)}
+        by_number = [group for group in sizes if places[group] < held * self.num_engines]
+        return Hand(
+            own=[group for group in by_number if places[group] % self.num_engines == self.index],
+            left=[group for group in sizes if places[group] >= held * self.num_engines],
+            share=share, room=held * size, size=size, name=f"groups/{number}", seat=self,
+        )  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Hand:
+    """What an engine plays of a round."""
+
+    own: list[int]
+    """Groups that are this engine's from the beginning."""
+    left: list[int]
+    """Groups that are nobody's before they are taken."""
+    share: int
+    """Groups of the round for each engine, rounded up."""
+    room: int
+    """Episodes that it plays at once."""
+    size: int
+    """Episodes of the largest group."""
+    name: str
+    seat: Seat
+
+    async def play(self, begin: Begin) -> list[Rollout]:
+        """Its own groups, and more of what is left as soon as there is room. What an episode raises comes out of here, the others end."""
+        episodes = [asyncio.create_task(episode) for group in self.own for episode in begin(group)]
+        num_groups, more = len(self.own), self.left
+        try:
+            while more:
+                num = await self._wanted(episodes, num_groups)
+                more = await self._take(num) if num > 0 else []
+                episodes += [asyncio.create_task(episode) for group in more for episode in begin(group)]
+                num_groups += len(more)
+            return await asyncio.gather(*episodes)
+        finally:
+            for episode in episodes:
+                episode.cancel()
+            await asyncio.gather(*episodes, return_exceptions=True)
+
+    async def _wanted(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
+        """Groups that there is room for, once there is. Where an episode failed, which goes quickly, no more than the even share: what is
+        broken here may be whole elsewhere, and where it is not every group is still played."""
+        while len(playing := [episode for episode in episodes if not episode.done()]) + self.size > self.room:
+            await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+        num = (self.room - len(playing)) // self.size
+        has_failed = any(episode.done() and not episode.result().is_scored for episode in episodes)
+        return min(num, self.share - num_groups) if has_failed else num
+
+    async def _take(self, num: int) -> list[int]:
+        """At most so many of what is left; none when all are taken."""
+        end = await asyncio.to_thread(self.seat.counter.add, self.name, num)
+        return self.left[end - num : end]
+
+    def forget(self) -> None:
+        """Once every engine has played its hand."""
+        if self.left and self.seat.index == 0:
+            self.seat.counter.delete_key(self.name)

@@ -1,0 +1,51 @@
+"""Two processes whose engines share the groups that neither could hold from the beginning: 3 of 10 for each, and 4 for who has room."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.rollout.renderer import Renderer
+from tests.conftest import SUPPORT
+from tests.support import forked
+from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of, said
+
+
+@pytest.fixture(scope="module")
+def alone(random_model: Path) -> str:
+    """What one engine makes of all groups."""
+    return repr(said(fleet_of(Renderer(ModelSettings(path=str(random_model)))).play(EXAMPLES, samples=2, settings=EPISODE)))
+
+
+def played(random_model: Path, tmp_path: Path, case: str) -> list[dict]:
+    done = forked.world(2, SUPPORT / "dealt.py", random_model, tmp_path / "out", case, timeout_s=120)
+    assert done.returncode == 0 and "ended" not in done.stdout, done.stdout
+    return [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+
+
+def test_the_faster_rank_plays_more(random_model: Path, tmp_path: Path, alone: str) -> None:
+    """Every group whole, on one rank and once; and both have then what one engine would have made."""
+    ranks = played(random_model, tmp_path, "slow")
+    assert [rank["said"] for rank in ranks] == [alone] * 2
+    for slow, fast in zip(*(rank["played"] for rank in ranks), strict=True):
+        assert sorted(slow + fast) == [group for group in range(10) for _ in range(2)] and not set(slow) & set(fast)
+        assert {0, 2, 4} <= set(slow) and len(set(slow)) < 5 < len(set(fast)), (slow, fast)
+
+
+def test_what_was_down_is_played_again(random_model: Path, tmp_path: Path, alone: str) -> None:
+    """Nothing is left of it: what failed on a rank, be it its own or taken, is played again by whoever it then falls to."""
+    ranks = played(random_model, tmp_path, "down")
+    assert [rank["said"] for rank in ranks] == [alone] * 2
+    assert [len(rank["played"]) for rank in ranks] == [3, 3] or [len(rank["played"]) for rank in ranks] == [4, 4]
+    first, again = ([set(rank["played"][number]) for rank in ranks] for number in (0, 1))
+    assert {0, 2, 4} <= first[0] and len(first[0]) <= 5, "no more than its even share"
+    assert again[0] | again[1] == first[0]
+
+
+def test_no_rank_waits_for_one_that_failed(random_model: Path, tmp_path: Path) -> None:
+    """It raises what its episode raised; the other plays what is left, and finds that it is alone."""
+    done = forked.world(2, SUPPORT / "dealt.py", random_model, tmp_path / "out", "fails", timeout_s=120)
+    ends = sorted(line for line in done.stdout.splitlines() if line.startswith("ended: "))
+    assert len(ends) == 2 and "KeyError('a mistake')" in ends[0] and "RuntimeError" in ends[1], done.stdout
+    assert not list(tmp_path.glob("out.*"))

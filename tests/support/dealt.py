@@ -1,0 +1,62 @@
+"""Run as a world by distributed/test_dealing.py: an engine on every rank, which plays what it is dealt and takes of what is left.
+
+usage: dealt.py MODEL OUT slow|down|fails      what rank 0's engine is: 5 times slower, down for a while, or a mistake in the program
+
+OUT.RANK has the groups that this rank played, by round, and what every rank then had of all.
+"""
+
+import json
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.parts import gather_rollouts
+from megatron_rl.rollout.dealing import Seat
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Image, Rollout
+from megatron_rl.world import connect, disconnect, meeting_store, patient, place
+from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, fleet_of, said
+
+REPLY_S = 0.05
+
+
+class Mistaken(Paced):
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+        if len(self.asked) >= 7:
+            raise KeyError("a mistake")
+        return await super().generate(token_ids, images, sampling)
+
+
+def main(model: str, out: str, case: str) -> None:
+    world, played = place(), []
+    engine = Paced(reply_s=REPLY_S)
+    if world.rank == 0:
+        made = {"slow": Paced(reply_s=5 * REPLY_S), "down": Paced(reply_s=REPLY_S, faults=4), "fails": Mistaken(reply_s=REPLY_S)}
+        engine = made[case]
+    with ExitStack() as closing:
+        connect(world, timeout_s=30)
+        closing.callback(disconnect)
+        gather = partial(gather_rollouts, group=patient(timeout_s=30))
+
+        def noted(mine: list[Rollout]) -> list[Rollout]:
+            played.append([rollout.group for rollout in mine])
+            return gather(mine)
+
+        seat = Seat(index=world.rank, num_engines=world.size, max_episodes=4, counter=meeting_store())
+        fleet = fleet_of(
+            Renderer(ModelSettings(path=model)), engine, seat=seat, gather=noted, patience_s=60, tell=lambda line: print(line, flush=True)
+        )
+        for _ in range(2):
+            rollouts = fleet.play(EXAMPLES, samples=2, settings=EPISODE)
+            engine.faults = 0
+            Path(f"{out}.{world.rank}").write_text(json.dumps({"played": played, "said": repr(said(rollouts))}))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except (KeyError, RuntimeError) as error:
+        print(f"ended: {error!r}", flush=True)  # every rank ends by itself, or the world's time limit does
