@@ -19,9 +19,10 @@ from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
+from megatron_rl.policy.optimizer_state import restart
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, one_ahead, with_patches
-from megatron_rl.policy.training_state import Save, TrainingState, load, restart
+from megatron_rl.policy.training_state import Save, TrainingState, load
 from megatron_rl.types import Batch, LossMetrics, NotFinite
 
 Read = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -177,9 +178,9 @@ class Network:
             self._offload.come_back()
 
     @on_cpu_too
-    def save(self, folder: Path, *, optimizer: str, background: bool) -> Save:
+    def save(self, folder: Path, *, background: bool) -> Save:
         """Begin to write the training state into `folder`, which exists; see training_state.Save. Training may go on at once."""
-        return Save(self._state(), folder, optimizer=optimizer, background=background)
+        return Save(self._state(), folder, background=background)
 
     @on_cpu_too
     def load(self, folder: Path, *, seed: int) -> None:
