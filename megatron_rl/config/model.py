@@ -78,7 +78,8 @@ class ParallelSettings:
     logprob_rows: int = 2048
     """Rows whose logits exist at a time; a row is one sampled token."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state and fp32 weights on the host (a GPU only; on a CPU they are there)."""
+    """Keep the optimizer's state and fp32 weights on the host, where its step takes this rank's share of the node's cores (a GPU only; on a
+    CPU they are there)."""
     offload_parameters: bool = False
     """Move parameters and gradient buffers to the host while the engine rolls out."""
     timeout_s: float = 600.0

@@ -18,7 +18,7 @@ from megatron_rl.batch import empty_batch
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.offload import Offload
-from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
+from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, with_gradients
 from megatron_rl.policy.optimizer_state import restart
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, one_ahead, with_patches
@@ -89,9 +89,10 @@ class Network:
     def update(self, batches: list[Batch], on_hidden: Summed, *, step: int) -> dict[str, float]:
         """One optimizer update on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
 
-        `step` is the stage's, from 0: it decides the learning rate. Returns the loss, the gradient norm before clipping, and the loss's
-        metrics: its parts divided by the denominator, sums by the number of sampled tokens, maxima. NotFinite on every rank, before any
-        weight has changed: a number of a micro-batch or the gradient is no number; after the update: a weight is none.
+        `step` is the stage's, from 0: it decides the learning rate. Returns the
+        loss, the gradient norm before clipping, and the loss's metrics: its parts divided by the denominator, sums by the number of sampled
+        tokens, maxima. NotFinite on every rank, before any weight has changed: a number of a micro-batch or the gradient is no number;
+        after the update: a weight is none.
         """
         collected: list[LossMetrics] = []
 
@@ -109,11 +110,10 @@ class Network:
         self.optimizer.zero_grad()
         self._run(batches, summed, forward_only=False)
         metrics = _reduce(collected if self.layout.tp_rank == 0 else [], trouble=_trouble(collected) or self._trouble_in_gradient())
-        succeeded, grad_norm, _ = self.optimizer.step()
-        assert succeeded, "the optimizer skipped a step"
+        grad_norm = take_step(self.optimizer)
         self.num_updates += 1
         self._require_finite_weights()
-        return {**metrics, "grad_norm": float(grad_norm), "lr": self.schedule.get_lr({})}
+        return {**metrics, "grad_norm": grad_norm, "lr": self.schedule.get_lr({})}
 
     def _run(self, batches: list[Batch], on_hidden: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; on_hidden runs on the last stage only and gets the hidden states of rows_R.
