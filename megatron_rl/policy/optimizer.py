@@ -27,13 +27,14 @@ def freeze(chunk: Chunk, parts: list[str], *, all_but_adapters: bool) -> None:
             parameter.requires_grad = False
 
 
-def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings) -> list[DistributedDataParallel]:
-    """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32."""
+def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False) -> list[DistributedDataParallel]:
+    """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32. `overlap` cuts a buffer
+    into buckets of 40 million entries (1 million a data-parallel rank where there are more than 40), for overlap.py."""
     for chunk in chunks:
         freeze(chunk, frozen, all_but_adapters=lora.rank > 0)
         chunk.config.finalize_model_grads_func = finalize_model_grads
     in_fp32 = chunks[0].config.params_dtype != torch.float32
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32, overlap_grad_reduce=overlap)
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 

@@ -137,7 +137,7 @@ class Policy(Learner):
             metrics.checks.update(rows.are_finite())
             return value, metrics
 
-        return self.network.update(batches, on_hidden, step=step)
+        return self.network.update(batches, on_hidden, step=step, is_partial=head_alone)
 
     def _tokens(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each row."""
