@@ -210,9 +210,7 @@ def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: 
     # Of each color a byte, and the frames of a patch in fp32 for the image and again for its micro-batch.
     in_patches = 2 * 4 * vision.channels * vision.temporal_patch
     pictures = pixels * (vision.channels * rolled_out + in_patches * trained // replicas)
-    checkpoint = (
-        held.parameters // replicas + held.moments // 2 * 3
-    )  # see policy/training_state.py: nothing is gathered, to read it neither
+    checkpoint = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place
     return HostPlan(optimizer=state, copies=copies, checkpoint=checkpoint, pictures=pictures)
 
 
