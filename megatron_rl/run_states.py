@@ -132,16 +132,15 @@ class Checkpoints:
     def _begin(self, step: int) -> None:
         self.settle()
         self._last = self._clock()
-        settings = self._settings.checkpoint
         folder = self._run / CHECKPOINTS / _hidden(step)
         with writing(self._run):
             on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path), with_critic=self._critic is not None))
             if self._settings.lora.rank:
                 self._policy.save_adapter(folder / "adapter")
-        how = {"optimizer": settings.optimizer, "background": settings.background}
-        saves = [self._policy.save(folder, **how)]
+        background = self._settings.checkpoint.background
+        saves = [self._policy.save(folder, background=background)]
         if self._critic is not None:
-            saves.append(self._critic.save(folder / _CRITIC, **how))
+            saves.append(self._critic.save(folder / _CRITIC, background=background))
         self._pending = _Pending(folder, step, saves)
 
     def step_done(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:

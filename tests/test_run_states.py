@@ -50,7 +50,7 @@ class SlowPolicy:
     def __init__(self) -> None:
         self.saves: list[SlowSave] = []
 
-    def save(self, folder: Path, *, optimizer: str, background: bool) -> SlowSave:
+    def save(self, folder: Path, *, background: bool) -> SlowSave:
         self.saves.append(SlowSave(folder))
         return self.saves[-1]
 

@@ -71,16 +71,12 @@ class CheckpointSettings:
     """Checkpoints with the highest held-out greedy success that are kept besides the newest; those without an evaluation do not count."""
     background: bool = True
     """Write while training goes on; the folder appears when it is complete."""
-    optimizer: str = "fully_reshardable"
-    """Format of the optimizer's state: fully_reshardable resumes at any layout; dp_reshardable is faster to write, and only the
-    data-parallel size may change."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 leaves it to checkpoint.every_s")
         require(self.every_s >= 0, "checkpoint.every_s", self.every_s, "must not be negative; 0 sets no such limit")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "must be at least 1")
         require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must not be negative")
-        require_choice("checkpoint.optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable"))
 
 
 @dataclass(kw_only=True, slots=True)

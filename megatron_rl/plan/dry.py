@@ -63,6 +63,7 @@ def _host(planned: Plan) -> str:
     host, ranks = planned.host, min(planned.world_size, GPUS_A_NODE)
     return (
         f"host, a node of {ranks}: up to {in_gb(ranks * host.total)} = {ranks} x (processes {in_gb(PROCESS)}, "
-        f"optimizer {in_gb(host.optimizer)}, copies of weights {in_gb(host.copies)}, a step's pictures at most {in_gb(host.pictures)}; "
+        f"optimizer {in_gb(host.optimizer)}, copies of weights {in_gb(host.copies)}, "
+        f"a checkpoint {in_gb(host.checkpoint)}, a step's pictures at most {in_gb(host.pictures)}; "
         "engine.max_images and task.max_pixels bound these)"
     )

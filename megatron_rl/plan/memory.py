@@ -70,12 +70,14 @@ class HostPlan:
     optimizer: int
     copies: int
     """Of parameters: those that leave the GPU while the engine rolls out, and those of the reference policy."""
+    checkpoint: int
+    """What this rank writes, copied before training goes on: its part of the weights, main weights and moments."""
     pictures: int
     """Of a step, if every episode had as many and as large ones as it may: every rank has them all, and patches of what it trains on."""
 
     @property
     def total(self) -> int:
-        return PROCESS + self.optimizer + self.copies + self.pictures
+        return PROCESS + self.optimizer + self.copies + self.checkpoint + self.pictures
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -199,7 +201,7 @@ def host_misfit(host: HostPlan, settings: Settings, *, world_size: int) -> str:
 def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: int) -> HostPlan:
     held, vision, parallel, batch, select = share.held, model.vision, settings.parallel, settings.batch, settings.select
     state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
-    references = 2 if settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank else 0  # its own, the current aside
+    references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it changes places with the current
     copies = share.policy.parameters * references + (held.parameters if parallel.offload_parameters else 0)
     pixels = settings.engine.max_images * settings.model.max_pixels
     pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * (vision.patch * vision.merge) ** 2)
@@ -208,7 +210,8 @@ def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: 
     # Of each color a byte, and the frames of a patch in fp32 for the image and again for its micro-batch.
     in_patches = 2 * 4 * vision.channels * vision.temporal_patch
     pictures = pixels * (vision.channels * rolled_out + in_patches * trained // replicas)
-    return HostPlan(optimizer=state, copies=copies, pictures=pictures)
+    checkpoint = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place
+    return HostPlan(optimizer=state, copies=copies, checkpoint=checkpoint, pictures=pictures)
 
 
 def in_gb(size: float) -> str:

@@ -113,7 +113,7 @@ def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
 
 def _network(model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: Heads) -> tuple[nn.ModuleList, Footprint]:
     chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
-    parallel = with_gradients(chunks, settings.model.frozen, lora=lora)
+    parallel = with_gradients(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_reductions)
     return chunks, held_by(parallel, build_optimizer(settings.optim, parallel, offload=False))
 
 

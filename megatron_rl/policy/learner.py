@@ -43,9 +43,9 @@ class Learner:
             turn_R=turns_of(rows_R),
         )
 
-    def save(self, folder: Path, *, optimizer: str, background: bool) -> Save:
+    def save(self, folder: Path, *, background: bool) -> Save:
         """Begin to write the training state; see Network.save."""
-        return self.network.save(folder, optimizer=optimizer, background=background)
+        return self.network.save(folder, background=background)
 
     def load(self, folder: Path, *, seed: int) -> None:
         """Go on from a training state; see Network.load."""

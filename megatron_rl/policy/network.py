@@ -18,10 +18,12 @@ from megatron_rl.batch import empty_batch
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
 from megatron_rl.policy.offload import Offload
-from megatron_rl.policy.optimizer import build_optimizer, build_schedule, with_gradients
+from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, with_gradients
+from megatron_rl.policy.optimizer_state import restart
+from megatron_rl.policy.overlap import Overlap
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, one_ahead, with_patches
-from megatron_rl.policy.training_state import Save, TrainingState, load, restart
+from megatron_rl.policy.training_state import Save, TrainingState, load
 from megatron_rl.types import Batch, LossMetrics, NotFinite
 
 Read = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -50,13 +52,14 @@ class Network:
         """`num_steps` is what the learning rate's schedule spans; `head_lr` the peak of a value head's, if there is one."""
         self.chunks, self.layout, self._patches = chunks, layout, patches
         self.device = next(chunks.parameters()).device
-        self.model = with_gradients(chunks, frozen, lora=lora)
+        self.model = with_gradients(chunks, frozen, lora=lora, overlap=parallel.overlap_reductions)
         offload = parallel.offload_optimizer and self.device.type == "cuda"
         self.optimizer = build_optimizer(optim, self.model, offload=offload, head_lr=head_lr)
         self.schedule = build_schedule(self.optimizer, optim, num_steps)
         for chunk in chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self.num_updates = 0
+        self._overlap = Overlap(self.model[0], tp=layout.tp) if parallel.overlap_reductions else None
         self._offload = Offload(self.model) if parallel.offload_parameters else None
 
     def close(self) -> None:
@@ -85,12 +88,13 @@ class Network:
         return results
 
     @on_cpu_too
-    def update(self, batches: list[Batch], on_hidden: Summed, *, step: int) -> dict[str, float]:
+    def update(self, batches: list[Batch], on_hidden: Summed, *, step: int, is_partial: bool = False) -> dict[str, float]:
         """One optimizer update on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
 
-        `step` is the stage's, from 0: it decides the learning rate. Returns the loss, the gradient norm before clipping, and the loss's
-        metrics: its parts divided by the denominator, sums by the number of sampled tokens, maxima. NotFinite on every rank, before any
-        weight has changed: a number of a micro-batch or the gradient is no number; after the update: a weight is none.
+        `step` is the stage's, from 0: it decides the learning rate. is_partial: the loss leaves out some of what is trained. Returns the
+        loss, the gradient norm before clipping, and the loss's metrics: its parts divided by the denominator, sums by the number of sampled
+        tokens, maxima. NotFinite on every rank, before any weight has changed: a number of a micro-batch or the gradient is no number;
+        after the update: a weight is none.
         """
         collected: list[LossMetrics] = []
 
@@ -106,13 +110,14 @@ class Network:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self._overlap:
+            self._overlap.agree(batches, is_partial=is_partial)
         self._run(batches, summed, forward_only=False)
         metrics = _reduce(collected if self.layout.tp_rank == 0 else [], trouble=_trouble(collected) or self._trouble_in_gradient())
-        succeeded, grad_norm, _ = self.optimizer.step()
-        assert succeeded, "the optimizer skipped a step"
+        grad_norm = take_step(self.optimizer)
         self.num_updates += 1
         self._require_finite_weights()
-        return {**metrics, "grad_norm": float(grad_norm), "lr": self.schedule.get_lr({})}
+        return {**metrics, "grad_norm": grad_norm, "lr": self.schedule.get_lr({})}
 
     def _run(self, batches: list[Batch], on_hidden: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; on_hidden runs on the last stage only and gets the hidden states of rows_R.
@@ -177,9 +182,9 @@ class Network:
             self._offload.come_back()
 
     @on_cpu_too
-    def save(self, folder: Path, *, optimizer: str, background: bool) -> Save:
+    def save(self, folder: Path, *, background: bool) -> Save:
         """Begin to write the training state into `folder`, which exists; see training_state.Save. Training may go on at once."""
-        return Save(self._state(), folder, optimizer=optimizer, background=background)
+        return Save(self._state(), folder, background=background)
 
     @on_cpu_too
     def load(self, folder: Path, *, seed: int) -> None:

@@ -1,5 +1,9 @@
 """Megatron's gradient buffers, optimizer and learning-rate schedule from our settings; which parts are trained, and how fast."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
@@ -12,6 +16,7 @@ from megatron_rl.config import LoraSettings, OptimSettings, require
 from megatron_rl.policy.parallel import is_imagined
 from megatron_rl.policy.transformer import Chunk
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
+from megatron_rl.world import place
 
 
 def freeze(chunk: Chunk, parts: list[str], *, all_but_adapters: bool) -> None:
@@ -22,13 +27,14 @@ def freeze(chunk: Chunk, parts: list[str], *, all_but_adapters: bool) -> None:
             parameter.requires_grad = False
 
 
-def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings) -> list[DistributedDataParallel]:
-    """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32."""
+def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False) -> list[DistributedDataParallel]:
+    """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32. `overlap` cuts a buffer
+    into buckets of 40 million entries (1 million a data-parallel rank where there are more than 40), for overlap.py."""
     for chunk in chunks:
         freeze(chunk, frozen, all_but_adapters=lora.rank > 0)
         chunk.config.finalize_model_grads_func = finalize_model_grads
     in_fp32 = chunks[0].config.params_dtype != torch.float32
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32, overlap_grad_reduce=overlap)
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
@@ -69,6 +75,27 @@ def build_optimizer(
             # It is given main weights, which are fp32 already. megatron-core 0.16.1 looks for other ones when it has loaded: KeyError.
             part.optimizer.param_update_in_fp32 = False
     return optimizer
+
+
+def take_step(optimizer: MegatronOptimizer) -> float:
+    """One step with the gradients as they are, on all cores where it is taken on the host; the gradient's norm before it was clipped."""
+    is_on_host = any(isinstance(part.optimizer, HybridDeviceOptimizer) for part in optimizer.chained_optimizers)
+    with _own_cores() if is_on_host else nullcontext():
+        succeeded, norm, _ = optimizer.step()
+    assert succeeded, "the optimizer skipped a step"
+    return float(norm)
+
+
+@contextmanager
+def _own_cores() -> Iterator[None]:
+    """As many threads as this rank's share of the node's cores, unless it has more: torchrun gives it one (OMP_NUM_THREADS=1), and torch's
+    fused AdamW then takes 10 to 15 s for 1 to 4e9 parameters (an estimate)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // place().local_size))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:

@@ -19,6 +19,7 @@ from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.network import Network
+from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, encoded_by
 from megatron_rl.policy.transformer import Heads, uses_transformer_engine
@@ -70,7 +71,9 @@ class Policy(Learner):
         self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.logprob_rows)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
-        self.reference = [parameter.detach().to("cpu", copy=True) for parameter in chunks.parameters()] if keep else None
+        self.reference = HostCopy(chunks.parameters()) if keep else None
+        if self.reference is not None:
+            self.reference.take()
 
     def pack(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> list[Batch]:
         """Deal one optimizer update's contexts to data-parallel ranks and pack this rank's into micro-batches; at least one.
@@ -105,14 +108,11 @@ class Policy(Learner):
             with adapters_off(self.network.chunks):
                 return self._logprobs(batches)
         assert weights == "reference" and self.reference is not None, "the policy was built without keep_reference"
-        parameters = list(self.network.chunks.parameters())
-        with torch.no_grad():
-            current = [parameter.to("cpu", copy=True) for parameter in parameters]
-            _copy_into(parameters, self.reference)
-            try:
-                return self._logprobs(batches)
-            finally:
-                _copy_into(parameters, current)
+        self.reference.exchange()
+        try:
+            return self._logprobs(batches)
+        finally:
+            self.reference.exchange()
 
     def logprobs_and_values(self, batches: list[Batch]) -> list[torch.Tensor]:
         """What `logprobs` and what `values` say, [2, T] of each batch, in one forward pass."""
@@ -137,7 +137,7 @@ class Policy(Learner):
             metrics.checks.update(rows.are_finite())
             return value, metrics
 
-        return self.network.update(batches, on_hidden, step=step)
+        return self.network.update(batches, on_hidden, step=step, is_partial=head_alone)
 
     def _tokens(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each row."""
@@ -186,8 +186,3 @@ def _write_on_main(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[
     dist.broadcast_object_list(error, src=0)
     if error[0] is not None:
         raise OSError(error[0])
-
-
-def _copy_into(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)

@@ -20,26 +20,26 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import distribute_main_replicas_with_precomputed_distribution
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.config import require
+from megatron_rl.policy.optimizer_state import optimizer_tensors, prepare, restart, set_step
 from megatron_rl.policy.parallel import Layout, seed_generators
 from megatron_rl.world import on_main_rank
 
-_METADATA = {"non_homogeneous_layers": True, "distrib_optim_fully_reshardable_mem_efficient": True}
-"""Of Megatron's sharded state dicts: a key for each layer; a data-parallel group's optimizer state is gathered on its first rank's host."""
+_METADATA = {"non_homogeneous_layers": True}
+"""Of Megatron's sharded state dicts: a key for each layer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,17 +69,17 @@ class Save:
     What is written is the state at construction: training may go on at once.
     """
 
-    def __init__(self, state: TrainingState, folder: Path, *, optimizer: str, background: bool) -> None:
-        """`folder` exists; `optimizer` is settings.checkpoint.optimizer. In the background, CPU tensors are copied first; otherwise this
-        returns when they are written."""
+    def __init__(self, state: TrainingState, folder: Path, *, background: bool) -> None:
+        """`folder` exists. In the background, CPU tensors are copied first; otherwise this returns when they are written."""
         self._folder = folder
         if state.num_updates == 0:  # while its critic warms up: AdamW has no moments yet, and Megatron saves what it has
             restart(state.optimizer)
         self._common = io.BytesIO()
-        torch.save(_common(state, optimizer), self._common)
+        torch.save(_common(state), self._common)
         weights = sharded_weights(state.chunks)
-        moments = _optimizer_tensors(state.optimizer, weights, optimizer, is_loading=False)
+        moments = optimizer_tensors(state.optimizer, weights)
         sharded, _ = save_preprocess({"weights": weights} | ({"optimizer": moments} if moments else {}))
+        _share_out(sharded["weights"])
         self._writer = FileSystemWriter(folder)
         planner = MCoreSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(_own(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
@@ -119,23 +119,17 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     """Fill the policy from a checkpoint, whatever layout wrote it, and return the number of updates that made it.
 
     The generators go on where they stopped at the layout that wrote them; at another one they start anew, seeded by `seed` and the number
-    of updates. ValueError: the checkpoint is not of this model, or its optimizer state is of another layout (dp_reshardable).
+    of updates. ValueError: the checkpoint is not of this model.
     """
     with _named(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
-        kind, wrote = common["optimizer_format"], common["layout"]
-        require(
-            kind == "fully_reshardable" or _told(wrote) == _told(_sizes(state)), "checkpoint.optimizer", kind,
-            f"{folder.name} was written at {_told(wrote)}, not {_told(_sizes(state))}, and only the data-parallel size may change; "
-            f"resume at {_told(wrote)} with checkpoint.optimizer=fully_reshardable and change the layout after the next checkpoint",
-        )  # fmt: skip
-        _prepare(state.optimizer)
+        prepare(state.optimizer)
         sharded = sharded_weights(state.chunks)
-        wanted = {"weights": sharded, "optimizer": _optimizer_tensors(state.optimizer, sharded, kind, is_loading=True)}
+        wanted = {"weights": sharded, "optimizer": optimizer_tensors(state.optimizer, sharded)}
         loaded = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RAISE_ALL)
     _fill(state.chunks, loaded["weights"])
-    _restore(state, loaded.get("optimizer", {}), kind, common["updates"])
-    if wrote == _sizes(state):
+    set_step(state.optimizer, common["updates"])
+    if common["layout"] == _sizes(state):
         _set_generators(common["generators"][dist.get_rank()])
     else:
         seed_generators(seed + common["updates"])
@@ -167,11 +161,11 @@ def _fill(chunks: nn.ModuleList, weights: dict[str, dict]) -> None:
         assert all(name.endswith("_extra_state") for name in (*unfilled.missing_keys, *unfilled.unexpected_keys)), unfilled
 
 
-def _common(state: TrainingState, optimizer: str) -> dict[str, object]:
+def _common(state: TrainingState) -> dict[str, object]:
     """What is no tensor of the model: plain values and byte tensors, because Megatron reads it with weights_only."""
     generators: list = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
-    return {"updates": state.num_updates, "optimizer_format": optimizer, "layout": _sizes(state), "generators": generators}
+    return {"updates": state.num_updates, "layout": _sizes(state), "generators": generators}
 
 
 def _sizes(state: TrainingState) -> dict[str, int]:
@@ -179,24 +173,11 @@ def _sizes(state: TrainingState) -> dict[str, int]:
     return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp}
 
 
-def _told(sizes: dict[str, int]) -> str:
-    return f"tp={sizes['tp']} pp={sizes['pp']} vpp={sizes['vpp']}"
-
-
-def _trained(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """The optimizer of this rank's parameters, or nothing where all of them are frozen."""
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    assert len(parts) <= 1, "dense parameters have one distributed optimizer"
-    return parts
-
-
-def _optimizer_tensors(optimizer: ChainedOptimizer, sharded: dict[str, ShardedStateDict], kind: str, *, is_loading: bool) -> dict:
-    """Main weights and both moments, sharded as `kind` says. Empty on ranks whose data-parallel group writes elsewhere."""
-    for part in _trained(optimizer):
-        if kind == "dp_reshardable":
-            return part.sharded_param_state_dp_reshardable(sharded, is_loading, _METADATA)
-        return part.sharded_param_state_fully_reshardable(sharded, is_loading, _METADATA) or {}
-    return {}
+def _share_out(weights: ShardedStateDict) -> None:
+    """Replicas of a tensor are dealt to the data-parallel ranks that hold it, so that each of them writes a part of the weights."""
+    group = parallel_state.get_data_parallel_group()
+    dealt = determine_main_replica_uniform_distribution(weights, group)
+    distribute_main_replicas_with_precomputed_distribution(weights, group, dealt)
 
 
 def _own(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
@@ -224,50 +205,6 @@ def _plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan
     mine: list = [None]
     dist.scatter_object_list(mine, plans)
     return planner.finish_plan(mine[0]), metadata
-
-
-def _prepare(optimizer: ChainedOptimizer) -> None:
-    """Zero moments for all that is trained, without AdamW's own step: megatron-core 0.16.1 copies by the names that the state has
-    (optimizer/distrib_optimizer.py, _set_main_param_and_optimizer_states), and its reshardable formats have no step."""
-    for part in _trained(optimizer):
-        where = {"device": "cpu"} if isinstance(part.optimizer, HybridDeviceOptimizer) else {}
-        for main in (main for group in part.optimizer.param_groups for main in group["params"]):
-            part.optimizer.state[main] = {name: torch.zeros_like(main, **where) for name in ("exp_avg", "exp_avg_sq")}
-
-
-def _restore(state: TrainingState, tensors: dict, kind: str, updates: int) -> None:
-    for part in _trained(state.optimizer):
-        if kind == "dp_reshardable":
-            part.load_parameter_state_from_dp_reshardable(tensors)
-        else:
-            part.load_parameter_state_from_fully_reshardable(tensors)
-        _set_step(part, updates)
-        _hand_down(part)
-
-
-@torch.no_grad()
-def restart(optimizer: ChainedOptimizer) -> None:
-    """Give AdamW the state of one that has not stepped."""
-    _prepare(optimizer)
-    for part in _trained(optimizer):
-        _set_step(part, 0)
-        _hand_down(part)
-
-
-def _hand_down(part: DistributedOptimizer) -> None:
-    """An optimizer on the host (megatron-core 0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py) steps from copies of the main weights
-    and from states of its own: both become those of the main weights."""
-    if isinstance(part.optimizer, HybridDeviceOptimizer):
-        part.optimizer._sync_hdo_state_to_sub_optimizers()
-        for main, copy in part.optimizer.gpu_params_map_cpu_copy.items():
-            copy.copy_(main)
-
-
-def _set_step(part: DistributedOptimizer, updates: int) -> None:
-    for moments in part.optimizer.state.values():  # where torch's AdamW looks...
-        moments["step"] = torch.tensor(float(updates))
-    for group in part.optimizer.param_groups:  # ...and Transformer Engine's
-        group["step"] = updates
 
 
 def _first(error: BaseException) -> BaseException:

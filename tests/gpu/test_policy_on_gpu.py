@@ -83,6 +83,7 @@ def test_an_update_with_everything_offloaded(make_policy: Callable[..., Policy],
     stays, leaves = make_policy("bfloat16"), make_policy("bfloat16", offload_optimizer=True, offload_parameters=True)
     leaves.sleep()
     leaves.wake()
+    assert all(host.is_pinned() for _, host in leaves.network._offload.host.pairs)
     before = {name: tensor.float().clone() for name, tensor in stays.hf_weights()}
     for policy in (stays, leaves):
         policy.update(policy.pack(example_contexts(renderer), max_tokens=200), objective(AlgoSettings()), step=0)

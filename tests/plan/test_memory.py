@@ -172,7 +172,7 @@ def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
 
 
 def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -> None:
-    """With a KL term the host holds the reference and, while it is swapped in, the current weights; AdamW's step holds the roots of all
+    """With a KL term the host holds the reference or, while it is swapped in, the current weights; AdamW's step holds the roots of all
     second moments at once: more, here, than the activations of micro-batches of one short context."""
     model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024)
@@ -188,9 +188,19 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
 
     (rank, host), (_, host_kl), (_, host_sft) = planned(), planned(kl_coef=0.1), planned(stage="sft", kl_coef=0.1)
     held = rank.share.held
-    assert host_kl.copies - host.copies == 2 * held.parameters and host_sft.copies == host.copies == 0
+    assert host_kl.copies - host.copies == held.parameters and host_sft.copies == host.copies == 0
     assert rank.activations.total < held.moments // 2
     assert rank.update == 2_000_000_000 + held.main + held.moments + held.parameters + held.gradients + held.moments // 2
+
+
+def test_a_checkpoint_is_each_ranks_share() -> None:
+    """By hand: 2 bytes of weights, 4 of main weights and 8 of moments for each of 3,754,622,976 parameters, over all ranks."""
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
+    for world_size in (1, 8):
+        settings = Settings(model=ModelSettings(dtype="bfloat16"), engine=engine, run=RunSettings(dir="there"))
+        host = plan(model, settings, world_size=world_size).host
+        assert host.checkpoint == pytest.approx(14 * 3_754_622_976 / world_size, rel=1e-4)
 
 
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

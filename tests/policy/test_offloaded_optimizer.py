@@ -3,6 +3,7 @@
 What stands in is what asks for a device: streams, pinned memory, and that a parameter is on CUDA.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -85,8 +86,7 @@ def bits(policy: Policy) -> dict[str, bytes]:
     return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in policy.hf_weights()}
 
 
-@pytest.mark.parametrize("kind", ["fully_reshardable", "dp_reshardable"])
-def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_model: Path, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_model: Path, tmp_path: Path) -> None:
     """Two steps, a checkpoint, two more; and from the checkpoint, in another policy, the same two: bit for bit."""
     whole, resumed = policy_of(random_model), policy_of(random_model)
     assert isinstance(whole.network.optimizer.chained_optimizers[0].optimizer, HybridDeviceOptimizer)
@@ -94,7 +94,7 @@ def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_
     for number in range(2):
         step(whole, random_model, number)
     saved = bits(whole)
-    whole.save(tmp_path, optimizer=kind, background=False).finish()
+    whole.save(tmp_path, background=False).finish()
     resumed.load(tmp_path, seed=0)
     assert bits(resumed) == saved != begun
     for number in range(2, 4):
@@ -116,6 +116,41 @@ def test_it_steps_as_the_optimizer_on_the_device_does(
         step(policy, random_model, 0)
     for ours, theirs, before in zip(main_weights(there), main_weights(here), begun, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * (theirs - before).norm() > 0
+
+
+def test_it_steps_on_its_share_of_the_nodes_cores(
+    world: None, random_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Of 13 cores and 3 ranks 4 threads; as many as before when it is through or has failed; an optimizer on the device asks for none."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)
+    here = policy_of(random_model)
+    request.getfixturevalue("offloaded")
+    there = policy_of(random_model)
+    (part,) = there.network.optimizer.chained_optimizers
+    (inner,) = part.optimizer.cpu_optimizers
+    seen: list[int] = []
+    inner.register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(13)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    step(there, random_model, 0)
+    assert (seen, torch.get_num_threads()) == ([4], 1)
+    torch.set_num_threads(5)
+    step(there, random_model, 1)
+    assert seen == [4, 5], "a user's own number is not lowered"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(part.optimizer, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(there, random_model, 2)
+    assert torch.get_num_threads() == 5
+    monkeypatch.setattr(torch, "set_num_threads", None)
+    step(here, random_model, 0)
+
+
+def test_its_kernel_is_the_fused_one(world: None, offloaded: None, random_model: Path) -> None:
+    """Megatron asks for it (0.16.1, optimizer/__init__.py); on the device beside it, above, it is not."""
+    (part,) = policy_of(random_model).network.optimizer.chained_optimizers
+    assert all(group["fused"] for inner in part.optimizer.cpu_optimizers for group in inner.param_groups)
 
 
 def test_moments_that_are_forgotten_are_forgotten_on_the_host(world: None, offloaded: None, random_model: Path) -> None:

@@ -16,13 +16,16 @@ from threading import Event
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from torch.distributed.checkpoint import FileSystemWriter
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from megatron_rl.algo.objective import objective
-from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import megatron_on_cpu
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.training_state import sharded_weights
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.world import connect, place
 from tests.support.layouts import forget_layout
@@ -33,8 +36,8 @@ from tests.support.packed import example_contexts
 class Variant:
     layout: str
     model: dict = field(default_factory=dict)
-    optimizer: str = "fully_reshardable"
     lora: LoraSettings = field(default_factory=LoraSettings)
+    critic: CriticSettings | None = None
 
 
 LAYOUTS = {
@@ -46,9 +49,10 @@ LAYOUTS = {
 }
 VARIANTS = {
     **{name: Variant(name) for name in LAYOUTS},
-    "dp2_dp_reshardable": Variant("dp2", optimizer="dp_reshardable"),
     "tp2_bf16": Variant("tp2", {"dtype": "bfloat16"}),
     "tp2_lora": Variant("tp2", lora=LoraSettings(rank=4, dropout=0.1, targets=["attention", "mlp", "vision", "projector"])),
+    "dp2_lora": Variant("dp2", lora=LoraSettings(rank=4, targets=["attention", "mlp", "vision", "projector"])),
+    "dp2_values": Variant("dp2", {"dtype": "bfloat16"}, critic=CriticSettings(head_sizes=[6], normalize_returns=True)),
     "pp2_frozen": Variant("pp2", {"frozen": ["language"]}),
 }
 
@@ -74,13 +78,15 @@ class World:
         return Policy(
             ModelSettings(path=str(self.model), **variant.model), self.layout, parallel=self.parallel, lora=variant.lora,
             optim=OptimSettings(lr=0.1, eps=1e-4, warmup_steps=5, weight_decay=0.01), num_steps=10,
-            banned_ids=self.renderer.banned_ids, image_token_id=self.renderer.image_token_id,
+            banned_ids=self.renderer.banned_ids, image_token_id=self.renderer.image_token_id, critic=variant.critic,
         )  # fmt: skip
 
     def update(self, policy: Policy) -> dict[str, object]:
         """One update: loss, and the change of every tensor; and what the generators give next."""
         before = weights(policy)
         batches, loss = policy.pack(self.contexts, max_tokens=10_000), objective(AlgoSettings(entropy_coef=0.1))
+        for batch in batches:
+            batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
         metrics = policy.update(batches, loss, step=policy.network.num_updates)
         change = {name: tensor - before[name] for name, tensor in weights(policy).items()}
         return {"loss": metrics["loss"], "lr": metrics["lr"], "grad_norm": metrics["grad_norm"], "change": change, "noise": noise()}
@@ -124,31 +130,76 @@ def write(world: World, name: str) -> None:
         for _ in range(2):
             world.update(policy)
         FileSystemWriter.write_data = write_late
-        save = policy.save(folder(world.out / name), optimizer=variant.optimizer, background=True)
+        gathered = by_megatron(policy)
+        save = policy.save(folder(world.out / name), background=True)
         unbroken = {"weights": weights(policy), **world.update(policy)}
         assert not save.is_written()
         trained.set()
         save.finish()
         assert save.is_written()
         FileSystemWriter.write_data = write_data
-        world.leave(name, unbroken)
+        written = tensors(world.out / name)
+        unlike = [key for key, place, part in gathered if not torch.equal(written[key][place], part)]
+        world.leave(name, {**unbroken, "gathered": gather(len(gathered)), "unlike": gather(unlike)})
+
+
+def by_megatron(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
+    """(key, place, part) of the optimizer's tensors as Megatron itself gathers them, on the first rank of a data-parallel group."""
+    how = {"non_homogeneous_layers": True, "distrib_optim_fully_reshardable_mem_efficient": True}
+    found = {}
+    with megatron_on_cpu(), torch.no_grad():
+        for part in policy.network.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                found |= part.sharded_param_state_fully_reshardable(sharded_weights(policy.network.chunks), False, how) or {}
+        apply_factories(found)
+    return [(part.key, part.global_slice(), part.data.clone()) for part in nested_values(found)]
+
+
+def gather(mine: object) -> list:
+    everyones: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
+def sizes(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
+    """{(file, place in it): (key, bytes of the tensor's part there)} of a checkpoint."""
+    metadata = FileSystemReader(path).read_metadata()
+    found = {}
+    for index, info in metadata.storage_data.items():
+        stored = metadata.state_dict_metadata[index.fqn]
+        (chunk,) = (chunk for chunk in stored.chunks if chunk.offsets == index.offset)
+        found[info.relative_path, info.offset] = index.fqn, chunk.sizes.numel() * stored.properties.dtype.itemsize
+    return found
 
 
 def read(world: World, name: str, layout: str) -> None:
-    """Load, write again in the reshardable form, and compare all tensors, the optimizer's included; then one update."""
+    """Load, write again, and compare all tensors, the optimizer's included; then one update. And what each rank read."""
+    slice_file, places = FileSystemReader._slice_file, []
+
+    def counted(self: FileSystemReader, file: object, info: object) -> object:
+        places.append((info.relative_path, info.offset))
+        return slice_file(self, file, info)
+
     with world.at(layout):
         policy = world.policy(VARIANTS[name])
-        try:
-            policy.load(world.out / name, seed=1)
-        except ValueError as error:
-            world.leave(f"{name}_at_{layout}", {"error": str(error)})
-            return
+        FileSystemReader._slice_file = counted
+        policy.load(world.out / name, seed=1)
+        FileSystemReader._slice_file = slice_file
+        stored = sizes(world.out / name)
+        was_read = gather(sum(stored[place][1] for place in places if stored[place][0].startswith("optimizer.")))
         again = folder(world.out / f"{name}_at_{layout}")
-        policy.save(again, optimizer="fully_reshardable", background=False).finish()
-        first, second = (tensors(path) for path in (world.out / name.removesuffix("_dp_reshardable"), again))
+        policy.save(again, background=False).finish()
+        first, second = (tensors(path) for path in (world.out / name, again))
         different = [key for key in sorted(first) if key not in second or not torch.equal(first[key], second[key])]
         different += sorted(second.keys() - first.keys())
-        world.leave(again.name, {**world.update(policy), "different": different, "keys": sorted(first)})
+        told = {"different": different, "keys": sorted(first), "read": was_read, "own": gather(own_bytes(policy))}
+        world.leave(again.name, {**world.update(policy), **told})
+
+
+def own_bytes(policy: Policy) -> int:
+    """Of the main weights and moments that this rank steps; of copies on tensor-parallel ranks, too."""
+    parts = [part for part in policy.network.optimizer.chained_optimizers if not part.is_stub_optimizer]
+    return sum(12 * main.numel() for part in parts for group in part.optimizer.param_groups for main in group["params"])
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -165,7 +216,7 @@ def full_disk(world: World, name: str) -> None:
         world.update(policy)
         if dist.get_rank() == dist.get_world_size() - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
-        save = policy.save(folder(world.out / f"{name}_full"), optimizer=variant.optimizer, background=True)
+        save = policy.save(folder(world.out / f"{name}_full"), background=True)
         try:
             save.finish()
         except OSError as error:

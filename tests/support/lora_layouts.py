@@ -71,7 +71,7 @@ def resume(trained: Policy, make: Callable[[], Policy], contexts: list[WeightedC
     if not folder.exists():
         dist.barrier()
         folder.mkdir(exist_ok=True)
-        trained.save(folder, optimizer="fully_reshardable", background=False).finish()
+        trained.save(folder, background=False).finish()
         dist.barrier()
     policy = make()
     policy.load(folder, seed=0)

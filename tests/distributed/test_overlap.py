@@ -1,0 +1,42 @@
+"""Gradients reduced beside the backward pass (parallel.overlap_reductions) by two data-parallel ranks, against those reduced after it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config import ParallelSettings
+from tests.conftest import SUPPORT
+from tests.support.overlap_world import UPDATES
+
+
+@pytest.fixture(scope="module")
+def found(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict:  # noqa: ANN001
+    out = tmp_path_factory.mktemp("overlap")
+    torchrun(2, SUPPORT / "overlap_world.py", random_model, out)
+    return torch.load(out / "overlap.pt", weights_only=True)
+
+
+def test_the_same_updates(found: dict) -> None:
+    """Six of them: metrics and weights to the bit, where nothing is clipped by a norm whose squares Megatron adds up by bucket."""
+    after, beside = found["after"], found["beside"]
+    for theirs, ours in zip(after["metrics"], beside["metrics"], strict=True):
+        assert ours.pop("grad_norm") == pytest.approx(theirs.pop("grad_norm"), rel=1e-6)
+        assert ours == theirs
+    assert all(torch.equal(beside["weights"][name], tensor) for name, tensor in after["weights"].items())
+
+
+def test_it_overlaps_where_every_rank_has_all_gradients(found: dict) -> None:
+    """All buckets begin early but in the first update, in which Megatron counts; none does where one rank's last micro-batch has no
+    picture, nor where the loss is the value head's alone. Without the setting there is one bucket, and it is never early."""
+    assert [any(words) for words in found["beside"]["words"]].count(True) == 1, "one rank has a micro-batch of words alone"
+    buckets = found["beside"]["buckets"]
+    assert buckets > 3 and found["after"]["buckets"] == 1
+    expected = [[0, 0], *([buckets * (last == "pictures")] * 2 for last in UPDATES[1:])]
+    assert found["beside"]["early"] == expected
+    assert found["after"]["early"] == [[0, 0]] * len(UPDATES)
+
+
+def test_pipelines_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^parallel.overlap_reductions=True: needs parallel.pp=1$"):
+        ParallelSettings(overlap_reductions=True, pp=2)

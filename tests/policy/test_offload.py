@@ -1,0 +1,119 @@
+"""Room on the host that is made once: what comes back, where it lay meanwhile, and the reference policy's logprobs by it."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.algo.objective import objective
+from megatron_rl.config import AlgoSettings, OptimSettings
+from megatron_rl.policy import offload
+from megatron_rl.policy.offload import HostCopy
+from tests.support.one_process import policy_of, world_of_one
+from tests.support.packed import example_contexts
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def parameters() -> dict[str, torch.nn.Parameter]:
+    """Two windows of one storage that overlap, one of them transposed; a bfloat16 one of its own; one of an odd number of bytes."""
+    numbers = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        "window": numbers[4:24].view(4, 5),
+        "across": numbers[10:50].view(8, 5).t()[:, ::2],
+        "halves": numbers[:7].to(torch.bfloat16),
+        "bytes": numbers[:33].to(torch.float8_e4m3fn),
+    }
+    tensors["halves"][3] = float("nan")
+    return {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+
+
+def bits(named: dict[str, torch.nn.Parameter]) -> dict[str, bytes]:
+    return {name: p.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes() for name, p in named.items()}
+
+
+def places(copy: HostCopy) -> list[int]:
+    return [host.data_ptr() for _, host in copy.pairs]
+
+
+def test_they_leave_and_come_back_to_the_bit_by_the_same_room() -> None:
+    named = parameters()
+    shared = named["window"].untyped_storage()
+    assert shared.data_ptr() == named["across"].untyped_storage().data_ptr() and not named["across"].is_contiguous()
+    copy = HostCopy(named.values())
+    assert sorted(host.numel() for _, host in copy.pairs) == [14, 33, 240], "a storage that two share is held once"
+    room, ours = places(copy), [id(p) for p in named.values()]
+    for number in range(3):
+        named["window"].add_(number)
+        before = bits(named)
+        copy.take()
+        copy.empty()
+        assert {p.untyped_storage().nbytes() for p in named.values()} == {0}
+        copy.give()
+        assert bits(named) == before
+        assert places(copy) == room and [id(p) for p in named.values()] == ours
+    named["window"].view(-1)[6] = 7.0
+    assert shared.nbytes() == 240 and named["across"][0, 0] == 7.0, "entry 10 of the storage that both still look at"
+
+
+def test_they_change_places_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 32 bytes: the longest storage has a rest, others are shorter than one."""
+    monkeypatch.setattr(offload, "_PIECE", 32)
+    named = parameters()
+    copy = HostCopy(named.values())
+    copy.take()
+    first, room = bits(named), places(copy)
+    named["window"].mul_(2.0)
+    named["halves"].add_(1.0)
+    second = bits(named)
+    assert first != second
+    for expected in (first, second, first, second):
+        copy.exchange()
+        assert bits(named) == expected
+    assert places(copy) == room
+
+
+def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+    freed: list[int] = []
+    monkeypatch.setattr(offload, "_is_far", lambda storage: True)
+    monkeypatch.setattr(offload, "pin_memory", lambda place, size: locked.append((place, size)))
+    monkeypatch.setattr(offload, "unpin_memory", freed.append)
+    copy = HostCopy(parameters().values())
+    expected = [(host.data_ptr(), host.numel()) for _, host in copy.pairs]
+    for _ in range(3):
+        copy.take()
+        copy.empty()
+        copy.give()
+        copy.exchange()
+    assert locked == expected and freed == []
+    del copy
+    gc.collect()
+    assert freed == [place for place, _ in expected]
+
+
+def test_nothing_is_locked_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "pin_memory", None)
+    HostCopy(parameters().values()).take()
+
+
+def test_the_reference_speaks_as_the_policy_did_and_leaves_no_trace(world: None, random_model: Path) -> None:
+    """Twice, with an update between: the first logprobs to the bit, and then the current weights to the bit, by the same room."""
+    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1), keep_reference=True)
+    batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
+    (begun,), room = policy.logprobs(batches), places(policy.reference)
+    for step in range(2):
+        policy.update(batches, objective(AlgoSettings()), step=step)
+        before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+        assert torch.equal(policy.logprobs(batches, weights="reference")[0], begun)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in policy.hf_weights())
+        assert not torch.equal(policy.logprobs(batches)[0], begun)
+    assert places(policy.reference) == room
+    held = sum(host.numel() for _, host in policy.reference.pairs)
+    assert held == sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in policy.network.chunks.parameters()}.values())

@@ -1,0 +1,87 @@
+"""Run under torchrun by test_overlap.py: the same updates with reductions after the backward pass and beside it.
+
+usage: overlap_world.py MODEL OUT
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megatron_rl.algo.objective import objective
+from megatron_rl.algo.value import head_alone, joint, value_objective
+from megatron_rl.config import AlgoSettings, CriticSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.policy import optimizer
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.world import connect, gather, place
+from tests.support.packed import example_contexts
+
+UPDATES = ("pictures", "pictures", "words", "pictures", "head", "pictures")
+"""What the last micro-batch of the rank has that holds the one context without a picture; or an update of the value head alone."""
+CRITIC = CriticSettings(head_sizes=[4])
+
+
+def walk(model: Path, parallel: ParallelSettings) -> dict[str, object]:
+    renderer, layout = Renderer(ModelSettings(path=str(model))), build_layout(parallel, seed=0)
+    policy = Policy(
+        ModelSettings(path=str(model)), layout, parallel=parallel, optim=OptimSettings(lr=0.01, eps=1e-4, clip_grad=1e9), num_steps=9,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, critic=CRITIC,
+    )  # fmt: skip
+    batches = policy.pack(example_contexts(renderer), max_tokens=1)
+    for batch in batches:
+        batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
+    of_policy, of_values = objective(AlgoSettings()), value_objective(CRITIC, over="tokens")
+    found: dict[str, object] = {"metrics": [], "early": [], "words": gather([batch.grid_I3.shape[0] == 0 for batch in batches])}
+    for step, last in enumerate(UPDATES):
+        batches.sort(key=lambda batch, last=last: (batch.grid_I3.shape[0] == 0) == (last == "words"))
+        early: list[int] = []
+        with_early(policy, early)
+        loss = head_alone(of_policy, of_values) if last == "head" else joint(of_policy, of_values, 0.25)
+        found["metrics"].append(policy.update(batches, loss, step=step, head_alone=last == "head"))
+        found["early"].append(gather(len(early)))
+    weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    buckets = sum(len(buffer.buckets) for chunk in policy.network.model for buffer in chunk.buffers)
+    return {**found, "weights": weights, "buckets": buckets}
+
+
+def with_early(policy: Policy, early: list[int]) -> None:
+    """Note every bucket that begins to be reduced before the backward pass of all micro-batches is through."""
+    start, finalize = _START, policy.network.chunks[0].config.finalize_model_grads_func
+    is_through: list[bool] = []
+
+    def started(self: _ParamAndGradBucketGroup, **options: object) -> object:
+        if not is_through:
+            early.append(1)
+        return start(self, **options)
+
+    def finalized(*arguments: object, **options: object) -> None:
+        is_through.append(True)
+        policy.network.chunks[0].config.finalize_model_grads_func = finalize
+        finalize(*arguments, **options)
+
+    _ParamAndGradBucketGroup.start_grad_sync = started
+    policy.network.chunks[0].config.finalize_model_grads_func = finalized
+
+
+_START: Callable = _ParamAndGradBucketGroup.start_grad_sync
+
+
+def main() -> None:
+    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    connect(place(), timeout_s=60)
+    whole = optimizer.DistributedDataParallelConfig
+    result = {"after": walk(model, ParallelSettings())}
+    optimizer.DistributedDataParallelConfig = partial(whole, bucket_size=20_000)
+    result["beside"] = walk(model, ParallelSettings(overlap_reductions=True))
+    if dist.get_rank() == 0:
+        torch.save(result, out / "overlap.pt")
+
+
+if __name__ == "__main__":
+    main()
