@@ -68,6 +68,12 @@ def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
     return task
 
 
+def has_boxes(settings: Settings, own: Own = Own()) -> bool:
+    """Whether the engines' processes hold boxes in which the task's episodes run code."""
+    tasks = {**TASKS, **own.tasks}
+    return settings.task.name in tasks and tasks[settings.task.name].runs_code and not settings.task.sandbox.url
+
+
 def _is_plain(options: object) -> bool:
     try:
         yaml.safe_dump(asdict(options) if is_dataclass(options) else options)

@@ -65,6 +65,8 @@ class Task(ABC):
     """The undiscounted sum of what the environment gives, where a task does not say otherwise."""
     judge: "Judge | None" = None
     """Whom its rubric asks."""
+    runs_code: ClassVar[bool] = False
+    """Its episodes have boxes of task.sandbox."""
     stop: Sequence[str] = ()
     """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""
 

@@ -55,6 +55,7 @@ class VisualPythonTask(Task):
     """PyVision-RL, CodeV and DeepEyes are settings of it: task.protocol, task.reward and the data."""
 
     rewards = rubrics.REWARDS
+    runs_code = True
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
