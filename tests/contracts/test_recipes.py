@@ -65,7 +65,7 @@ def head_of(settings: Settings) -> int:
 def test_the_recipes_that_must_run_here_are_there() -> None:
     assert {
         "pyvision_image_7b_h200x8", "deepeyes_7b_h200x32", "codev_7b_h200x8", "codev_7b_l40s8", "vqa_3b_1gpu",
-        "pyvision_image_7b_h200x16", "codev_7b_l40s32",
+        "pyvision_image_7b_h200x16", "codev_7b_l40s32", "codev_7b_lora_l40s8",
         "visual_search_3b_lora_1gpu", "visual_search_3b_lora_1gpu_24g", "visual_search_3b_lora_1gpu_48g",
         "numberline_ppo_7b_h100x2", "ezpoints_ppo_7b_h100x2", "points24_ppo_7b_h100x2", "blackjack_ppo_7b_h100x2", "alfworld_ppo_7b_h100x2",
     } == set(RECIPES)  # fmt: skip
