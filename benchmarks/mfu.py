@@ -10,6 +10,7 @@ recomputation.
 """
 
 import argparse
+import re
 import resource
 import time
 from pathlib import Path
@@ -23,13 +24,11 @@ from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimS
 from megatron_rl.minibatches import WeightedContext
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.plan.devices import GPUS
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Context, Image
 from megatron_rl.world import connect, place
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "L40S": 362e12, "A100": 312e12}
-"""Dense bfloat16, from NVIDIA's data sheets."""
 
 
 def pieces(model: ModelSpec, *, contexts: int, text: int, side: int) -> list[WeightedContext]:
@@ -107,7 +106,7 @@ def report(seconds: float, tokens: int, work: float, processes: int) -> None:
         device, memory = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated() / 2**30
     else:
         device, memory = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
+    peak = next((gpu.flops for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", device, re.IGNORECASE)), None)
     share = f"{rate / peak:.1%}" if peak else "device unknown"
     print("| device | processes | s / update | tokens / s | TFLOP/s a process | MFU | peak GiB |\n|---|---|---|---|---|---|---|")
     print(f"| {device} | {processes} | {seconds:.3f} | {tokens / seconds:.0f} | {rate / 1e12:.3f} | {share} | {memory:.2f} |")

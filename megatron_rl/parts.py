@@ -91,7 +91,8 @@ def build_engine(settings: Settings, renderer: Renderer, world: World) -> LocalE
         group = groups[world.rank // size]
     return LocalEngine(
         settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, reads_weights=False,
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, pixels=(renderer.min_pixels, renderer.max_pixels),
+        reads_weights=False,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from megatron_rl.tasks.base import Task
 from megatron_rl.train import train
 from megatron_rl.types import RunFailed, Stopped
 from megatron_rl.watch import Watch
-from megatron_rl.world import World, connect, disconnect, patient, place, together
+from megatron_rl.world import World, connect, disconnect, expand_segments, patient, place, together
 
 T = TypeVar("T")
 
@@ -156,6 +156,8 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
     timeout_s, folder = settings.parallel.timeout_s, Path(settings.run.dir)
     stage = STAGES[settings.stage]
     watch, num_steps = Watch(world, folder=folder, timeout_s=timeout_s), stage.num_steps(settings)
+    if world.device.type == "cuda" and settings.engine.tp == 1:
+        expand_segments()
     with ExitStack() as closing:
         connect(world, timeout_s=timeout_s)
         closing.callback(disconnect)

@@ -70,6 +70,17 @@ def connect(world: World, *, timeout_s: float) -> None:
             ) from error
 
 
+def expand_segments() -> None:
+    """Let segments of torch's memory on GPUs grow, where the environment says nothing of that memory: micro-batches differ in length, and
+    segments of fixed sizes fit none but the batch they were made for. To be called before the first tensor on a GPU.
+
+    In this process alone: the ranks of an engine of several, or of a judge's server that a run starts, hand each other blocks by cudaIpc,
+    which takes no segment that grows (vllm 0.32.0, distributed/device_communicators/custom_all_reduce.py).
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def disconnect() -> None:
     """Leave the process group, if this process is still in one: vLLM's shutdown leaves it too."""
     if dist.is_initialized():

@@ -1,11 +1,12 @@
 """A rank's place: its device is that of its number on its node, not in the world."""
 
+import os
 import socket
 
 import pytest
 import torch
 
-from megatron_rl.world import connect, place
+from megatron_rl.world import connect, expand_segments, place
 
 
 def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +31,23 @@ def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     line = r"^--nnodes=1: the 1 processes did not meet \(.*none0.*\); see .*, and name the interface .* GLOO_SOCKET_IFNAME"
     with pytest.raises(ValueError, match=line):
         connect(place(), timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "", "expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", ""),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", ""),
+    ],
+)
+def test_segments_grow_unless_the_user_says_something(monkeypatch: pytest.MonkeyPatch, name: str, given: str, told: str) -> None:
+    """As torch's allocator holds it, which a CPU has too; what the environment says is left alone, and children hear nothing."""
+    torch._C._accelerator_setAllocatorSettings("")
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, given)
+    before = dict(os.environ)
+    expand_segments()
+    assert torch._C._accelerator_getAllocatorSettings() == told and dict(os.environ) == before
+    torch._C._accelerator_setAllocatorSettings("")

@@ -149,7 +149,8 @@ def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
 
 def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some."""
-    from megatron_rl.plan.memory import host_misfit, in_gb, plan, plan_host, require_fit  # brings Megatron
+    from megatron_rl.plan.devices import in_gb
+    from megatron_rl.plan.memory import host_misfit, plan, plan_host, require_fit  # brings Megatron
     from megatron_rl.plan.shares import shares
 
     model, parallel = read_spec(settings.model.path), settings.parallel

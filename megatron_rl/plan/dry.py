@@ -7,7 +7,8 @@ from rich.table import Table
 
 from megatron_rl.config import Settings
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan.memory import GB, GPUS_A_NODE, PROCESS, Plan, SharePlan, host_misfit, in_gb, plan, require_fit
+from megatron_rl.plan.devices import GB, GPUS_A_NODE, in_gb
+from megatron_rl.plan.memory import PROCESS, Plan, SharePlan, host_misfit, plan, require_fit
 
 
 def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> Plan:

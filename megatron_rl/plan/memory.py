@@ -3,10 +3,10 @@
 Three phases, of which the largest counts. Rollout: the engine has its share (engine.gpu_memory_utilization), beside it lies what of the
 policy is not on the host. Update: the engine sleeps (its weights discarded, its cache given back). Sync: the new weights go from one to
 the other. Weights, gradients and optimizer are counted on the real model (shares.py), activations are a formula (activations.py), and the
-constants below are what neither covers. It was never compared with a GPU: tests/gpu/test_memory_on_gpu.py is there to do it.
+constants below are what neither covers; the engine's own plan is engine.py. It was never compared with a GPU:
+tests/gpu/test_memory_on_gpu.py is there to do it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,34 +16,19 @@ import torch
 from megatron_rl.config import Settings, require
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.activations import Activations, activations
+from megatron_rl.plan.devices import GB, GPUS, GPUS_A_NODE, USABLE, in_gb
+from megatron_rl.plan.engine import GRAPHS, EnginePlan, plan_engine
 from megatron_rl.plan.shares import NOTHING, Share, critic_spec, shares
 
-GB = 10**9
-GPUS = {"l4": 24 * GB, "l40s": 48 * GB, "a100": 80 * GB, "h100": 80 * GB, "h200": 141 * GB}
-"""Memory as it is sold; the devices report up to 7% more."""
-USABLE = 0.9
-"""Of a GPU: the rest is left to fragmentation."""
-RESIDUE = 2 * GB
-"""CUDA's context, the libraries' workspaces, NCCL's buffers, and what a sleeping engine keeps (CUDA graphs)."""
+CONTEXT = 6 * GB // 10
+"""CUDA's own of a process, kernels loaded: an estimate for Hopper with CUDA 13."""
+LIBRARIES = 4 * GB // 10
+"""cuBLAS's workspaces (32 MiB for each handle and stream on Hopper: torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp), Triton's, and the
+rounding of small blocks: an estimate."""
+COMMUNICATOR = 5 * GB // 10
+"""NCCL's buffers for one group of ranks: estimated 0.2 to 0.5 GB with NCCL 2.29's channels on NVLink."""
 PROCESS = 6 * GB
 """On the host: Python, torch and vLLM in one process."""
-GPUS_A_NODE = 8
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class EnginePlan:
-    """Bytes of an engine on one GPU."""
-
-    budget: int
-    weights: int
-    working: int
-    """Of its largest step, which vLLM measures when it starts."""
-    cache_tokens: int
-    """Keys and values in what is left."""
-
-    @property
-    def cache(self) -> int:
-        return self.budget - self.weights - self.working
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -100,7 +85,7 @@ class Plan:
     @property
     def room(self) -> float:
         """Of the GPU."""
-        return USABLE * GPUS[self.gpu]
+        return USABLE * GPUS[self.gpu].memory
 
     @property
     def fits(self) -> bool:
@@ -119,7 +104,10 @@ def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: b
         num_tokens=num_tokens,
         engine=engine,
         host=plan_host(found, model, settings, world_size=world_size),
-        ranks=[_plan_share(share, model, settings, engine=engine, num_tokens=num_tokens) for share in found],
+        ranks=[
+            _plan_share(share, model, settings, engine=engine, num_tokens=num_tokens, beside=residue(settings, world_size=world_size))
+            for share in found
+        ],
     )
 
 
@@ -130,34 +118,17 @@ def require_fit(planned: Plan) -> str:
     return f"{in_gb(planned.peak)} of the {in_gb(planned.room)} that are {USABLE:.0%} of a {planned.gpu}; {planned.world_size} GPUs"
 
 
-def plan_engine(model: ModelSpec, settings: Settings) -> EnginePlan:
-    """vLLM's own division of its share: weights, the largest step, and a cache of the rest."""
-    given = settings.engine
-    width = getattr(torch, given.dtype).itemsize
-    budget = int(given.gpu_memory_utilization * GPUS[settings.run.gpu])
-    weights = sum(math.prod(shape) for shape in model.shapes().values()) * width // given.tp
-    working = _engine_step(model, settings, width=width)
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width // given.tp
-    cache_tokens = (budget - weights - working) // token
-    require(
-        cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
-        f"{in_gb(budget)} of a {settings.run.gpu} have no room for the engine's weights ({in_gb(weights)}), its largest step "
-        f"({in_gb(working)}) and one context ({in_gb(token * given.max_model_len)}); raise it or engine.tp, or lower engine.max_model_len",
-    )  # fmt: skip
-    return EnginePlan(budget=budget, weights=weights, working=working, cache_tokens=cache_tokens)
+def residue(settings: Settings, *, world_size: int) -> int:
+    """Bytes of a GPU that nobody counts: CUDA's, the libraries', and NCCL's for each group with more than this rank: tensor-parallel,
+    stages, data-parallel, the world, and the engine's. With the engine's graphs 2.5 GB on one GPU, 4 GB on eight with parallel.tp=2; a
+    reading of the libraries expected 3.5 to 5 there."""
+    tp, pp = settings.parallel.tp, settings.parallel.pp
+    groups = [tp, pp, world_size // (tp * pp), world_size, settings.engine.tp]
+    return CONTEXT + LIBRARIES + COMMUNICATOR * sum(size > 1 for size in groups)
 
 
-def _engine_step(model: ModelSpec, settings: Settings, *, width: int) -> int:
-    """Layer inputs and MLP of all batched tokens, or those of the tower for images of as many tokens; and three fp32 copies of the logits.
-    vLLM 0.32.0 batches 16,384 tokens offline on an H100 or H200, 8,192 on smaller GPUs (engine/arg_utils.py)."""
-    vision, tp = model.vision, settings.engine.tp
-    batched = 16384 if settings.run.gpu in ("h100", "h200") else 8192
-    language = batched * (4 * model.hidden_size + 3 * model.ffn_size // tp) * width
-    tower = vision.patches_a_token * batched * (4 * vision.hidden_size + 2 * vision.ffn_size // tp) * width
-    return max(language, tower) + settings.engine.max_num_seqs * model.vocab_size * 12
-
-
-def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: EnginePlan, num_tokens: int) -> SharePlan:
+def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: EnginePlan, num_tokens: int, beside: int) -> SharePlan:
+    """beside: the residue."""
     held, parallel = share.held, settings.parallel
     width = getattr(torch, settings.model.dtype).itemsize
     # Megatron keeps the main weights on the GPU and offloads a copy of them with the moments (optimizer/distrib_optimizer.py, 0.16.1).
@@ -174,9 +145,9 @@ def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: E
         share=share,
         activations=passing,
         optimizer=optimizer,
-        rollout=RESIDUE + optimizer + engine.budget + (0 if parallel.offload_parameters else awake),
-        sync=RESIDUE + optimizer + awake + engine.weights + buckets,
-        update=RESIDUE + optimizer + awake + max(passing.total, step),
+        rollout=beside + optimizer + engine.budget + (0 if parallel.offload_parameters else awake),
+        sync=beside + GRAPHS + optimizer + awake + engine.weights + buckets,
+        update=beside + GRAPHS + optimizer + awake + max(passing.total, step),
     )
 
 
@@ -212,7 +183,3 @@ def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: 
     pictures = pixels * (vision.channels * rolled_out + in_patches * trained // replicas)
     checkpoint = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place
     return HostPlan(optimizer=state, copies=copies, checkpoint=checkpoint, pictures=pictures)
-
-
-def in_gb(size: float) -> str:
-    return f"{size / GB:.1f} GB"

@@ -67,14 +67,14 @@ def shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values:
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
             # Megatron numbers tensor-parallel ranks first, then data-parallel, then stages (parallel_state.py, order "tp-cp-ep-dp-pp").
-            with _world(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
+            with imagined_world(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
                 found.append(_share(model, settings, has_values=has_values))
             assert (found[-1].tp_rank, found[-1].pp_rank) == (tp_rank, pp_rank), found[-1]
     return found
 
 
 @contextmanager
-def _world(rank: int, *, size: int) -> Iterator[None]:
+def imagined_world(rank: int, *, size: int) -> Iterator[None]:
     """A process group whose other members do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:

@@ -71,16 +71,19 @@ class LocalEngine:
         stop_ids: list[int],
         group: dist.ProcessGroup | None,
         weight_version: int = 0,
+        pixels: tuple[int, int] | None = None,
         reads_weights: bool = True,
     ) -> None:
-        """Without the weights of model_path it starts sooner, and plays after the first load_weights."""
+        """Without the weights of model_path it starts sooner, and plays after the first load_weights. pixels: the fewest and the most of a
+        picture that will come; None takes the limits of the folder's processor."""
         assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
         self._settings = settings
         self._image_token_id = image_token_id
         self._group = group
         self._core = VllmCore(
-            model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group), reads_weights=reads_weights
-        )
+            model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group), pixels=pixels,
+            reads_weights=reads_weights,
+        )  # fmt: skip
         self._has_weights = reads_weights
         self.weight_version = weight_version
         self.busy_s = 0.0

@@ -9,7 +9,8 @@ import pytest
 from megatron_rl.choices import check_sizes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.models.released import known_spec
-from megatron_rl.plan.memory import GPUS, plan
+from megatron_rl.plan.devices import GPUS
+from megatron_rl.plan.memory import plan
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 from tests.support import forked
@@ -64,7 +65,7 @@ def head_of(settings: Settings) -> int:
 def test_the_recipes_that_must_run_here_are_there() -> None:
     assert {
         "pyvision_image_7b_h200x8", "deepeyes_7b_h200x32", "codev_7b_h200x8", "codev_7b_l40s8", "vqa_3b_1gpu",
-        "pyvision_image_7b_h200x16", "codev_7b_l40s32",
+        "pyvision_image_7b_h200x16", "codev_7b_l40s32", "codev_7b_lora_l40s8",
         "visual_search_3b_lora_1gpu", "visual_search_3b_lora_1gpu_24g", "visual_search_3b_lora_1gpu_48g",
         "numberline_ppo_7b_h100x2", "ezpoints_ppo_7b_h100x2", "points24_ppo_7b_h100x2", "blackjack_ppo_7b_h100x2", "alfworld_ppo_7b_h100x2",
     } == set(RECIPES)  # fmt: skip
@@ -81,7 +82,7 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     assert len(planned.ranks) == settings.parallel.tp * settings.parallel.pp
     for rank in planned.ranks:
         assert rank.share.num_parameters == expected[rank.share.pp_rank] + adapters
-        assert rank.peak <= 0.9 * GPUS[settings.run.gpu]
+        assert rank.peak <= 0.9 * GPUS[settings.run.gpu].memory
     vision = sum(math.prod(shape) for name, shape in model.shapes().items() if name.startswith("visual."))
     frozen = sum(expected.values()) if adapters else vision if "vision" in settings.model.frozen else 0
     assert sum(rank.share.num_trained for rank in planned.ranks if rank.share.tp_rank == 0) == sum(expected.values()) + adapters - frozen

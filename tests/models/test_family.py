@@ -12,7 +12,7 @@ from megatron_rl.models import family
 from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.spec import ModelSpec, VisionSpec
-from megatron_rl.plan.memory import plan_engine
+from megatron_rl.plan.engine import plan_engine
 
 MADE = replace(
     QWEN2_5_VL, config=Qwen3VLConfig, model=Qwen3VLForConditionalGeneration, tower=Qwen3VLVisionModel, has_head_dim=True,

@@ -24,7 +24,8 @@ from megatron_rl.config import (
 from megatron_rl.minibatches import WeightedContext
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
-from megatron_rl.plan.memory import plan, plan_engine
+from megatron_rl.plan.engine import plan_engine
+from megatron_rl.plan.memory import plan, residue
 from megatron_rl.plan.shares import Footprint, shares
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
@@ -113,23 +114,11 @@ def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
     assert one.held.moments == 2 * one.held.main
 
 
-def test_the_engine_of_7b_by_hand() -> None:
-    """16.58 GB of weights; a token of keys and values is 2 * 28 layers * 4 heads * 128 * 2 bytes = 57,344."""
-    model, of_a_run = known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
-    given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=32768)
-    engine = plan_engine(model, Settings(engine=given, run=of_a_run))
-    assert engine.budget == 70_500_000_000
-    assert engine.weights == 16_584_333_312
-    assert engine.cache_tokens == (70_500_000_000 - 16_584_333_312 - engine.working) // 57_344
-    halved = plan_engine(model, Settings(engine=replace(given, tp=2), run=of_a_run))
-    assert halved.weights == engine.weights // 2
-
-
 @pytest.mark.parametrize("merge", [2, 4])
 def test_pictures_by_hand(merge: int) -> None:
-    """Of 7B, whose patches are 14 pixels wide and whose engine batches 16,384 tokens: where 16 patches are a token, the tower needs more
-    than the language model. On the host a context of 1,000 tokens has (14 * merge) ** 2 pixels of each; a pixel of the 8 * 16 episodes
-    takes 3 bytes as a picture, and twice 3 * 2 numbers of fp32 in its patches."""
+    """Of 7B, whose patches are 14 pixels wide: the engine's largest step is that of its tower, with as many of the largest pictures (1,280
+    tokens, or 320 of 16 patches each) as 8,000 tokens hold, or eight contexts. On the host a context of 1,000 tokens has (14 * merge) ** 2
+    pixels of each; a pixel of the 8 * 16 episodes takes 3 bytes as a picture, and twice 3 * 2 numbers of fp32 in its patches."""
     model = known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
     model = replace(model, vision=replace(model.vision, merge=merge))
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=1000, max_num_seqs=8, max_images=1000)
@@ -138,8 +127,9 @@ def test_pictures_by_hand(merge: int) -> None:
         batch=config.BatchSettings(prompts_per_step=8, group_size=16),
     )  # fmt: skip
     planned = plan(model, settings, world_size=1)
-    language, tower = 16384 * (4 * 3584 + 3 * 18944) * 2, merge**2 * 16384 * (4 * 1280 + 2 * 3420) * 2
-    assert planned.engine.working == (language if merge == 2 else tower) + 8 * 152064 * 12
+    pictures = 6 * 1280 if merge == 2 else 8 * 3 * 320
+    tower = merge**2 * pictures * (13 * 1280 * 2 + 1176 * (4 + 2))
+    assert planned.engine.working == tower + pictures * 3584 * 2 + 8 * 152064 * 22 + 1_500_000_000
     assert planned.host.pictures == 1000 * (14 * merge) ** 2 * 8 * 16 * (3 + 2 * 3 * 2 * 4)
 
 
@@ -190,7 +180,7 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
     held = rank.share.held
     assert host_kl.copies - host.copies == held.parameters and host_sft.copies == host.copies == 0
     assert rank.activations.total < held.moments // 2
-    assert rank.update == 2_000_000_000 + held.main + held.moments + held.parameters + held.gradients + held.moments // 2
+    assert rank.update == 1_000_000_000 + 1_500_000_000 + held.main + held.moments + held.parameters + held.gradients + held.moments // 2
 
 
 def test_a_checkpoint_is_each_ranks_share() -> None:
@@ -229,3 +219,12 @@ def dry(**run: object) -> Settings:
         engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3), task=config.TaskSettings(name="number_line"),
         run=RunSettings(dir="there", dry=True, **run),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "engine_tp", "groups"), [(1, 1, 1, 1, 0), (8, 2, 1, 1, 3), (2, 2, 1, 1, 2), (16, 2, 2, 2, 5)]
+)
+def test_what_nobody_counts_grows_with_the_groups_of_ranks(world: int, tp: int, pp: int, engine_tp: int, groups: int) -> None:
+    """A GB of CUDA's and of the libraries', half a GB for each group that is more than one rank."""
+    settings = Settings(parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))
+    assert residue(settings, world_size=world) == 1_000_000_000 + groups * 500_000_000

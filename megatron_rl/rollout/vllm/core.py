@@ -49,7 +49,9 @@ def _prepare_environment(*, cuda: bool) -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[int], name: str, reads_weights: bool) -> "LLM":
+def _start_vllm(
+    model_path: str, settings: EngineSettings, *, banned_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool
+) -> "LLM":
     """Build vLLM's engine, leaving torch's number of threads to the caller (vLLM 0.32.0 v1/worker/cpu_worker.py takes it away)."""
     cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     require(not cuda or torch.cuda.is_available(), "engine.device", "cuda", "this machine has no CUDA device; use auto or cpu")
@@ -67,22 +69,8 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
             keep_weights_plain()
             name_shared_memory(name)
         try:
-            llm = LLM(
-                model_path,
-                dtype=settings.dtype,
-                load_format="auto" if reads_weights else "dummy",
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                limit_mm_per_prompt={"image": settings.max_images, "video": 0},
-                mm_processor_cache_gb=0,
-                mm_device_do_normalize=False,
-                enable_prefix_caching=True,
-                generation_config="vllm",
-                logprobs_mode="processed_logprobs",
-                logits_processors=[ban_and_seed(banned_ids)],
-                use_tqdm_on_load=False,
-                **place_of(settings, cuda=cuda),
-            )
+            arguments = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=reads_weights)
+            llm = LLM(**arguments, logits_processors=[ban_and_seed(banned_ids)], use_tqdm_on_load=False)
         except ValueError as error:
             too_small = "KV cache is needed" in str(error)
             key, value = ("gpu_memory_utilization", settings.gpu_memory_utilization) if cuda else ("kv_cache_mib", settings.kv_cache_mib)
@@ -92,6 +80,32 @@ def _start_vllm(model_path: str, settings: EngineSettings, *, banned_ids: list[i
     for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open now: nothing of it outlives them, however they end
         segment.unlink(missing_ok=True)
     return llm
+
+
+def engine_arguments(
+    model_path: str, settings: EngineSettings, *, cuda: bool, pixels: tuple[int, int] | None, reads_weights: bool
+) -> dict[str, object]:
+    """Arguments of vLLM's EngineArgs. pixels: the fewest and the most of a picture that will come; None takes the folder's own limits.
+
+    vLLM 0.32.0 measures its largest step, and sizes the cache of pictures, by the largest picture that its own processor would make
+    (model_executor/models/qwen2_vl.py, get_max_image_tokens). The released one makes 16,384 tokens of 12.8 megapixels, ours seldom do.
+    """
+    sizes = {"shortest_edge": pixels[0], "longest_edge": pixels[1]} if pixels else None
+    return {
+        "model": model_path,
+        "dtype": settings.dtype,
+        "load_format": "auto" if reads_weights else "dummy",
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "limit_mm_per_prompt": {"image": settings.max_images, "video": 0},
+        "mm_processor_kwargs": {"size": sizes} if sizes else None,
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        **place_of(settings, cuda=cuda),
+    }
 
 
 def place_of(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
@@ -125,10 +139,13 @@ class VllmCore:
     """vLLM's engine with this project's requests and weights. Every rank of an engine makes the same calls in the same order."""
 
     def __init__(
-        self, model_path: str, settings: EngineSettings, *, banned_ids: list[int], stop_ids: list[int], name: str, reads_weights: bool
-    ) -> None:
+        self, model_path: str, settings: EngineSettings, *,
+        banned_ids: list[int], stop_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool,
+    ) -> None:  # fmt: skip
         """`name` is this engine's alone, the same on all its ranks. It has the folder's weights, or none before load_weights."""
-        self._llm = _start_vllm(model_path, settings, banned_ids=banned_ids, name=name, reads_weights=reads_weights)
+        self._llm = _start_vllm(
+            model_path, settings, banned_ids=banned_ids, name=name, pixels=pixels, reads_weights=reads_weights
+        )  # fmt: skip
         self._engine = self._llm.llm_engine
         self._stop_ids = stop_ids
         self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()

@@ -1,0 +1,114 @@
+"""vLLM's own configuration of every recipe for GPUs, made on a machine without one: a line of JSON for each, for tests/plan/test_engine.py;
+of the first recipe another line, of a vLLM that is not told of our pictures.
+
+The platform that vLLM found, a CPU, becomes one of CUDA that says what a recipe's GPU would say: its name, its memory, its capability.
+Nothing is started and no weights are read: a folder has a released config.json and the processor's released limits, 12.8 megapixels.
+    cuda_config.py FOLDER RECIPE...       FOLDER: a nano model, which lends its tokenizer and its processor
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0",
+    VLLM_LOGGING_LEVEL="CRITICAL", RANK="5", LOCAL_RANK="5", WORLD_SIZE="8",
+)  # fmt: skip
+for library in ("vllm._C", "vllm._C_stable_libtorch"):  # CUDA's kernels, which no configuration needs
+    sys.modules[library] = types.ModuleType(library)
+
+import vllm.model_executor.models.qwen2_5_vl  # noqa: E402, F401 (while the platform is a CPU's: a CUDA platform asks its kernels)
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
+from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+
+from megatron_rl.models.released import HUB_IDS, released_config  # noqa: E402
+from megatron_rl.plan.devices import GPUS  # noqa: E402
+from megatron_rl.rollout.vllm.core import engine_arguments  # noqa: E402
+from tests.contracts.test_configs import settings_of  # noqa: E402
+
+RELEASED = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+"""Of the processor of every released Qwen2.5-VL."""
+CAPABILITY = {"l4": (8, 9), "l40s": (8, 9), "a100": (8, 0), "h100": (9, 0), "h200": (9, 0)}
+
+
+def pretend(name: str) -> None:
+    """Let vLLM's platform be this GPU."""
+
+    class Pretended(CudaPlatformBase):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(*CAPABILITY[name])
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return GPUS[name].memory
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return f"NVIDIA {name.upper()}"
+
+        @classmethod
+        def is_cumem_allocator_available(cls) -> bool:
+            return True
+
+        @classmethod
+        def is_sleep_mode_available(cls) -> bool:
+            return True
+
+    current_platform.__class__ = Pretended
+
+
+def released(like: Path, size: str, out: Path) -> Path:
+    """A folder without weights: the released sizes and limits of pictures, a nano's tokenizer."""
+    shutil.copytree(like, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    (out / "config.json").write_text(json.dumps(released_config(size)))
+    processor = json.loads((out / "processor_config.json").read_text())
+    processor["image_processor"]["size"] = RELEASED
+    (out / "processor_config.json").write_text(json.dumps(processor))
+    return out
+
+
+def described(folder: Path, recipe: str, *, is_ours: bool) -> dict[str, object]:
+    """What vLLM makes of a recipe. is_ours: it is told of our pictures."""
+    settings = settings_of(f"experiment={recipe}")
+    pretend(settings.run.gpu)
+    pixels = (settings.model.min_pixels, settings.model.max_pixels) if is_ours else None
+    arguments = engine_arguments(str(folder), settings.engine, cuda=True, pixels=pixels, reads_weights=False)
+    made = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    pictures = MultiModalBudget(made, MULTIMODAL_REGISTRY)
+    profiled = pictures.get_dummy_encoder_profile_inputs("image", 1)[0][1]
+    return {
+        "recipe": recipe, "is_ours": is_ours,
+        "batched": made.scheduler_config.max_num_batched_tokens, "sequences": made.scheduler_config.max_num_seqs,
+        "async": made.scheduler_config.async_scheduling, "length": made.model_config.max_model_len,
+        "share": made.cache_config.gpu_memory_utilization, "prefix_caching": made.cache_config.enable_prefix_caching,
+        "cumem": made.model_config.enable_cumem_allocator, "graphs_leave": made.use_cumem_cudagraph_pool,
+        "graphs": made.compilation_config.cudagraph_mode.name, "v2": made.use_v2_model_runner,
+        "tp": made.parallel_config.tensor_parallel_size, "launcher": made.parallel_config.distributed_executor_backend,
+        "picture": pictures.mm_max_toks_per_item, "pictures": pictures.mm_max_items_per_batch, "cache": pictures.encoder_cache_size,
+        "patches": list(profiled["pixel_values"].data.shape), "load": str(made.load_config.load_format),
+        "logprobs": made.model_config.logprobs_mode, "dtype": str(made.model_config.dtype),
+    }  # fmt: skip
+
+
+def main() -> None:
+    like, *recipes = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as place:
+        folders = {hub: released(Path(like), size, Path(place) / size) for hub, size in HUB_IDS.items() if size in ("3B", "7B")}
+        for recipe in recipes:
+            folder = folders[settings_of(f"experiment={recipe}").model.path]
+            for is_ours in (True, False) if recipe == recipes[0] else (True,):
+                print(json.dumps(described(folder, recipe, is_ours=is_ours)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
