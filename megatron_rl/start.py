@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
-from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_critic
+from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_boxes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.gallery import Gallery
@@ -256,4 +256,4 @@ def print_plan(settings: Settings, world: World, own: Own) -> None:
     model, size = known_spec(settings.model.path), settings.run.world or world.size
     check_sizes(settings, model, size, own)
     if world.is_main:
-        dry_run(model, settings, world_size=size, has_values=has_critic(settings, own))
+        dry_run(model, settings, world_size=size, has_values=has_critic(settings, own), has_boxes=has_boxes(settings, own))

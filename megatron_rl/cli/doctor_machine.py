@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron_rl.choices import Own, check_sizes, has_critic
+from megatron_rl.choices import Own, check_sizes, has_boxes, has_critic
 from megatron_rl.cli.report import Report
 from megatron_rl.config import Settings
 from megatron_rl.models.hf_config import read_spec
@@ -150,7 +150,8 @@ def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
 def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some."""
     from megatron_rl.plan.devices import in_gb
-    from megatron_rl.plan.memory import host_misfit, plan, plan_host, require_fit  # brings Megatron
+    from megatron_rl.plan.host import host_misfit, plan_host
+    from megatron_rl.plan.memory import plan, require_fit  # brings Megatron
     from megatron_rl.plan.shares import shares
 
     model, parallel = read_spec(settings.model.path), settings.parallel
@@ -160,7 +161,8 @@ def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     except ValueError as error:
         report.fail("layout", str(error))
         return
-    host = plan_host(shares(model, settings, world_size=size, has_values=has_values), model, settings, world_size=size)
+    found = shares(model, settings, world_size=size, has_values=has_values)
+    host = plan_host(found, model, settings, world_size=size, has_boxes=has_boxes(settings, own))
     misfit = host_misfit(host, settings, world_size=size)
     report.say("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
     report.warnings += [misfit] if misfit else []

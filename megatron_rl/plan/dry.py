@@ -8,12 +8,13 @@ from rich.table import Table
 from megatron_rl.config import Settings
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.devices import GB, GPUS_A_NODE, in_gb
-from megatron_rl.plan.memory import PROCESS, Plan, SharePlan, host_misfit, plan, require_fit
+from megatron_rl.plan.host import PROCESS, host_misfit
+from megatron_rl.plan.memory import Plan, SharePlan, plan, require_fit
 
 
-def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> Plan:
-    """Print the plan. Raises ValueError where it does not fit the GPU."""
-    planned = plan(model, settings, world_size=world_size, has_values=has_values)
+def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, has_boxes: bool = False) -> Plan:
+    """Print the plan. Raises ValueError where it does not fit the GPU, or the main memory that is stated (run.host_gb)."""
+    planned = plan(model, settings, world_size=world_size, has_values=has_values, has_boxes=has_boxes)
     console = Console(highlight=False)
     replicas = world_size // len(planned.ranks)
     title = f"{settings.model.path}: GB on each GPU; {replicas} replicas, micro-batches of up to {planned.num_tokens:,} tokens"
@@ -22,8 +23,10 @@ def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values
     console.print(_engine(planned, settings), soft_wrap=True)
     console.print(_host(planned), soft_wrap=True)
     misfit = host_misfit(planned.host, settings, world_size=world_size)
-    if misfit:
-        console.print(f"does not fit: {misfit}", soft_wrap=True)
+    if misfit and settings.run.host_gb:
+        raise ValueError(misfit)
+    if misfit:  # a plan is read on another machine than the one it is for
+        console.print(f"may not fit: {misfit}", soft_wrap=True)
     console.print(f"fits: {require_fit(planned)}", soft_wrap=True)
     return planned
 
@@ -65,6 +68,6 @@ def _host(planned: Plan) -> str:
     return (
         f"host, a node of {ranks}: up to {in_gb(ranks * host.total)} = {ranks} x (processes {in_gb(PROCESS)}, "
         f"optimizer {in_gb(host.optimizer)}, copies of weights {in_gb(host.copies)}, "
-        f"a checkpoint {in_gb(host.checkpoint)}, a step's pictures at most {in_gb(host.pictures)}; "
-        "engine.max_images and task.max_pixels bound these)"
+        f"a checkpoint {in_gb(host.checkpoint)}, a step's pictures at most {in_gb(host.pictures)}, "
+        f"boxes {in_gb(host.boxes)}; engine.max_images and task.max_pixels bound the pictures)"
     )

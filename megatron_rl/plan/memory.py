@@ -7,17 +7,16 @@ constants below are what neither covers; the engine's own plan is engine.py. It 
 tests/gpu/test_memory_on_gpu.py is there to do it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from megatron_rl.config import Settings, require
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.activations import Activations, activations
-from megatron_rl.plan.devices import GB, GPUS, GPUS_A_NODE, USABLE, in_gb
+from megatron_rl.plan.devices import GB, GPUS, USABLE, in_gb
 from megatron_rl.plan.engine import GRAPHS, EnginePlan, plan_engine
+from megatron_rl.plan.host import HostPlan, plan_host
 from megatron_rl.plan.shares import NOTHING, Share, critic_spec, shares
 
 CONTEXT = 6 * GB // 10
@@ -27,8 +26,6 @@ LIBRARIES = 4 * GB // 10
 rounding of small blocks: an estimate."""
 COMMUNICATOR = 5 * GB // 10
 """NCCL's buffers for one group of ranks: estimated 0.2 to 0.5 GB with NCCL 2.29's channels on NVLink."""
-PROCESS = 6 * GB
-"""On the host: Python, torch and vLLM in one process."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -46,23 +43,6 @@ class SharePlan:
     @property
     def peak(self) -> int:
         return max(self.rollout, self.sync, self.update)
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class HostPlan:
-    """Bytes of main memory for each rank of a node."""
-
-    optimizer: int
-    copies: int
-    """Of parameters: those that leave the GPU while the engine rolls out, and those of the reference policy."""
-    checkpoint: int
-    """What this rank writes, copied before training goes on: its part of the weights, main weights and moments."""
-    pictures: int
-    """Of a step, if every episode had as many and as large ones as it may: every rank has them all, and patches of what it trains on."""
-
-    @property
-    def total(self) -> int:
-        return PROCESS + self.optimizer + self.copies + self.checkpoint + self.pictures
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -92,8 +72,9 @@ class Plan:
         return self.peak <= self.room
 
 
-def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> Plan:
-    """has_values: the algorithm needs a critic. Raises ValueError where the engine has no room for its weights and one context."""
+def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, has_boxes: bool = False) -> Plan:
+    """has_values: the algorithm needs a critic; has_boxes: the task runs code in boxes beside the engines. Raises ValueError where the
+    engine has no room for its weights and one context."""
     micro_batch = settings.batch.micro_batch_tokens
     num_tokens = max(micro_batch, settings.engine.max_model_len)
     engine = plan_engine(model, settings)
@@ -103,7 +84,7 @@ def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: b
         world_size=world_size,
         num_tokens=num_tokens,
         engine=engine,
-        host=plan_host(found, model, settings, world_size=world_size),
+        host=plan_host(found, model, settings, world_size=world_size, has_boxes=has_boxes),
         ranks=[
             _plan_share(share, model, settings, engine=engine, num_tokens=num_tokens, beside=residue(settings, world_size=world_size))
             for share in found
@@ -149,37 +130,3 @@ def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: E
         sync=beside + GRAPHS + optimizer + awake + engine.weights + buckets,
         update=beside + GRAPHS + optimizer + awake + max(passing.total, step),
     )
-
-
-def plan_host(found: Sequence[Share], model: ModelSpec, settings: Settings, *, world_size: int) -> HostPlan:
-    """Of the rank with most."""
-    replicas = world_size // len(found)
-    return max((_plan_host(share, model, settings, replicas=replicas) for share in found), key=lambda host: host.total)
-
-
-def host_misfit(host: HostPlan, settings: Settings, *, world_size: int) -> str:
-    """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing."""
-    ranks, stated = min(world_size, GPUS_A_NODE), settings.run.host_gb
-    room, needed = stated * GB or psutil.virtual_memory().total, ranks * host.total
-    if needed <= room:
-        return ""
-    whose = f"its {in_gb(room)} are" if stated else f"this machine's {in_gb(room)} are"
-    remedy = "state another node's memory by run.host_gb, or lower engine.max_images, task.max_pixels or what is offloaded"
-    processes = f"{ranks} process{'es' * (ranks > 1)}"
-    return f"run.host_gb={stated}: {whose} less than the {in_gb(needed)} that {processes} may need at most; {remedy}"
-
-
-def _plan_host(share: Share, model: ModelSpec, settings: Settings, *, replicas: int) -> HostPlan:
-    held, vision, parallel, batch, select = share.held, model.vision, settings.parallel, settings.batch, settings.select
-    state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
-    references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it changes places with the current
-    copies = share.policy.parameters * references + (held.parameters if parallel.offload_parameters else 0)
-    pixels = settings.engine.max_images * settings.model.max_pixels
-    pixels = min(pixels, settings.task.max_pixels or pixels, settings.engine.max_model_len * (vision.patch * vision.merge) ** 2)
-    rolled_out = batch.prompts_per_step * batch.group_size * select.max_generations
-    trained = batch.prompts_per_step * batch.group_size if select.rank_by_std else rolled_out
-    # Of each color a byte, and the frames of a patch in fp32 for the image and again for its micro-batch.
-    in_patches = 2 * 4 * vision.channels * vision.temporal_patch
-    pictures = pixels * (vision.channels * rolled_out + in_patches * trained // replicas)
-    checkpoint = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place
-    return HostPlan(optimizer=state, copies=copies, checkpoint=checkpoint, pictures=pictures)

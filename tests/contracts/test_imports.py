@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "algo": {"types", "config"},
     "minibatches": DATA,
     "batch": {"minibatches", *DATA},
+    "gallery": DATA,
     "rewards": {"servers", "types", "config"},
     "tasks": {"data", "rewards", "types", "config"},
     "data": {"types", "config"},
@@ -47,17 +48,20 @@ MAY_IMPORT = {
     "run_seen": {"attempts", "observe", "run", "run_folder"},
     "sweeps": {"config"},
     "sft": {"algo", "minibatches", "run_states", "policy", "rollout", "run", "stop", "tasks", *DATA},
-    "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "step_metrics", "stop", "tasks", *DATA},
+    "train": {
+        "algo", "batch", "evaluate", "gallery", "minibatches", "policy", "rollout", "run", "run_states", "step_metrics", "stop", "tasks",
+        *DATA,
+    },
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
     "cli": {
         "attempts", "choices", "configs", "data", "jsonl", "models", "nodes", "observe", "plan", "rewards", "rollout", "run", "run_folder",
         "run_seen", "services", "start", "stop", "sweeps", "tasks", "weights", *DATA,
     },
     "opening": {"data", "rollout", *DATA},
-    "parts": {"algo", "policy", "rollout", "stop", "tasks", *DATA},
+    "parts": {"algo", "gallery", "policy", "rollout", "stop", "tasks", *DATA},
     "start": {
-        "algo", "choices", "evaluate", "models", "nodes", "observe", "opening", "parts", "plan", "policy", "rollout", "run", "run_folder",
-        "run_states", "services", "sft", "stop", "tasks", "train", "watch", "weights", *DATA,
+        "algo", "choices", "evaluate", "gallery", "models", "nodes", "observe", "opening", "parts", "plan", "policy", "rollout", "run",
+        "run_folder", "run_states", "services", "sft", "stop", "tasks", "train", "watch", "weights", *DATA,
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and start."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_rl.choices import check_sizes, has_critic
+from megatron_rl.choices import check_sizes, has_boxes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.models.released import known_spec
 from megatron_rl.plan.devices import GPUS
@@ -76,7 +76,9 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     settings = settings_of(f"experiment={recipe}")
     model = known_spec(settings.model.path)
     check_sizes(settings, model, settings.run.world)
-    planned = plan(model, settings, world_size=settings.run.world, has_values=has_critic(settings))
+    planned = plan(
+        model, settings, world_size=settings.run.world, has_values=has_critic(settings), has_boxes=has_boxes(settings)
+    )  # fmt: skip
     adapters = adapters_of(settings) + head_of(settings)
     expected = shares_of(settings)
     assert len(planned.ranks) == settings.parallel.tp * settings.parallel.pp
@@ -87,6 +89,9 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     frozen = sum(expected.values()) if adapters else vision if "vision" in settings.model.frozen else 0
     assert sum(rank.share.num_trained for rank in planned.ranks if rank.share.tp_rank == 0) == sum(expected.values()) + adapters - frozen
     assert planned.fits
+    room = {"l40s": 512, "h200": 1000}.get(settings.run.gpu, 250 * settings.run.world) * 10**9
+    assert settings.run.host_gb * 10**9 in (0, room)
+    assert min(settings.run.world, 8) * planned.host.total <= room, "main memory of a node"
     assert sum(math.prod(shape) for shape in model.shapes().values()) == TOTALS[settings.model.path]
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from megatron_rl.config import (
 from megatron_rl.minibatches import WeightedContext
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
+from megatron_rl.plan import host
 from megatron_rl.plan.engine import plan_engine
 from megatron_rl.plan.memory import plan, residue
-from megatron_rl.plan.shares import Footprint, shares
+from megatron_rl.plan.pictures import pictures
+from megatron_rl.plan.shares import Footprint, Share, shares
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import carried
@@ -117,8 +120,7 @@ def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
 @pytest.mark.parametrize("merge", [2, 4])
 def test_pictures_by_hand(merge: int) -> None:
     """Of 7B, whose patches are 14 pixels wide: the engine's largest step is that of its tower, with as many of the largest pictures (1,280
-    tokens, or 320 of 16 patches each) as 8,000 tokens hold, or eight contexts. On the host a context of 1,000 tokens has (14 * merge) ** 2
-    pixels of each; a pixel of the 8 * 16 episodes takes 3 bytes as a picture, and twice 3 * 2 numbers of fp32 in its patches."""
+    tokens, or 320 of 16 patches each) as 8,000 tokens hold, or eight contexts."""
     model = known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
     model = replace(model, vision=replace(model.vision, merge=merge))
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=1000, max_num_seqs=8, max_images=1000)
@@ -127,10 +129,10 @@ def test_pictures_by_hand(merge: int) -> None:
         batch=config.BatchSettings(prompts_per_step=8, group_size=16),
     )  # fmt: skip
     planned = plan(model, settings, world_size=1)
-    pictures = 6 * 1280 if merge == 2 else 8 * 3 * 320
-    tower = merge**2 * pictures * (13 * 1280 * 2 + 1176 * (4 + 2))
-    assert planned.engine.working == tower + pictures * 3584 * 2 + 8 * 152064 * 22 + 1_500_000_000
-    assert planned.host.pictures == 1000 * (14 * merge) ** 2 * 8 * 16 * (3 + 2 * 3 * 2 * 4)
+    shown = 6 * 1280 if merge == 2 else 8 * 3 * 320
+    tower = merge**2 * shown * (13 * 1280 * 2 + 1176 * (4 + 2))
+    assert planned.engine.working == tower + shown * 3584 * 2 + 8 * 152064 * 22 + 1_500_000_000
+    assert planned.host.pictures == pictures(model, settings, world_size=1) > 0
 
 
 @pytest.mark.parametrize(("share", "length"), [(0.3, 4096), (0.45, 128000)])
@@ -197,20 +199,42 @@ def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(ValueError, match=r"^run.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
         run(dry(gpu="l40s", host_gb=9999.0))
     out = capsys.readouterr().out
-    assert "3,754,622,976" in out and "does not fit" not in out
+    assert "3,754,622,976" in out and "not fit" not in out
 
 
-def test_a_host_that_does_not_hold_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan is read on another machine than the one it is for: the line is no refusal, and says by which setting the other is stated. What
-    is needed is the sum that the line of the host itself shows."""
-    run(dry(gpu="h200", host_gb=5.0))
-    *_, host, misfit, fits = capsys.readouterr().out.splitlines()
-    needed = re.fullmatch(r"host, a node of 1: up to (\d+\.\d GB) = 1 x .*", host)
-    said = f"does not fit: run.host_gb=5.0: its 5.0 GB are less than the {needed[1]} that 1 process may need at most; state another node's"
-    assert misfit.startswith(said)
-    assert fits.startswith("fits: ")
+def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its memory is stated the plan is refused. Where it is not, the plan may be for another machine than this one: a line says so.
+    What is needed is the sum that the line of the host itself shows."""
+    with pytest.raises(ValueError, match=r"^run.host_gb=5.0: its 5.0 GB are less than the \d+\.\d GB that 1 process may need at most"):
+        run(dry(gpu="h200", host_gb=5.0))
+    capsys.readouterr()
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(total=5 * 10**9))
+    run(dry(gpu="h200", host_gb=0.0))
+    *_, told, misfit, fits = capsys.readouterr().out.splitlines()
+    needed = re.fullmatch(r"host, a node of 1: up to (\d+\.\d GB) = 1 x .*", told)
+    said = f"may not fit: run.host_gb=0.0: this machine's 5.0 GB are less than the {needed[1]} that 1 process may need at most"
+    assert misfit.startswith(said) and fits.startswith("fits: ")
     run(dry(gpu="h200", host_gb=float(needed[1].removesuffix(" GB")) + 0.1))
-    assert "does not fit" not in capsys.readouterr().out
+    assert "not fit" not in capsys.readouterr().out
+
+
+def test_boxes_and_checkpoints_by_hand() -> None:
+    """Eight boxes of a GiB, of which an engine over two ranks has one pool; a checkpoint is copied where it is written beside training."""
+    held = Footprint(parameters=100, gradients=200, main=400, moments=600)
+    share = Share(tp_rank=0, pp_rank=0, num_parameters=50, num_trained=50, policy=held)
+
+    def planned(*, has_boxes: bool, tp: int = 1, background: bool = True) -> host.HostPlan:
+        sandbox = config.SandboxSettings(memory_mib=1024, size=8)
+        settings = Settings(
+            engine=EngineSettings(tp=tp), task=config.TaskSettings(name="mine", sandbox=sandbox), run=RunSettings(dir="there"),
+            checkpoint=config.CheckpointSettings(background=background),
+        )  # fmt: skip
+        return host.plan_host([share], known_spec("Qwen/Qwen2.5-VL-3B-Instruct"), settings, world_size=2, has_boxes=has_boxes)
+
+    assert [planned(has_boxes=True).boxes, planned(has_boxes=True, tp=2).boxes, planned(has_boxes=False).boxes] == [8 << 30, 4 << 30, 0]
+    assert planned(has_boxes=False).checkpoint == 100 // 2 + 3 * 300 and planned(has_boxes=False, background=False).checkpoint == 0
+    whole = planned(has_boxes=True)
+    assert whole.total == host.PROCESS + whole.optimizer + whole.copies + whole.checkpoint + whole.pictures + whole.boxes
 
 
 def dry(**run: object) -> Settings:

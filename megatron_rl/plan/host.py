@@ -1,0 +1,68 @@
+"""The plan of main memory: what each rank of a node may need at most, and whether the node has it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from megatron_rl.config import Settings
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.plan.devices import GB, GPUS_A_NODE, in_gb
+from megatron_rl.plan.pictures import pictures
+from megatron_rl.plan.shares import Share
+
+PROCESS = 6 * GB
+"""Python, torch and vLLM in one process: an estimate for CUDA's libraries; 0.8 GB without them (benchmarks/host_memory_2026-11-22.md)."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HostPlan:
+    """Bytes of main memory for each rank of a node."""
+
+    optimizer: int
+    copies: int
+    """Of parameters: those that leave the GPU while the engine rolls out, and those of the reference policy."""
+    checkpoint: int
+    """What this rank writes, copied before training goes on (checkpoint.background): its part of weights, main weights and moments."""
+    pictures: int
+    """Of a step (plan/pictures.py)."""
+    boxes: int
+    """In which episodes run code, each with as much as it may have."""
+
+    @property
+    def total(self) -> int:
+        return PROCESS + self.optimizer + self.copies + self.checkpoint + self.pictures + self.boxes
+
+
+def plan_host(found: Sequence[Share], model: ModelSpec, settings: Settings, *, world_size: int, has_boxes: bool) -> HostPlan:
+    """Of the rank with most. has_boxes: the task runs code, beside the engines."""
+    replicas, sandbox = world_size // len(found), settings.task.sandbox
+    boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if has_boxes else 0  # one pool an engine
+    seen = pictures(model, settings, world_size=world_size)
+    plans = (_plan_host(share, settings, replicas=replicas, seen=seen, boxes=boxes) for share in found)
+    return max(plans, key=lambda host: host.total)
+
+
+def host_misfit(host: HostPlan, settings: Settings, *, world_size: int) -> str:
+    """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing."""
+    ranks, stated = min(world_size, GPUS_A_NODE), settings.run.host_gb
+    room, needed = stated * GB or psutil.virtual_memory().total, ranks * host.total
+    if needed <= room:
+        return ""
+    whose = f"its {in_gb(room)} are" if stated else f"this machine's {in_gb(room)} are"
+    remedy = (
+        "state another node's memory by run.host_gb, or lower engine.max_images, task.max_pixels, task.sandbox.size or memory_mib, "
+        "or what is offloaded"
+    )
+    processes = f"{ranks} process{'es' * (ranks > 1)}"
+    return f"run.host_gb={stated}: {whose} less than the {in_gb(needed)} that {processes} may need at most; {remedy}"
+
+
+def _plan_host(share: Share, settings: Settings, *, replicas: int, seen: int, boxes: int) -> HostPlan:
+    held, parallel = share.held, settings.parallel
+    state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
+    references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it changes places with the current
+    copies = share.policy.parameters * references + (held.parameters if parallel.offload_parameters else 0)
+    written = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place
+    checkpoint = written if settings.checkpoint.background else 0
+    return HostPlan(optimizer=state, copies=copies, checkpoint=checkpoint, pictures=seen, boxes=boxes)
