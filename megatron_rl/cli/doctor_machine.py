@@ -148,9 +148,11 @@ def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
 
 
 def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
-    """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some."""
+    """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some:
+    what fits, and the seconds that are expected."""
     from megatron_rl.plan.devices import in_gb
     from megatron_rl.plan.memory import host_misfit, plan, plan_host, require_fit  # brings Megatron
+    from megatron_rl.plan.seconds import case_of, in_words
     from megatron_rl.plan.shares import shares
 
     model, parallel = read_spec(settings.model.path), settings.parallel
@@ -169,6 +171,8 @@ def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     try:
         planned = plan(model, settings, world_size=size, has_values=has_values)
         report.say("plan", require_fit(planned))
+        if settings.stage == "rl":
+            report.say("seconds", in_words(case_of(model, settings, planned)))
     except ValueError as error:
         report.fail("plan", str(error))
         return
