@@ -148,10 +148,12 @@ def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
 
 
 def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
-    """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some."""
+    """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some:
+    what fits, and the seconds that are expected."""
     from megatron_rl.plan.devices import in_gb
     from megatron_rl.plan.host import host_misfit, plan_host
     from megatron_rl.plan.memory import plan, require_fit  # brings Megatron
+    from megatron_rl.plan.seconds import case_of, in_words
     from megatron_rl.plan.shares import shares
 
     model, parallel = read_spec(settings.model.path), settings.parallel
@@ -171,6 +173,8 @@ def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     try:
         planned = plan(model, settings, world_size=size, has_values=has_values)
         report.say("plan", require_fit(planned))
+        if settings.stage == "rl":
+            report.say("seconds", in_words(case_of(model, settings, planned)))
     except ValueError as error:
         report.fail("plan", str(error))
         return

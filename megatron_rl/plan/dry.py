@@ -1,4 +1,5 @@
-"""run.dry: what a run would need of every GPU and of the host, as tables; nothing is loaded, no GPU and no weights are needed."""
+"""run.dry: what a run would need of every GPU and of the host, as tables, and the seconds that its steps are expected to take; nothing is
+loaded, no GPU and no weights are needed."""
 
 from itertools import groupby
 
@@ -10,6 +11,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.devices import GB, GPUS_A_NODE, in_gb
 from megatron_rl.plan.host import PROCESS, host_misfit
 from megatron_rl.plan.memory import Plan, SharePlan, plan, require_fit
+from megatron_rl.plan.seconds import case_of, in_words
 
 
 def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, has_boxes: bool = False) -> Plan:
@@ -21,6 +23,8 @@ def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values
     console.print(title, soft_wrap=True)
     console.print(_ranks(planned))
     console.print(_engine(planned, settings), soft_wrap=True)
+    if settings.stage == "rl":
+        console.print(in_words(case_of(model, settings, planned)), soft_wrap=True)
     console.print(_host(planned), soft_wrap=True)
     misfit = host_misfit(planned.host, settings, world_size=world_size)
     if misfit and settings.run.host_gb:

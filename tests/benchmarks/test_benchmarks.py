@@ -229,3 +229,14 @@ def test_games_random() -> None:
         share = float(exact) / 100
         assert abs(float(played.split()[0]) / 100 - share) < 3.9 * (share * (1 - share) / num) ** 0.5
     assert games["number_line"][0] == "28.299" and games["blackjack"][2] == "43.16; of best return 42.95"
+
+
+def test_scale() -> None:
+    """Slots by hand: of two, the third episode has that of the second. Then a step on 8 GPUs and on 16: half of the update each."""
+    play_engine = benchmark("scale").play_engine
+    assert play_engine([4.0, 1.0, 2.0], 2, [0.0, 1.0, 10.0]) == (31.0, (30.0 * 2 + 1.0) / 2)
+    assert play_engine([4.0, 1.0], 8, [0.0, 1.0, 10.0]) == (13.0, (10.0 * 2 + 3.0) / 8)
+    told = rows(said_by("scale", "--gpus", 8, 16, "--seeds", 1, timeout_s=240))
+    eight, sixteen = [row for row in told if row[0] in ("8", "16")][:2]
+    assert (eight[1], sixteen[1]) == ("4,096", "4,096") and float(eight[4]) == pytest.approx(2 * float(sixteen[4]), rel=0.02)
+    assert float(sixteen[2]) < float(eight[2]) and "spread" in {row[0] for row in told}

@@ -146,6 +146,7 @@ def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
 
     assert [name for name, _ in told().rows] == ["host"]
     small = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.5")
+    assert " s a step expected on 2 l40s: rollout " in dict(small.rows)["seconds"]
     assert not small.errors and dict(small.rows)["plan"].endswith(" of the 43.2 GB that are 90% of a l40s; 2 GPUs")
     full = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.95")
     assert full.errors[0].startswith("run.gpu=l40s: its 43.2 GB (90%) are less than the ")

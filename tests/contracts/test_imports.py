@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "models": {"types", "cpu"},
     "weights": {"models", "cpu"},
     "policy": {"weights", "models", "cpu", "batch", "minibatches", *DATA},
-    "plan": {"policy", "models", "weights", "cpu", *DATA},
+    "plan": {"algo", "policy", "models", "weights", "cpu", *DATA},
     "step_metrics": {"algo", *DATA},
     "run": {"observe", "jsonl", "step_metrics", *DATA},
     "evaluate": {"rollout", "tasks", *DATA},

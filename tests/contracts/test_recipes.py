@@ -11,6 +11,7 @@ from megatron_rl.config import Settings
 from megatron_rl.models.released import known_spec
 from megatron_rl.plan.devices import GPUS
 from megatron_rl.plan.memory import plan
+from megatron_rl.plan.seconds import Case, case_of, expected, in_words
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 from tests.support import forked
@@ -71,6 +72,17 @@ def test_the_recipes_that_must_run_here_are_there() -> None:
     } == set(RECIPES)  # fmt: skip
 
 
+def check_seconds(case: Case) -> None:
+    """Every part of what is expected is a number, and a step is neither an instant nor an hour."""
+    found = expected(case)
+    values = [*found.rollout.values(), *found.update.values(), *found.sync.values()]
+    assert all(math.isfinite(value) and value >= 0 for value in values)
+    assert 5 < found.step < 1200 and 0 < found.checkpoint < 600
+    assert found.rollout["decode"] > 0 and found.update["arithmetic"] > 0 and found.sync["wake"] > 0
+    assert case.episode.length <= case.settings.engine.max_model_len
+    assert in_words(case).startswith(f"{found.step:.0f} s a step expected on {case.world_size} {case.settings.run.gpu}: rollout ")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     settings = settings_of(f"experiment={recipe}")
@@ -92,6 +104,7 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     room = {"l40s": 512, "h200": 1000}.get(settings.run.gpu, 250 * settings.run.world) * 10**9
     assert settings.run.host_gb * 10**9 in (0, room)
     assert min(settings.run.world, 8) * planned.host.total <= room, "main memory of a node"
+    check_seconds(case_of(model, settings, planned))
     assert sum(math.prod(shape) for shape in model.shapes().values()) == TOTALS[settings.model.path]
 
 
@@ -115,4 +128,5 @@ def test_a_dry_run_as_a_user_calls_it() -> None:
     assert ended.returncode == 0
     text = ended.stdout
     assert "4,484,460,544" in text
+    assert re.search(r"\d+ s a step expected on 8 h200: rollout [\d.]+ .*; nothing of it was measured", text)
     assert re.search(r"fits: [\d.]+ GB of the 126.9 GB that are 90% of a h200; 8 GPUs", text)

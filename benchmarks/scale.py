@@ -1,0 +1,170 @@
+"""What a step is expected to take on 8 to 1,024 GPUs, and which assumption that hangs on most. A simulation: no GPU is used or was.
+
+    .venv/bin/python benchmarks/scale.py                                             # deepeyes_7b_h200x32, 20 seconds of a core
+    .venv/bin/python benchmarks/scale.py --experiment codev_7b_h200x8 --gpus 8 64
+
+The model of time is megatron_rl/plan/seconds.py with the constants of plan/speed.py. For the rollout episodes are drawn instead, of
+log-normal lengths (speed.py, spread), dealt to the engines in turn and played in their slots: engines wait for the one that ends last. The
+batch is the recipe's, or grows with the GPUs from the recipe's own number of them.
+"""
+
+import argparse
+import heapq
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from hydra import compose, initialize_config_dir
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.choices import has_critic
+from megatron_rl.cli.door import resolve
+from megatron_rl.config import Settings
+from megatron_rl.models.released import known_spec
+from megatron_rl.plan.memory import plan
+from megatron_rl.plan.seconds import (
+    Case,
+    case_of,
+    decode_step,
+    expected,
+    gradient_bytes,
+    prompts,
+    rollout,
+    sync,
+    sync_bytes,
+    tensor_bytes,
+    trained_tokens,
+    update,
+)  # fmt: skip
+from megatron_rl.plan.speed import halved_and_doubled
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+COLUMNS = (
+    "GPUs", "episodes", "s a step", "rollout", "update", "sync", "tokens / s / GPU", "GB tensors", "GB gradients", "GB weights",
+    "engines idle", "slots idle",
+)  # fmt: skip
+"""GB are those that a GPU sends in a step: to its tensor-parallel neighbors, to the other replicas, and as the new weights."""
+
+
+@dataclass(slots=True, frozen=True)
+class Played:
+    """A step's rollout as it was drawn."""
+
+    seconds: float
+    idle_engines: float
+    """Share of the engines' time that they wait for the last one."""
+    idle_slots: float
+    """Share of the slots of all engines, until the last one ends, in which no token is drawn."""
+
+
+def play_engine(steps: list[float], slots: int, seconds_of: list[float]) -> tuple[float, float]:
+    """(seconds until the last of its episodes ends, mean seconds that a slot is busy). steps: of each episode, in the order they start;
+    seconds_of[n]: of a step with n running."""
+    free, changes = [0.0] * min(slots, len(steps)), []
+    for length in steps:
+        start = heapq.heappop(free)
+        heapq.heappush(free, start + length)
+        changes += [(start, 1), (start + length, -1)]
+    now = elapsed = busy = 0.0
+    running = 0
+    for at, change in sorted(changes):
+        elapsed += (at - now) * seconds_of[running]
+        busy += (at - now) * seconds_of[running] * running
+        now, running = at, running + change
+    return elapsed, busy / slots
+
+
+def play(case: Case, *, seed: int) -> Played:
+    """Draw a step's episodes. A tool's seconds count as steps in which its sequence stands still, but keeps its slot."""
+    episode, speeds, settings = case.episode, case.speeds, case.settings
+    slots = max(1, int(min(settings.engine.max_num_seqs, case.cache_tokens / episode.length)))
+    normal = np.random.default_rng(seed).standard_normal(case.num_episodes)
+    tokens = episode.sampled * np.exp(speeds.spread * normal - speeds.spread**2 / 2)
+    most = settings.task.max_turns * settings.task.max_tokens_per_turn
+    mine = -(-case.num_episodes // case.num_engines)
+    seconds_of = [0.0, *(decode_step(case, running=count) for count in range(1, min(slots, mine) + 1))]
+    steps = np.minimum(tokens, most) + episode.turns * speeds.tool_s / seconds_of[-1]
+    ended = [play_engine(list(steps[first :: case.num_engines]), slots, seconds_of) for first in range(case.num_engines)]
+    last = max(seconds for seconds, _ in ended)
+    return Played(
+        seconds=last + prompts(case),
+        idle_engines=1 - fmean(seconds for seconds, _ in ended) / last,
+        idle_slots=1 - fmean(busy for _, busy in ended) / last,
+    )
+
+
+def case_for(given: argparse.Namespace) -> Case:
+    """The recipe on its own GPUs."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings: Settings = resolve(compose("train", overrides=[f"experiment={given.experiment}"]))
+    model = known_spec(settings.model.path)
+    return case_of(model, settings, plan(model, settings, world_size=settings.run.world, has_values=has_critic(settings)))
+
+
+def on(case: Case, world_size: int, *, grows: bool) -> Case:
+    """The same run on so many GPUs, with its batch or one that grows with them."""
+    batch = case.settings.batch
+    prompts_per_step = max(batch.minibatches, batch.prompts_per_step * world_size // case.world_size) if grows else batch.prompts_per_step
+    settings = replace(case.settings, batch=replace(batch, prompts_per_step=prompts_per_step))
+    return replace(case, settings=settings, world_size=world_size)
+
+
+def row(case: Case, *, seeds: int) -> str:
+    played = [play(case, seed=seed) for seed in range(seeds)]
+    rolled, trained, synced = fmean(each.seconds for each in played), sum(update(case).values()), sum(sync(case).values())
+    step, batch = rolled + trained + synced, case.settings.batch
+    sent = tensor_bytes(case, trained_tokens(case)), batch.minibatches * batch.epochs * gradient_bytes(case), sync_bytes(case)
+    idle = fmean(each.idle_engines for each in played), fmean(each.idle_slots for each in played)
+    tokens = case.num_episodes * case.episode.length / step / case.world_size
+    cells = [
+        f"{case.world_size:,}", f"{case.num_episodes:,}", f"{step:.0f}",
+        f"{rolled:.0f}", f"{trained:.0f}", f"{synced:.1f}", f"{tokens:.0f}",
+        *(f"{size / 1e9:.1f}" for size in sent), *(f"{share:.0%}" for share in idle),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def sensitivities(case: Case) -> list[tuple[str, float, float]]:
+    """(constant, the step with half of it, with twice of it, both over the step as it is), the strongest first."""
+    now, found = expected(case).step, []
+    for name, values in halved_and_doubled(case.speeds).items():
+        changed = [expected(replace(case, speeds=replace(case.speeds, **{name: value}))).step / now for value in values]
+        found.append((name, *changed))
+    return sorted(found, key=lambda each: -max(abs(math.log(share)) for share in each[1:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", default="deepeyes_7b_h200x32")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 256, 1024])
+    parser.add_argument("--seeds", type=int, default=3, help="steps that are drawn; their mean is shown")
+    given = parser.parse_args()
+    case = case_for(given)
+    episode = case.episode
+    print(
+        f"{given.experiment}: {case.settings.run.gpu}, episodes of {episode.length:,.0f} tokens, {episode.sampled:,.0f} of them sampled\n"
+    )
+    head = " | ".join(COLUMNS)
+    for grows, words in ((False, "The recipe's batch"), (True, "A batch that grows with the GPUs")):
+        print(f"{words}\n\n| {head} |\n|{'---|' * len(COLUMNS)}")
+        for size in given.gpus:
+            print(row(on(case, size, grows=grows), seeds=given.seeds))
+        print()
+    for size in (given.gpus[0], given.gpus[-1]):
+        print(f"The step on {size:,} GPUs, with\n\n| constant | half of it | twice of it |\n|---|---|---|")
+        for name, half, twice in sensitivities(on(case, size, grows=False)):
+            if max(abs(half - 1), abs(twice - 1)) >= 0.005:
+                print(f"| {name} | {half - 1:+.0%} | {twice - 1:+.0%} |")
+        print()
+    shown = rollout(case)
+    print(f"Without drawing, by the longest of all: {sum(shown.values()):.0f} s of rollout on {case.world_size} GPUs")
+
+
+if __name__ == "__main__":
+    main()
