@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "types": set(),
     "config": set(),
     "world": set(),
+    "gpus": DATA,
     "cpu": set(),
     "jsonl": set(),
     "wire": {"jsonl", "types"},
@@ -50,14 +51,14 @@ MAY_IMPORT = {
     "train": {"algo", "batch", "minibatches", "run_states", "evaluate", "policy", "rollout", "run", "step_metrics", "stop", "tasks", *DATA},
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
     "cli": {
-        "attempts", "choices", "configs", "data", "jsonl", "models", "nodes", "observe", "plan", "rewards", "rollout", "run", "run_folder",
-        "run_seen", "services", "start", "stop", "sweeps", "tasks", "weights", *DATA,
+        "attempts", "choices", "configs", "data", "gpus", "jsonl", "models", "nodes", "observe", "plan", "rewards", "rollout", "run",
+        "run_folder", "run_seen", "services", "start", "stop", "sweeps", "tasks", "weights", *DATA,
     },
     "opening": {"data", "rollout", *DATA},
     "parts": {"algo", "policy", "rollout", "stop", "tasks", *DATA},
     "start": {
-        "algo", "choices", "evaluate", "models", "nodes", "observe", "opening", "parts", "plan", "policy", "rollout", "run", "run_folder",
-        "run_states", "services", "sft", "stop", "tasks", "train", "watch", "weights", *DATA,
+        "algo", "choices", "evaluate", "gpus", "models", "nodes", "observe", "opening", "parts", "plan", "policy", "rollout", "run",
+        "run_folder", "run_states", "services", "sft", "stop", "tasks", "train", "watch", "weights", *DATA,
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and start."""
