@@ -143,7 +143,7 @@ def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor says what a run would: of all GPUs, and of the first alone where run.world=1 takes no other; and where one is too small."""
+    """The doctor says what a run would: of all GPUs, of the first alone where run.world=1; and where one is too small."""
     plant(monkeypatch, tmp_path, [H100, L4])
 
     def told() -> list[str]:
