@@ -26,6 +26,7 @@ from megatron_rl.parts import Trained, build_critic, build_fleet, build_policy
 from megatron_rl.plan.dry import dry_run
 from megatron_rl.plan.memory import plan
 from megatron_rl.policy.critic import Critic
+from megatron_rl.policy.kernels import transformer_engine_trouble
 from megatron_rl.policy.parallel import build_layout, leave_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.fleet import Fleet
@@ -231,6 +232,8 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
         closing.callback(critic.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
+    if trouble := transformer_engine_trouble():
+        record.tell(trouble)
     checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, group=group)
     return Parts(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,

@@ -42,6 +42,7 @@ def look_at_machine(settings: Settings, report: Report) -> None:
     if memory.available < needed:
         report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
     look_at_gpus(settings, report)
+    look_at_kernels(settings, report)
     look_at_versions(LOCKS / ("gpu.txt" if torch.version.cuda else "cpu.txt"), report)
 
 
@@ -98,6 +99,14 @@ def look_at_job(settings: Settings, devices: Sequence[gpus.Gpu], report: Report)
     refused, doubted = (gpus.lack_of_shared_memory(room, len(mine), each=each) for each in (gpus.SHARED_LEAST, gpus.SHARED_BYTES))
     report.errors += gpus.misfits(settings, mine, num_ranks=size) + ([refused] if refused else [])
     report.warnings += [doubted] if doubted and not refused else []
+
+
+def look_at_kernels(settings: Settings, report: Report) -> None:
+    """Which ones run, from which package."""
+    from megatron_rl.policy.kernels import apex_trouble, kernels, transformer_engine_trouble  # brings Megatron
+
+    report.say("kernels", ", ".join(f"{what}: {whose}" for what, whose in kernels(settings.lora).items()))
+    report.warnings += [line for line in (transformer_engine_trouble(), apex_trouble()) if line]
 
 
 def look_at_versions(lock: Path, report: Report) -> None:
