@@ -152,7 +152,8 @@ def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: P
 
     settings = replace(settings, engine=replace(settings.engine, gpu_memory_utilization=0.5))
     plant(monkeypatch, tmp_path, [L4])
-    for name, value in {"place": lambda: ALONE, "connect": meet, "build_task": None, "build": None}.items():
+    planted = {"place": lambda: ALONE, "connect": meet, "expand_segments": lambda: None, "build_task": None, "build": None}
+    for name, value in planted.items():
         monkeypatch.setattr(start, name, value)
     with pytest.raises(ValueError, match=r"^run.gpu=h100: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan needs 4\d\.\d;"):
         start.run(settings)
