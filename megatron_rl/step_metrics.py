@@ -62,7 +62,7 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     if "policy/ratio" not in first:  # a critic alone was trained
         return merged
     ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
-    return {**merged, **ratio, "engine/logprob_gap_max": first["engine/logprob_gap_max"]}
+    return {**merged, **ratio, **{name: value for name, value in first.items() if name.startswith("engine/logprob_gap")}}
 
 
 def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str, float]:

@@ -427,6 +427,8 @@ class LossMetrics:
     """Parts of the loss: add, then divide by the global denominator as the loss itself is."""
     checks: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whether a tensor of the micro-batch holds finite numbers only, in the order in which they came to be."""
+    histograms: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Counts by size [bins] (histogram.py): add, then read NAME_p99 off the sum. NAME_max is among the maxima."""
 
 
 Loss = Callable[[Rows], tuple["torch.Tensor", LossMetrics]]

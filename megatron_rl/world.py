@@ -53,9 +53,7 @@ def connect(world: World, *, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
-        found = torch.cuda.device_count()
-        if world.local_rank >= found:
-            raise ValueError(f"--nproc_per_node={world.local_size}: {socket.gethostname()} has {found} GPUs; start one process a GPU")
+        require_one_each(world)
         torch.cuda.set_device(world.device)
     if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher, or this process was such a world before
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -79,6 +77,26 @@ def expand_segments() -> None:
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def require_one_each(world: World) -> None:
+    """ValueError on every process of this node: it has fewer GPUs than processes."""
+    found, host, visible = torch.cuda.device_count(), socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if found >= world.local_size:
+        return
+    name = torch.cuda.get_device_properties(0).name if found else ""
+    if is_slice(name):
+        told = f"a process sees one slice of a GPU at most, here {name}; switch MIG off (nvidia-smi -mig 0), or start one process"
+        raise ValueError(f"--nproc_per_node={world.local_size}: on {host} {told}")
+    if visible is not None:
+        told = f"leaves {found} GPUs to the {world.local_size} processes of {host}; name one for each"
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={visible}: {told}")
+    raise ValueError(f"--nproc_per_node={world.local_size}: {host} has {found} GPUs; start one process a GPU")
+
+
+def is_slice(name: str) -> bool:
+    """Whether torch's name of a device is that of a part of a GPU (MIG). Example: NVIDIA A100-SXM4-40GB MIG 1g.5gb"""
+    return " MIG " in name
 
 
 def disconnect() -> None:

@@ -81,11 +81,12 @@ def test_ends_and_tools_are_counted() -> None:
 
 def test_a_steps_updates_are_one_line() -> None:
     """Means, maxima by name, and what is true of the first update only."""
-    first = {"policy/ratio": 1.0, "policy/loss": 2.0, "policy/ratio_gap_max": 0.1, "engine/logprob_gap_max": 0.3}
-    second = {"policy/ratio": 1.5, "policy/loss": 4.0, "policy/ratio_gap_max": 0.4, "engine/logprob_gap_max": 0.9}
+    gap = {"engine/logprob_gap": 0.01, "engine/logprob_gap_p99": 0.2, "engine/logprob_gap_max": 0.3}
+    first = {"policy/ratio": 1.0, "policy/loss": 2.0, "policy/ratio_gap_max": 0.1, **gap}
+    second = {"policy/ratio": 1.5, "policy/loss": 4.0, "policy/ratio_gap_max": 0.4, **{name: 3 * value for name, value in gap.items()}}
     assert merge_updates([first]) == first and merge_updates([]) == {}
     expected = {"policy/ratio": 1.25, "policy/first_ratio": 1.0, "policy/loss": 3.0, "policy/ratio_gap_max": 0.4}
-    assert merge_updates([first, second]) == expected | {"engine/logprob_gap_max": 0.3}
+    assert merge_updates([first, second]) == expected | gap
     broken = merge_updates([first, second | {"policy/ratio_gap_max": float("nan")}, first])
     assert broken["policy/ratio_gap_max"] != broken["policy/ratio_gap_max"], "NaN is nobody's smaller number"
 

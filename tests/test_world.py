@@ -17,9 +17,6 @@ def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch
     world = place()
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.num_nodes) == (13, 16, 5, 8, 1, 2)
     assert world.device == torch.device("cuda", 5) and not world.is_main and not world.is_first_here
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ValueError, match=f"^--nproc_per_node=8: {socket.gethostname()} has 4 GPUs; start one process a GPU"):
-        connect(world, timeout_s=1)
 
 
 def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from megatron_rl.algo.corrections import CORRECTIONS
 from megatron_rl.algo.kl import ESTIMATORS, k3
 from megatron_rl.algo.surrogates import Bounds, log_ratio
 from megatron_rl.config import AlgoSettings
+from megatron_rl.histogram import counts_of
 from megatron_rl.types import Loss, LossMetrics, Rows
 
 
@@ -68,7 +69,8 @@ def measure(rows: Rows, correction_R: torch.Tensor, algo: AlgoSettings, *, bound
         sums["policy/kl_reference"] = k3(rows.logprob_R, rows.reference_R).sum()
     if algo.correction != "none":
         sums["engine/correction"] = correction_R.sum()
-    return LossMetrics(sums=sums, maxima={"policy/ratio_gap_max": _max((ratio_R - 1.0).abs()), "engine/logprob_gap_max": _max(gap_R)})
+    maxima = {"policy/ratio_gap_max": _max((ratio_R - 1.0).abs()), "engine/logprob_gap_max": _max(gap_R)}
+    return LossMetrics(sums=sums, maxima=maxima, histograms={"engine/logprob_gap": counts_of(gap_R)})
 
 
 def _max(x_R: torch.Tensor) -> torch.Tensor:

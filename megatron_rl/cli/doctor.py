@@ -167,6 +167,14 @@ async def _greet_judges(judge: JudgeSettings) -> dict[str, Greeting]:
         return await greet(clients, model=judge.model)
 
 
+def look_at_correction(settings: Settings, report: Report) -> None:
+    """Engine and trainer round differently in bfloat16: what was sampled is not quite what is trained."""
+    rounds = "bfloat16" in (settings.model.dtype, settings.engine.dtype)
+    if settings.stage == "rl" and rounds and settings.algo.correction == "none":
+        told = "engine and trainer round to bfloat16 differently; use algo.correction=token_tis, and watch engine/logprob_gap"
+        report.warnings.append(f"algo.correction=none: {told}")
+
+
 def look_at_services(settings: Settings, report: Report) -> None:
     """What the run starts for itself can be started here."""
     for name, service in chosen(settings.services).items():
@@ -230,6 +238,7 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
         look_at_plan(settings, report, own)
     task = look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer, task=task)
+    look_at_correction(settings, report)
     look_at_services(settings, report)
     look_at_judges(settings, report)
     look_at_sandbox(settings, report)

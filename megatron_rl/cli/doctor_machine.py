@@ -6,13 +6,14 @@ import shutil
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
 
+from megatron_rl import gpus
 from megatron_rl.choices import Own, check_sizes, has_boxes, has_critic
 from megatron_rl.cli.report import Report
 from megatron_rl.config import Settings
@@ -22,14 +23,7 @@ from megatron_rl.world import place
 GIB = 1 << 30
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 """In a checkout; a wheel brings none."""
-DRIVER = Path("/proc/driver/nvidia/version")
-"""Written by NVIDIA's kernel module, on the host and in its containers."""
-NEEDS_DRIVER = {"12": 525, "13": 580}
-"""The oldest driver for each CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility)."""
 COMPILERS = ("cc", "gcc", "clang")
-SHARED_MEMORY = Path("/dev/shm")
-SHARED_BYTES = 256 << 20
-"""What NCCL may take in /dev/shm for each rank of a node; a container without --shm-size has 64 MB in all."""
 WRITTEN_BYTES = 64 << 20
 STATE_BYTES = 7
 """Of a checkpoint for each byte of the weights in bfloat16: main weights and both moments in float32, and the weights."""
@@ -48,6 +42,7 @@ def look_at_machine(settings: Settings, report: Report) -> None:
     if memory.available < needed:
         report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
     look_at_gpus(settings, report)
+    look_at_kernels(settings, report)
     look_at_versions(LOCKS / ("gpu.txt" if torch.version.cuda else "cpu.txt"), report)
 
 
@@ -77,47 +72,41 @@ def look_at_disk(settings: Settings, there: Path, report: Report, *, weights: in
 
 def look_at_gpus(settings: Settings, report: Report) -> None:
     """Those that torch sees, and what keeps it from seeing them."""
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    report.say("GPUs", ", ".join(f"{device.name} {device.total_memory / GIB:.0f} GiB" for device in devices) or "none")
-    driver = driver_of(DRIVER)
+    devices = gpus.seen()
+    report.say("GPUs", ", ".join(f"{device.name} {device.memory / GIB:.0f} GiB" for device in devices) or "none")
+    driver = gpus.driver_of(gpus.DRIVER)
     if settings.engine.device == "cuda" and not devices:
         report.errors.append("engine.device=cuda: this machine has no usable GPU; use engine.device=auto")
     if not driver:
         return
     built, nccl = torch.version.cuda, ".".join(map(str, torch.cuda.nccl.version())) if devices else "unknown"
     report.say("CUDA", f"driver {driver}, torch for CUDA {built}, NCCL {nccl}")
-    report.errors += [line for line in [trouble_of(driver, built, num_devices=len(devices))] if line]
+    report.errors += [line for line in [gpus.trouble_of(driver, built, num_devices=len(devices))] if line]
     if built and not any(map(shutil.which, COMPILERS)):
         report.errors.append(f"PATH: has no {' or '.join(COMPILERS)}, with which Triton builds its launchers (Debian: apt-get install gcc)")
     if built and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         package = f"python{sysconfig.get_python_version()}-dev"
         report.errors.append(f"{sysconfig.get_path('include')}: has no Python.h, which Triton needs (Debian: apt-get install {package})")
-    room = shutil.disk_usage(SHARED_MEMORY).free
-    if len(devices) > 1 and room < SHARED_BYTES * len(devices):
-        remedy = f"NCCL may need {SHARED_BYTES * len(devices) / GIB:.1f}; start the container with --shm-size, or --ipc=host"
-        report.warnings.append(f"{SHARED_MEMORY}: {room / GIB:.2f} GiB are free, {remedy}")
+    if devices:
+        look_at_job(settings, devices, report)
 
 
-def driver_of(file: Path) -> str:
-    """The version of NVIDIA's driver; '' where there is none. Example: 580.65.06"""
-    try:
-        found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", file.read_text())
-    except OSError:
-        return ""
-    return found[1] if found else ""
+def look_at_job(settings: Settings, devices: Sequence[gpus.Gpu], report: Report) -> None:
+    """Whether the GPUs of this node go together, and have room to talk. Outside of a job: as many of them as run.world says, or all."""
+    here, room = place(), shutil.disk_usage(gpus.SHARED_MEMORY).free
+    size = here.size if here.size > 1 else settings.run.world or len(devices)
+    mine = devices[: here.local_size if here.size > 1 else size]
+    refused, doubted = (gpus.lack_of_shared_memory(room, len(mine), each=each) for each in (gpus.SHARED_LEAST, gpus.SHARED_BYTES))
+    report.errors += gpus.misfits(settings, mine, num_ranks=size) + ([refused] if refused else [])
+    report.warnings += [doubted] if doubted and not refused else []
 
 
-def trouble_of(driver: str, built: str | None, *, num_devices: int) -> str:
-    """Why torch sees no GPU though there is a driver; '' where it sees one."""
-    if num_devices:
-        return ""
-    if built is None:
-        return f"torch={torch.__version__}: is built for CPUs, and this machine has NVIDIA's driver {driver}; bash launch/install.sh"
-    needed = NEEDS_DRIVER.get(built.split(".")[0], 0)
-    if int(driver.split(".")[0]) < needed:
-        return f"driver={driver}: is too old for torch's CUDA {built}; install {needed} or newer"
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"CUDA_VISIBLE_DEVICES={seen}: torch sees no GPU, and driver {driver} is there; nvidia-smi says more"
+def look_at_kernels(settings: Settings, report: Report) -> None:
+    """Which ones run, from which package."""
+    from megatron_rl.policy.kernels import apex_trouble, kernels, transformer_engine_trouble  # brings Megatron
+
+    report.say("kernels", ", ".join(f"{what}: {whose}" for what, whose in kernels(settings.lora).items()))
+    report.warnings += [line for line in (transformer_engine_trouble(), apex_trouble()) if line]
 
 
 def look_at_versions(lock: Path, report: Report) -> None:
@@ -177,6 +166,9 @@ def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
             report.say("seconds", in_words(case_of(model, settings, planned)))
     except ValueError as error:
         report.fail("plan", str(error))
+        return
+    if torch.cuda.device_count() and (small := gpus.too_small(settings, gpus.seen(), needed=planned.peak)):
+        report.errors.append(small)
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

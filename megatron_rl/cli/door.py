@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -73,10 +74,13 @@ def cli(
     word = sys.argv.pop(1) if sys.argv[1:2] in (["doctor"], ["serve"]) else "train"
 
     def act(settings: Settings) -> None:
-        from megatron_rl.choices import Own  # brings torch
+        try:
+            from megatron_rl.choices import Own  # brings torch and Megatron
+        except ImportError as error:
+            raise ValueError(of_transformer_engine(error)) from error
         from megatron_rl.run_seen import is_finished
         from megatron_rl.services.job import serve
-        from megatron_rl.start import run  # brings Megatron
+        from megatron_rl.start import run
 
         own = Own(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
         if word == "doctor":
@@ -94,6 +98,16 @@ def cli(
             sys.exit(STOPPED)
 
     read_and(act, tasks or {}, examines=word == "doctor")
+
+
+def of_transformer_engine(error: ImportError) -> str:
+    """megatron-core 0.16.1 does not load beside a Transformer Engine that does not load itself, or lacks a module which Megatron looks for.
+    An error of anything else is raised."""
+    inside = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(name.startswith("transformer_engine") for name in (*inside, error.name or "")):
+        raise error
+    remedy = "bash launch/install_te.sh installs the version that fits; without it: pip uninstall transformer-engine"
+    return f"transformer_engine: megatron-core does not load beside the one that is installed ({error}); {remedy}"
 
 
 def offer(tasks: Mapping[str, type]) -> None:

@@ -10,8 +10,9 @@ from megatron_rl.config import LoraSettings
 from megatron_rl.cpu import on_cpu_too
 from megatron_rl.models.mapping import Row
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.transformer import Heads, build_chunks, uses_transformer_engine
+from megatron_rl.policy.transformer import Heads, build_chunks
 from megatron_rl.weights.formats.open import open_source
 from megatron_rl.weights.formats.peft import adapter_table, load_peft, start_adapters
 from megatron_rl.weights.stream import Placement, is_of_output_layer, load_hf

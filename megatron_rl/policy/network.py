@@ -5,6 +5,7 @@ pipeline-parallel peers). What comes back is on every rank.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 from megatron_rl.batch import empty_batch
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
+from megatron_rl.histogram import quantile
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, with_gradients
 from megatron_rl.policy.optimizer_state import restart
@@ -212,7 +214,8 @@ def _trouble(collected: list[LossMetrics]) -> str:
 
 
 def _reduce(collected: list[LossMetrics], *, trouble: str) -> dict[str, float]:
-    """Add sums and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has trouble."""
+    """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has
+    trouble."""
     sums: dict[str, float] = {}
     losses: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -221,18 +224,28 @@ def _reduce(collected: list[LossMetrics], *, trouble: str) -> dict[str, float]:
         _add(losses, _floats(metrics.losses))
         _raise(maxima, _floats(metrics.maxima))
     gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (sums, losses, maxima, trouble))
+    dist.all_gather_object(gathered, (sums, losses, maxima, _histograms(collected), trouble))
     for rank, (*_, theirs) in enumerate(gathered):
         if theirs:
             raise NotFinite(f"rank {rank}, {theirs}")
     sums, losses, maxima = {}, {}, {}
-    for their_sums, their_losses, their_maxima, _ in gathered:
+    histograms: dict[str, Counter[int]] = {}
+    for their_sums, their_losses, their_maxima, their_histograms, _ in gathered:
         _add(sums, their_sums)
         _add(losses, their_losses)
         _raise(maxima, their_maxima)
+        for name, counts in their_histograms.items():
+            histograms.setdefault(name, Counter()).update(counts)
+    p99 = {f"{name}_p99": min(quantile(counts, 99), maxima[f"{name}_max"]) for name, counts in histograms.items()}
     tokens, denominator = sums.pop("tokens"), max(sums.pop("denominator"), 1.0)
     means = {name: value / max(tokens, 1.0) for name, value in sums.items()}
-    return {**{name: value / denominator for name, value in losses.items()}, "tokens": tokens, **means, **maxima}
+    return {**{name: value / denominator for name, value in losses.items()}, "tokens": tokens, **means, **p99, **maxima}
+
+
+def _histograms(collected: list[LossMetrics]) -> dict[str, dict[int, int]]:
+    """Of all micro-batches together: {name: {bin: its count}} of the bins that hold any."""
+    sums = {name: sum(metrics.histograms[name] for metrics in collected) for name in (collected[0].histograms if collected else ())}
+    return {name: {place: count for place, count in enumerate(counts.tolist()) if count} for name, counts in sums.items()}
 
 
 def _floats(numbers: dict[str, torch.Tensor | float]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from megatron_rl.minibatches import WeightedContext, balance, cut, loads_of
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.attention import has_kernel, require_continuation, varlen
 from megatron_rl.policy.build import load_model
+from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
@@ -22,7 +23,7 @@ from megatron_rl.policy.network import Network
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, encoded_by
-from megatron_rl.policy.transformer import Heads, uses_transformer_engine
+from megatron_rl.policy.transformer import Heads
 from megatron_rl.types import Batch, Image, Loss, LossMetrics
 from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,6 +18,7 @@ from torch import nn
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
+from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.value_head import ValueHead
@@ -38,11 +39,6 @@ class RMSNorm(nn.Module):
         x_float = x.float()
         normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
-
-
-def uses_transformer_engine(lora: LoraSettings) -> bool:
-    """Whether the language model's layers are Transformer Engine's: it is installed, has a GPU to run on, and no adapters to carry."""
-    return HAVE_TE and torch.cuda.is_available() and not lora.rank
 
 
 def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:

@@ -123,6 +123,7 @@ def test_the_loss_is_the_textbook_loop(
     torch.testing.assert_close(entropy_gradient_R, -0.01 * rows.weight_R, rtol=1e-11, atol=1e-11)
     assert numbers(metrics) == pytest.approx(expected, rel=1e-11, abs=1e-11)
     assert {name for name in numbers(metrics) if name.endswith("_max")} == metrics.maxima.keys()
+    assert {f"{name}_max" for name in metrics.histograms} < metrics.maxima.keys()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -145,6 +146,8 @@ def test_two_halves_add_up_to_the_whole(name: str, cut: int) -> None:
     torch.testing.assert_close(torch.cat([first[1], second[1]]), whole[1], rtol=1e-14, atol=1e-14)
     for metric, value in whole[3].sums.items():
         torch.testing.assert_close(first[3].sums[metric] + second[3].sums[metric], value, rtol=1e-12, atol=1e-12)
+    for metric, value in whole[3].histograms.items():
+        assert torch.equal(first[3].histograms[metric] + second[3].histograms[metric], value) and value.sum() == sum(lengths)
     for metric, value in whole[3].maxima.items():
         assert torch.equal(torch.maximum(first[3].maxima[metric], second[3].maxima[metric]), value)
 

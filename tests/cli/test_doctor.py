@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import sandbox.doctor
 from megatron_rl.cli import doctor
-from megatron_rl.cli.doctor import examine, look_at_judges, look_at_sandbox
+from megatron_rl.cli.doctor import examine, look_at_correction, look_at_judges, look_at_sandbox
 from megatron_rl.cli.report import Report, show
 from megatron_rl.config import Settings
 from megatron_rl.data.questions import questions
@@ -298,3 +298,19 @@ def test_tasks_are_named_as_they_are() -> None:
     """A task that is renamed must be renamed here."""
     folder = ROOT / "megatron_rl" / "tasks"
     assert all((folder / name).is_dir() or (folder / f"{name}.py").is_file() for name in (*doctor.USES_SANDBOX, *doctor.USES_DATA))
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["model.dtype=bfloat16"], 1),
+        (["engine.dtype=bfloat16"], 1),
+        (["model.dtype=bfloat16", "algo.correction=token_tis"], 0),
+        (["model.dtype=bfloat16", "stage=sft"], 0),
+        ([], 0),
+    ],
+)
+def test_bfloat16_without_a_correction_is_warned_of(words: list[str], warned: int) -> None:
+    report = Report()
+    look_at_correction(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words), report)
+    assert len(report.warnings) == warned and all(line.startswith("algo.correction=none: engine and trainer") for line in report.warnings)

@@ -3,7 +3,6 @@
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,18 +10,13 @@ import pytest
 import torch
 
 from megatron_rl.choices import Own
-from megatron_rl.cli import doctor_machine
-from megatron_rl.cli.doctor_machine import driver_of, look_at_disk, look_at_gpus, look_at_plan, look_at_versions, trouble_of
+from megatron_rl.cli.doctor_machine import look_at_disk, look_at_gpus, look_at_plan, look_at_versions
 from megatron_rl.cli.report import Report
 from megatron_rl.config import ParallelSettings, Settings
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
+from tests.support.planted_gpus import H100, L4, plant
 from tools.data.make_tiny_qwen2_5_vl import make
-
-OPEN_MODULE = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U16)  Sun Jul 27 2025
-GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
-"""
-CLOSED_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
 
 
 @pytest.fixture
@@ -31,48 +25,30 @@ def settings(random_model: Path, tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mapping[str, object]:
-    """Two GPUs of 80 GiB with a driver that is new enough, torch for CUDA; what nvidia's files and torch say of them may be changed."""
-    driver = tmp_path / "version"
-    driver.write_text(OPEN_MODULE)
-    monkeypatch.setattr(doctor_machine, "DRIVER", driver)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    cuda = SimpleNamespace(
-        device_count=lambda: 2, nccl=SimpleNamespace(version=lambda: (2, 29, 7)),
-        mem_get_info=lambda index: ((80 - 70 * index) << 30, 80 << 30),
-        get_device_properties=lambda index: SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30),
-    )  # fmt: skip
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two H100, of which somebody uses most of the second."""
+    plant(monkeypatch, tmp_path, [H100] * 2)
+    cuda = SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 29, 7)), mem_get_info=lambda index: ((80 - 70 * index) << 30, 80 << 30))
     for name, value in vars(cuda).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    return {"driver": driver}
 
 
-def test_a_driver_is_read_as_its_module_says_it(tmp_path: Path) -> None:
-    for number, (text, found) in enumerate([(OPEN_MODULE, "580.65.06"), (CLOSED_MODULE, "535.183.01"), ("nothing of it", "")]):
-        (tmp_path / str(number)).write_text(text)
-        assert driver_of(tmp_path / str(number)) == found
-    assert driver_of(tmp_path / "absent") == ""
-
-
-def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
-    assert trouble_of("580.65.06", "13.0", num_devices=1) == trouble_of("535.183.01", "13.0", num_devices=1) == ""
-    assert trouble_of("535.183.01", "13.0", num_devices=0) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
-    assert "is built for CPUs, and this machine has NVIDIA's driver 580.1" in trouble_of("580.1", None, num_devices=0)
-    assert trouble_of("580.1", "13.0", num_devices=0).startswith("CUDA_VISIBLE_DEVICES=")
-
-
-def test_gpus_that_can_be_used_are_told(gpus: Mapping, settings: Settings) -> None:
+@pytest.mark.usefixtures("gpus")
+def test_gpus_that_can_be_used_are_told(settings: Settings) -> None:
     report = Report()
     look_at_gpus(settings, report)
     assert dict(report.rows) == {
-        "GPUs": "NVIDIA H100 80 GiB, NVIDIA H100 80 GiB",
+        "GPUs": "NVIDIA H100 80GB HBM3 79 GiB, NVIDIA H100 80GB HBM3 79 GiB",
         "CUDA": "driver 580.65.06, torch for CUDA 13.0, NCCL 2.29.7",
     }
 
 
-def test_what_triton_and_nccl_lack(gpus: Mapping, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("gpus")
+def test_what_triton_and_nccl_lack(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is there where the others are planted."""
-    small = shutil.disk_usage("/")._replace(free=64 << 20)
+
+    def has_shared(mib: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=mib << 20))
 
     def told() -> tuple[list[str], list[str]]:
         report = Report()
@@ -82,11 +58,13 @@ def test_what_triton_and_nccl_lack(gpus: Mapping, settings: Settings, tmp_path: 
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: small._replace(free=1 << 30))
+    has_shared(1024)
     assert told() == ([], [])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: small)
-    errors, (warning,) = told()
-    assert not errors and warning == ("/dev/shm: 0.06 GiB are free, NCCL may need 0.5; start the container with --shm-size, or --ipc=host")
+    has_shared(64)
+    lacking = "/dev/shm: 0.06 GiB are free, NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
+    assert told() == ([lacking], [])
+    has_shared(128)
+    assert told() == ([], [lacking.replace("0.06", "0.12")])
     (tmp_path / "Python.h").unlink()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     compiler, headers = told()[0]
@@ -154,10 +132,32 @@ def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
     assert split.errors and dict(split.rows)["layout"] == "not usable"
 
 
-def test_a_gpu_that_somebody_uses(gpus: Mapping, settings: Settings) -> None:
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
     """Of two, the second has 10 of its 80 GiB left."""
     settings.run.host_gb, settings.run.gpu, settings.parallel = 1000, "h100", ParallelSettings()
     report = Report()
     look_at_plan(settings, report, Own())
     (error,) = report.errors
     assert error.startswith("GPU 1: 10.7 GB of its 85.9 GB are free, and the plan needs ")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor says what a run would: of all GPUs, of the first alone where run.world=1; and where one is too small."""
+    plant(monkeypatch, tmp_path, [H100, L4])
+
+    def told() -> list[str]:
+        report = Report()
+        look_at_gpus(settings, report)
+        return [line for line in report.errors if "CUDA_VISIBLE" in line]
+
+    (line,) = told()
+    assert line.startswith("CUDA_VISIBLE_DEVICES=: this node has 1 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4,")
+    settings.run.world = 1
+    assert told() == []
+    settings.run.host_gb, settings.run.gpu, settings.engine.gpu_memory_utilization = 1000, "h100", 0.5
+    report = Report()
+    look_at_plan(settings, report, Own())
+    (line,) = report.errors
+    assert line.startswith("run.gpu=h100: GPU 1 (NVIDIA L4) has 23.6 GB, and the plan needs 4")

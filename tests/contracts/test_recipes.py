@@ -108,6 +108,14 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     assert sum(math.prod(shape) for shape in model.shapes().values()) == TOTALS[settings.model.path]
 
 
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_what_rounds_to_bfloat16_is_corrected_and_nothing_else_is(experiment: str) -> None:
+    settings = settings_of(f"experiment={experiment}")
+    rounds = settings.stage == "rl" and "bfloat16" in (settings.model.dtype, settings.engine.dtype)
+    assert settings.algo.correction == ("token_tis" if rounds else "none")
+    assert rounds == (experiment in RECIPES)
+
+
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 4, 1), (2, 2, 7), (4, 2, 1), (4, 7, 2)])
 def test_every_share_of_other_layouts(tp: int, pp: int, vpp: int) -> None:
     """Ranks together hold the model once, but for the whole tensors, which each tensor-parallel rank holds."""

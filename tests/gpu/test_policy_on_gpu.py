@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
 from megatron_rl.algo.objective import objective
 from megatron_rl.batch import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.policy.attention import Segments, packed_attention
+from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -66,7 +66,7 @@ def test_fp32_is_that_of_hf(make_policy: Callable[..., Policy], random_model: Pa
     assert (logits(make_policy("float32"), random_model) - truth).abs().max() <= 1e-4
 
 
-WITH_TE = pytest.mark.skipif(not HAVE_TE, reason="no Transformer Engine: NOT tested")
+WITH_TE = pytest.mark.skipif(not uses_transformer_engine(LoraSettings()), reason="no Transformer Engine: NOT tested")
 
 
 @pytest.mark.parametrize("layers", ["ours", pytest.param("te", marks=WITH_TE)])

@@ -36,10 +36,10 @@ def world_of_one() -> Iterator[None]:
 
 
 def policy_of(
-    model: Path, optim: OptimSettings, *, num_steps: int = 10, lora: LoraSettings | None = None, **settings: object
+    model: Path, optim: OptimSettings, *, num_steps: int = 10, lora: LoraSettings | None = None, dtype: str = "float32", **settings: object
 ) -> tuple[Policy, Renderer]:
     """A policy on the model of a folder, and its renderer; within a world."""
-    chosen, parallel = ModelSettings(path=str(model)), ParallelSettings()
+    chosen, parallel = ModelSettings(path=str(model), dtype=dtype), ParallelSettings()
     renderer = Renderer(chosen)
     policy = Policy(
         chosen, build_layout(parallel, seed=0), parallel=parallel, optim=optim, num_steps=num_steps, lora=lora,

@@ -45,7 +45,7 @@ CLOSE, SMALL = 1e-5, 2e-6
 make a fifth of it at most; those for SSE alone nine tenths."""
 BOUND = 1e-4
 """Of one token's logprob, in float32: the engine's against the trainer's, and a ratio against another machine's."""
-NOISE = ("engine/logprob_gap", "engine/logprob_gap_max")
+NOISE = ("engine/logprob_gap", "engine/logprob_gap_p99", "engine/logprob_gap_max")
 """Rounding itself: no two machines have the same. They have the bound instead."""
 ONE_TOKEN = ("policy/ratio_gap_max",)
 

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Builds Transformer Engine into .venv: GPUs of compute capability 9.0 and newer then run its layers (docs/kernels.md). Never run here.
+#   bash launch/install_te.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+LOCK=requirements/te.txt
+STAMP=.venv/te.stamp # what was built; goes with .venv
+
+fail() { echo "install_te: error: $*" >&2; exit 1; }
+
+bash launch/install.sh gpu
+if [[ -f $STAMP ]] && cmp -s "$LOCK" "$STAMP"; then
+    exit 0
+fi
+nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
+command -v "$nvcc" >/dev/null || fail "needs nvcc of CUDA 13 to build; install the CUDA toolkit, set CUDA_HOME to its folder, and run this again."
+"$nvcc" --version | grep -q 'release 13\.' ||
+    fail "$nvcc is not of CUDA 13, which torch is built for; install that toolkit, set CUDA_HOME to its folder, and run this again."
+command -v g++ >/dev/null || fail "needs g++ to build. Install it (Debian: apt-get install g++) and run this again."
+echo "install_te: building $(grep -c '==' "$LOCK") packages from $LOCK (many minutes)"
+# The environment's own torch is built against, and nothing that gpu.txt holds is moved.
+NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip install -qq --no-input --no-build-isolation -c requirements/gpu.txt -r "$LOCK"
+.venv/bin/python -c 'from megatron.core.extensions.transformer_engine import HAVE_TE; raise SystemExit(not HAVE_TE)' ||
+    fail "the packages of $LOCK do not load with megatron-core"
+cp "$LOCK" "$STAMP.partial"
+mv "$STAMP.partial" "$STAMP"

@@ -1,0 +1,30 @@
+"""Counts in fixed bins on a log scale: those of micro-batches and ranks add up exactly, and a quantile is read off their sum.
+
+Bin k holds what lies in (edge(k - 1), edge(k)], edge(k) = 2 ** (LOWEST + k / STEPS): a quantile is too large by 9% at most. The first bin
+holds everything below, the last one everything above and what is no number.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+LOWEST, HIGHEST, STEPS = -27, 7, 8
+"""From 7e-9, under float32's own rounding of a logprob, to 128, in steps of an eighth of an octave."""
+NUM_BINS = (HIGHEST - LOWEST) * STEPS + 2
+
+
+def counts_of(size_R: torch.Tensor) -> torch.Tensor:
+    """How many of these sizes, none negative, lie in each bin: int64 [NUM_BINS], where size_R is. No host waits for a device."""
+    place_R = ((size_R.log2() - LOWEST) * STEPS).ceil().nan_to_num(nan=math.inf).clamp(0, NUM_BINS - 1).long()
+    return place_R.new_zeros(NUM_BINS).index_add_(0, place_R, torch.ones_like(place_R))
+
+
+def quantile(counts: Mapping[int, int], percent: int) -> float:
+    """The upper edge of the bin of the smallest value that at least `percent` of all values do not exceed; counts by bin. 0 of nothing."""
+    below, wanted = 0, -(-sum(counts.values()) * percent // 100)
+    for place in sorted(counts):
+        below += counts[place]
+        if below >= wanted > 0:
+            return math.inf if place == NUM_BINS - 1 else 2.0 ** (LOWEST + place / STEPS)
+    return 0.0

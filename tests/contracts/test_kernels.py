@@ -1,0 +1,109 @@
+"""What may be installed beside us: apex is in no file of ours, Transformer Engine is pinned alike everywhere and built by one script."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli.doctor_machine import look_at_kernels
+from megatron_rl.cli.report import Report
+from megatron_rl.policy import kernels
+from tests.conftest import ROOT
+from tests.contracts.test_configs import settings_of
+from tests.support import te_stand_in
+
+LOCK = ROOT / "requirements" / "te.txt"
+
+
+def pins(text: str) -> set[str]:
+    return set(re.findall(r"transformer-engine[\w-]*==[\d.]+", text))
+
+
+def test_apex_is_never_installed_by_name() -> None:
+    """The package of that name on the public index is not NVIDIA's."""
+    files = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "requirements").glob("*.txt"), *(ROOT / "launch").rglob("*.sh")]
+    files += [ROOT / "launch" / "slurm" / "Dockerfile", ROOT / ".ci" / "run"]
+    named = re.compile(r"^[^#\n]*(?:^|[\s\"'\[,])(?:nvidia[-_])?apex\s*(?:[=<>~!;@\[\"',]|$)", re.MULTILINE | re.IGNORECASE)
+    assert not [file.name for file in files if named.search(file.read_text())]
+    for line in ("apex==0.9.10.dev0", "apex", ' "apex",', "pip install apex", "torch apex>=1", '"gpu": ["vllm", "apex"]'):
+        assert named.search(line), line
+    assert not named.search("# apex is never here: that name is another's") and not named.search("apexish==1")
+
+
+def test_transformer_engine_is_pinned_once_and_alike() -> None:
+    locked = pins(LOCK.read_text())
+    assert locked == pins((ROOT / "setup.py").read_text()) and {pin.partition("==")[2] for pin in locked} == {te_stand_in.VERSION}
+    others = [file for file in (ROOT / "requirements").glob("*.txt") if file != LOCK]
+    assert not [file.name for file in others if pins(file.read_text())]
+
+
+def write_script(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The script beside an installer with nothing to do and a Python that tells what it is asked; nvcc of CUDA 13 and g++ are there."""
+    for name in ("launch", "requirements", "bin", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "launch" / "install_te.sh", tmp_path / "launch")
+    shutil.copy(LOCK, tmp_path / "requirements")
+    write_script(tmp_path / "launch" / "install.sh", 'echo "install: $*"')
+    write_script(tmp_path / ".venv" / "bin" / "python", 'echo "asked: $*"')
+    write_script(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 13.0, V13.0.88"')
+    write_script(tmp_path / "bin" / "g++", "exit 0")
+    for name in ("bash", "sh", "dirname", "cat", "cmp", "grep", "cp", "mv"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    return tmp_path
+
+
+def install(checkout: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": str(checkout / "bin"), "HOME": os.environ["HOME"]}
+    command = [str(checkout / "bin" / "bash"), str(checkout / "launch" / "install_te.sh")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_build_is_asked_for_once(checkout: Path) -> None:
+    """Of pip, without a world of its own, held to gpu.txt; then Megatron is asked whether it takes it."""
+    first, second = install(checkout), install(checkout)
+    assert first.returncode == second.returncode == 0, first.stderr
+    told, pip, check = [line for line in first.stdout.splitlines() if line.startswith(("asked", "install:"))]
+    assert told == "install: gpu" and "--no-build-isolation -c requirements/gpu.txt -r requirements/te.txt" in pip and "HAVE_TE" in check
+    assert second.stdout.splitlines() == ["install: gpu"]
+
+
+def test_what_the_build_lacks_is_named(checkout: Path) -> None:
+    def refused() -> str:
+        ended = install(checkout)
+        assert ended.returncode == 1 and not (checkout / ".venv" / "te.stamp").exists()
+        (line,) = ended.stderr.splitlines()
+        return line
+
+    write_script(checkout / ".venv" / "bin" / "python", 'case "$1" in -c) exit 1 ;; esac')
+    assert refused() == "install_te: error: the packages of requirements/te.txt do not load with megatron-core"
+    (checkout / "bin" / "g++").unlink()
+    assert refused().startswith("install_te: error: needs g++ to build")
+    write_script(checkout / "bin" / "nvcc", 'echo "Cuda compilation tools, release 12.8, V12.8.93"')
+    assert refused().startswith("install_te: error: nvcc is not of CUDA 13, which torch is built for")
+    (checkout / "bin" / "nvcc").unlink()
+    assert refused().startswith("install_te: error: needs nvcc of CUDA 13 to build")
+
+
+def test_the_doctor_says_whose_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch's and ours; and that a package called apex is another project's."""
+    settings, report = settings_of("experiment=numberline_grpo_cpu", "model.path=here"), Report()
+    look_at_kernels(settings, report)
+    ours = "layers: megatron_rl, norm: megatron_rl, optimizer: AdamW of torch, clipping: megatron, gradient accumulation: megatron"
+    assert (report.rows, report.warnings) == ([("kernels", ours)], [])
+    monkeypatch.setattr(kernels, "find_spec", lambda name: True if name == "apex" else None)
+    look_at_kernels(settings, report)
+    (warning,) = report.warnings
+    assert warning.startswith("apex=unknown: is another project of that name, without apex.optimizers; pip uninstall apex")
+    monkeypatch.setattr(kernels, "find_spec", lambda name: True if name.startswith("apex") else None)
+    assert kernels.apex_trouble() == ""
+    monkeypatch.setattr(kernels.layers, "_grad_accum_fusion_available", True)
+    assert kernels.kernels(settings.lora)["gradient accumulation"] == "megatron (apex's fused one is there, and off)"

@@ -1,0 +1,69 @@
+"""Kernels of others beside ours, on the same weights and tokens: Transformer Engine's layers, and the fused accumulation of gradients."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+
+from megatron_rl.batch import pack
+from megatron_rl.config import LoraSettings, OptimSettings
+from megatron_rl.policy import build, policy, transformer
+from megatron_rl.policy.kernels import uses_transformer_engine
+from tests.support.layouts import full_logits, gradients
+from tests.support.one_process import policy_of, world_of_one
+from tests.support.packed import example_contexts
+
+pytestmark = pytest.mark.gpu
+WITH_TE = pytest.mark.skipif(not uses_transformer_engine(LoraSettings()), reason="no Transformer Engine that works: NOT tested")
+FUSED = pytest.mark.skipif(not layers._grad_accum_fusion_available, reason="no apex with its fused accumulation: NOT tested")
+
+
+@pytest.fixture
+def measured(random_model: Path) -> Iterator[Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """Logits, and gradients by Hugging Face's names, of a policy that was `prepared`."""
+
+    def measure(prepare: Callable[[torch.nn.Module], None] = lambda chunks: None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        made, renderer = policy_of(random_model, OptimSettings(), dtype="bfloat16")
+        prepare(made.network.chunks)
+        how = {"image_token_id": renderer.image_token_id, "positions": made.spec.positions, "device": made.network.device}
+        batch = pack(example_contexts(renderer), **how)
+        return full_logits(made, batch).float(), {name: gradient.float() for name, gradient in gradients(made, [batch]).items()}
+
+    with world_of_one():
+        yield measure
+
+
+def assert_near(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], *, bound: float) -> None:
+    assert theirs.keys() == ours.keys()
+    far = {name: float((theirs[name] - ours[name]).norm() / ours[name].norm()) for name in ours}
+    assert max(far.values()) <= bound, far
+
+
+@WITH_TE
+def test_transformer_engines_layers_are_ours(measured: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To bfloat16's rounding, through four layers."""
+    logits, theirs = measured()
+    for module in (build, policy, transformer):
+        monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
+    our_logits, ours = measured()
+    assert (logits - our_logits).norm() <= 2e-2 * our_logits.norm()
+    assert_near(theirs, ours, bound=5e-2)
+
+
+@FUSED
+def test_gradients_that_are_added_in_the_product_are_the_plain_ones(measured: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """apex's kernel adds a weight's gradient to its fp32 buffer inside the matrix product; ours rounds it to bfloat16 before."""
+    for module in (build, policy, transformer):
+        monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
+    _, plain = measured()
+    _, fused = measured(fuse)
+    assert_near(fused, plain, bound=1e-2)
+
+
+def fuse(chunks: torch.nn.Module) -> None:
+    linears = [module for module in chunks.modules() if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear)]
+    assert linears
+    for linear in linears:
+        linear.gradient_accumulation_fusion = True

@@ -1,0 +1,32 @@
+"""GPUs that are not there: what torch and NVIDIA's kernel module said of real ones, told by torch of this machine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.gpus import Gpu
+
+OPEN_MODULE = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U16)  Sun Jul 27 2025
+GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
+"""
+CLOSED_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
+H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory=85_029_158_912)
+L40S = Gpu(name="NVIDIA L40S", memory=47_697_362_944)
+L4 = Gpu(name="NVIDIA L4", memory=23_574_151_168)
+SLICE = Gpu(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10_468_982_784)
+"""Names and total_memory as torch.cuda.get_device_properties gives them (published logs; none of these was here)."""
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: Sequence[Gpu], *, module: str = OPEN_MODULE, shared: int = 8 << 30) -> None:
+    """Torch for CUDA 13 with these GPUs, a driver whose file is `module`, `shared` bytes free in /dev/shm, no CUDA_VISIBLE_DEVICES."""
+    (folder / "version").write_text(module)
+    monkeypatch.setattr("megatron_rl.gpus.DRIVER", folder / "version")
+    monkeypatch.setattr("megatron_rl.gpus.shutil.disk_usage", lambda _: SimpleNamespace(free=shared))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    told = [SimpleNamespace(name=gpu.name, total_memory=gpu.memory) for gpu in gpus]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told[index])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

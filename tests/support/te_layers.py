@@ -1,0 +1,64 @@
+"""A policy on Transformer Engine's layer spec, built by Megatron on the stand-in for it, beside one on our own layers; prints JSON.
+
+Called with a model's folder; without one, and without the stand-in, it says what is said of the Transformer Engine that is installed.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.support import te_stand_in
+
+if len(sys.argv) > 1:
+    te_stand_in.install()
+
+import torch
+
+from megatron_rl.batch import pack
+from megatron_rl.config import LoraSettings, OptimSettings
+from megatron_rl.policy import build, kernels, policy, transformer
+from tests.support.layouts import full_logits, gradients
+from tests.support.one_process import policy_of, world_of_one
+from tests.support.packed import example_contexts
+
+
+def works(model: Path) -> dict[str, object]:
+    """The largest difference of logits and of gradients (relative to the largest of the tensor), and what a layer holds."""
+    results = []
+    for uses in (True, False):
+        for module in (build, policy, transformer):
+            module.uses_transformer_engine = lambda lora, uses=uses: uses
+        made, renderer = policy_of(model, OptimSettings())
+        batch = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=made.spec.positions)
+        named = {name: list(parameter.shape) for name, parameter in made.network.chunks[0].named_parameters()}
+        modules = {name: type(module).__name__ for name, module in made.network.chunks[0].named_modules()}
+        results.append((full_logits(made, batch), gradients(made, [batch]), dict(made.hf_weights()), named, modules))
+    theirs, ours = results
+    return {
+        "logits": float((theirs[0] - ours[0]).abs().max()),
+        "gradients": max(float((theirs[1][name] - ours[1][name]).abs().max() / ours[1][name].abs().max()) for name in ours[1]),
+        "same_names": theirs[1].keys() == ours[1].keys(),
+        "same_export": all(torch.equal(theirs[2][name], ours[2][name]) for name in ours[2]) and theirs[2].keys() == ours[2].keys(),
+        "parameters": theirs[3],
+        "our_parameters": ours[3],
+        "modules": theirs[4],
+    }
+
+
+def told(capability: tuple[int, int]) -> dict[str, object]:
+    """What is said where a GPU of this capability would be."""
+    torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: capability
+    uses = [kernels.uses_transformer_engine(LoraSettings(rank=rank)) for rank in (0, 4)]
+    return {"trouble": kernels.transformer_engine_trouble(), "uses": uses, "kernels": kernels.kernels(LoraSettings())}
+
+
+def main() -> None:
+    found = {}
+    if len(sys.argv) > 1:
+        with world_of_one():
+            found = works(Path(sys.argv[1]))
+    print(json.dumps(found | {"hopper": told((9, 0)), "ada": told((8, 9))}))
+
+
+if __name__ == "__main__":
+    main()
