@@ -8,16 +8,14 @@ OUT.RANK has the groups that this rank played, by round, and what every rank the
 import json
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.parts import gather_rollouts
 from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
-from megatron_rl.world import connect, disconnect, meeting_store, patient, place
+from megatron_rl.world import connect, disconnect, gather, meeting_store, patient, place
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, fleet_of, said
 
 REPLY_S = 0.05
@@ -39,11 +37,11 @@ def main(model: str, out: str, case: str) -> None:
     with ExitStack() as closing:
         connect(world, timeout_s=30)
         closing.callback(disconnect)
-        gather = partial(gather_rollouts, group=patient(timeout_s=30))
+        group = patient(timeout_s=30)
 
         def noted(mine: list[Rollout]) -> list[Rollout]:
             played.append([rollout.group for rollout in mine])
-            return gather(mine)
+            return [rollout for part in gather(mine, group=group) for rollout in part]
 
         seat = Seat(index=world.rank, num_engines=world.size, max_episodes=4, counter=meeting_store())
         fleet = fleet_of(
