@@ -1,6 +1,6 @@
 """Run as a world by distributed/test_dealing.py: an engine on every rank, which plays what it is dealt and takes of what is left.
 
-usage: dealt.py MODEL OUT slow|down|fails      what rank 0's engine is: 5 times slower, down for a while, or a mistake in the program
+usage: dealt.py MODEL OUT slow|down|fails      rank 0 is 5 times slower, or down for a while; rank 1 makes a mistake
 
 OUT.RANK has the groups that this rank played, by round, and what every rank then had of all.
 """
@@ -18,7 +18,7 @@ from megatron_rl.types import Image, Rollout
 from megatron_rl.world import connect, disconnect, gather, meeting_store, patient, place
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, fleet_of, said
 
-REPLY_S = 0.05
+REPLY_S = 0.2
 
 
 class Mistaken(Paced):
@@ -31,7 +31,7 @@ class Mistaken(Paced):
 def main(model: str, out: str, case: str) -> None:
     world, played = place(), []
     engine = Paced(reply_s=REPLY_S)
-    if world.rank == 0:
+    if world.rank == (case == "fails"):  # rank 0 keeps the store
         made = {"slow": Paced(reply_s=5 * REPLY_S), "down": Paced(reply_s=REPLY_S, faults=4), "fails": Mistaken(reply_s=REPLY_S)}
         engine = made[case]
     with ExitStack() as closing:
