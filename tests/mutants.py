@@ -608,6 +608,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rollout/test_conversation.py tests/rollout/test_fleet.py tests/rollout/test_episode.py",
     ),
     Mutant(
+        "the event loop waits for pictures",
+        "megatron_rl/rollout/conversation.py",
+        "return act() if pixels < SMALL_PIXELS else await renderer.aside(act)",
+        "return act()",
+        "tests/rollout/test_local.py",
+    ),
+    Mutant(
+        "an engine that fails takes all that is left",
+        "megatron_rl/rollout/dealing.py",
+        "return min(num, self.share - num_groups) if has_failed else num",
+        "return num",
+        "tests/rollout/test_dealing.py",
+    ),
+    Mutant(
         "groups of rounds share numbers",
         "megatron_rl/rollout/fleet.py",
         "first_group=size * number",

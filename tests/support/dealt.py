@@ -1,6 +1,6 @@
 """Run as a world by distributed/test_dealing.py: an engine on every rank, which plays what it is dealt and takes of what is left.
 
-usage: dealt.py MODEL OUT slow|down|fails      what rank 0's engine is: 5 times slower, down for a while, or a mistake in the program
+usage: dealt.py MODEL OUT slow|down|fails      rank 0 is 5 times slower, or down for a while; rank 1 makes a mistake
 
 OUT.RANK has the groups that this rank played, by round, and what every rank then had of all.
 """
@@ -8,19 +8,17 @@ OUT.RANK has the groups that this rank played, by round, and what every rank the
 import json
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.parts import gather_rollouts
 from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
-from megatron_rl.world import connect, disconnect, meeting_store, patient, place
+from megatron_rl.world import connect, disconnect, gather, meeting_store, patient, place
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, fleet_of, said
 
-REPLY_S = 0.05
+REPLY_S = 0.2
 
 
 class Mistaken(Paced):
@@ -33,17 +31,17 @@ class Mistaken(Paced):
 def main(model: str, out: str, case: str) -> None:
     world, played = place(), []
     engine = Paced(reply_s=REPLY_S)
-    if world.rank == 0:
+    if world.rank == (case == "fails"):  # rank 0 keeps the store
         made = {"slow": Paced(reply_s=5 * REPLY_S), "down": Paced(reply_s=REPLY_S, faults=4), "fails": Mistaken(reply_s=REPLY_S)}
         engine = made[case]
     with ExitStack() as closing:
         connect(world, timeout_s=30)
         closing.callback(disconnect)
-        gather = partial(gather_rollouts, group=patient(timeout_s=30))
+        group = patient(timeout_s=30)
 
         def noted(mine: list[Rollout]) -> list[Rollout]:
             played.append([rollout.group for rollout in mine])
-            return gather(mine)
+            return [rollout for part in gather(mine, group=group) for rollout in part]
 
         seat = Seat(index=world.rank, num_engines=world.size, max_episodes=4, counter=meeting_store())
         fleet = fleet_of(

@@ -60,6 +60,17 @@ def test_gymnasium_accepts_the_registered_environment() -> None:
     assert np.array_equal(env.render(), observed)
 
 
+def test_an_episode_costs_no_arrays_that_nobody_asked_for() -> None:
+    """The space of observations has bounds for 270,000 numbers; an observation is the caller's own, and what it does to it is not seen."""
+    env = NumberLine()
+    observed, _ = env.reset(options={"current": 1, "target": 3})
+    env.step(1)
+    assert "observation_space" not in vars(env) and env.observation_space.contains(observed)
+    observed[:] = 7
+    again, _ = NumberLine().reset(options={"current": 1, "target": 3})
+    assert np.array_equal(again, np.array(picture((1, 3)))) and not np.array_equal(again, observed)
+
+
 def test_a_seed_repeats_and_seeds_differ() -> None:
     one, two = NumberLine(), NumberLine()
     starts = []

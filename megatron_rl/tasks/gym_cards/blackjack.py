@@ -7,7 +7,7 @@ are dealt as J, Q or K, never as 10.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import gymnasium
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 
 from megatron_rl.config import require
 from megatron_rl.tasks.gym_cards.cards import SUITS, Card, font, paste
-from megatron_rl.tasks.gym_cards.number_line import IMAGE_SIZE
+from megatron_rl.tasks.gym_cards.number_line import IMAGE_SIZE, pixels_space
 from megatron_rl.tasks.gym_cards.points import FELT, Look
 
 ACTIONS = ("stand", "hit")
@@ -95,12 +95,14 @@ class Blackjack(gymnasium.Env[Seen, int]):
         self, *, natural: bool = False, sab: bool = False, symbolic: bool = False,
         look: Look = ("large", 1.0), render_mode: str | None = None,
     ) -> None:  # fmt: skip
-        spaces = gymnasium.spaces
-        sums = spaces.Tuple((spaces.Discrete(32), spaces.Discrete(11), spaces.Discrete(2)))
-        self.observation_space = sums if symbolic else spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
-        self.action_space = spaces.Discrete(len(ACTIONS))
+        self.action_space = gymnasium.spaces.Discrete(len(ACTIONS))
         self.natural, self.sab, self.symbolic, self.look, self.render_mode = natural, sab, symbolic, look, render_mode
         self.table: Table | None = None
+
+    @cached_property
+    def observation_space(self) -> gymnasium.Space[Seen]:
+        spaces = gymnasium.spaces
+        return spaces.Tuple((spaces.Discrete(32), spaces.Discrete(11), spaces.Discrete(2))) if self.symbolic else pixels_space()
 
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[Seen, dict[str, object]]:
         super().reset(seed=seed)

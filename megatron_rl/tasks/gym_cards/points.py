@@ -8,7 +8,7 @@ is truncated; all else pays 0. Differences: randomness is the environment's own,
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import gymnasium
@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from megatron_rl.config import require
 from megatron_rl.tasks.gym_cards.cards import SUITS, Card, font, paste
 from megatron_rl.tasks.gym_cards.expressions import evaluate, evaluate_as_python
-from megatron_rl.tasks.gym_cards.number_line import IMAGE_SIZE
+from megatron_rl.tasks.gym_cards.number_line import IMAGE_SIZE, pixels_space
 from megatron_rl.tasks.gym_cards.solvers import pairs_to_make, solution
 
 FELT = "#35654d"
@@ -142,9 +142,12 @@ class Points(gymnasium.Env[NDArray[np.uint8], int]):
 
     def __init__(self, rules: Rules, *, look: Look = ("large", 1.0), render_mode: str | None = None) -> None:
         self.rules, self.look, self.render_mode = rules, look, render_mode
-        self.observation_space = gymnasium.spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
         self.action_space = gymnasium.spaces.Discrete(len(rules.tokens))
         self.table: Table | None = None
+
+    @cached_property
+    def observation_space(self) -> gymnasium.Space[NDArray[np.uint8]]:
+        return pixels_space()
 
     def deal(self) -> tuple[Card, ...]:
         raise NotImplementedError
