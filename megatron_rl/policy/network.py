@@ -6,6 +6,7 @@ pipeline-parallel peers). What comes back is on every rank.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class Network:
             metrics.losses["loss"] = value.detach()
             metrics.sums.update({"tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
             collected.append(metrics)
-            return value, torch.tensor(batch.denominator, dtype=torch.int, device=value.device), {}
+            return value, value.new_full((), batch.denominator, dtype=torch.int), {}
 
         self.schedule.num_steps = step + 1
         self.schedule.step(0)
@@ -113,7 +114,8 @@ class Network:
         if self._overlap:
             self._overlap.agree(batches, is_partial=is_partial)
         self._run(batches, summed, forward_only=False)
-        metrics = _reduce(collected if self.layout.tp_rank == 0 else [], trouble=_trouble(collected) or self._trouble_in_gradient())
+        known = _read(collected)
+        metrics = _reduce(known if self.layout.tp_rank == 0 else [], trouble=_trouble(known) or self._trouble_in_gradient())
         grad_norm = take_step(self.optimizer)
         self.num_updates += 1
         self._require_finite_weights()
@@ -126,7 +128,7 @@ class Network:
         """
         lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        padded = batches + [empty_batch(multiple, device=self.device)] * lacking
+        padded = batches + [empty_batch(multiple, device=self.device) for _ in range(lacking)]
 
         def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(iterator)
@@ -200,26 +202,44 @@ class Network:
         return TrainingState(self.chunks, self.optimizer, self.layout, self.num_updates)
 
 
-def _trouble(collected: list[LossMetrics]) -> str:
+Numbers = dict[str, dict[str, float]]
+"""LossMetrics on the host: each of its fields by name."""
+
+
+def _read(collected: list[LossMetrics]) -> list[Numbers]:
+    """One wait for the device, however many micro-batches and numbers there are."""
+    tables = [{each.name: getattr(metrics, each.name) for each in fields(metrics)} for metrics in collected]
+    tensors = [number for table in tables for named in table.values() for number in named.values() if isinstance(number, torch.Tensor)]
+    known = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
+    return [
+        {
+            what: {name: next(known) if isinstance(number, torch.Tensor) else number for name, number in named.items()}
+            for what, named in table.items()
+        }
+        for table in tables
+    ]
+
+
+def _trouble(collected: list[Numbers]) -> str:
     """The first tensor of the first micro-batch that is not finite, or ''."""
     for number, metrics in enumerate(collected):
-        for name, is_finite in metrics.checks.items():
+        for name, is_finite in metrics["checks"].items():
             if not is_finite:
                 return f"micro-batch {number}: {name} is not finite"
-        if not metrics.losses["loss"].isfinite():
-            return f"micro-batch {number}: the loss is {float(metrics.losses['loss'])}"
+        if not math.isfinite(metrics["losses"]["loss"]):
+            return f"micro-batch {number}: the loss is {metrics['losses']['loss']}"
     return ""
 
 
-def _reduce(collected: list[LossMetrics], *, trouble: str) -> dict[str, float]:
+def _reduce(collected: list[Numbers], *, trouble: str) -> dict[str, float]:
     """Add sums and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has trouble."""
     sums: dict[str, float] = {}
     losses: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for metrics in collected:
-        _add(sums, _floats(metrics.sums))
-        _add(losses, _floats(metrics.losses))
-        _raise(maxima, _floats(metrics.maxima))
+        _add(sums, metrics["sums"])
+        _add(losses, metrics["losses"])
+        _raise(maxima, metrics["maxima"])
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (sums, losses, maxima, trouble))
     for rank, (*_, theirs) in enumerate(gathered):
@@ -233,10 +253,6 @@ def _reduce(collected: list[LossMetrics], *, trouble: str) -> dict[str, float]:
     tokens, denominator = sums.pop("tokens"), max(sums.pop("denominator"), 1.0)
     means = {name: value / max(tokens, 1.0) for name, value in sums.items()}
     return {**{name: value / denominator for name, value in losses.items()}, "tokens": tokens, **means, **maxima}
-
-
-def _floats(numbers: dict[str, torch.Tensor | float]) -> dict[str, float]:
-    return {name: float(value) for name, value in numbers.items()}
 
 
 def _add(sums: dict[str, float], more: dict[str, float]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from megatron.core.enums import ModelType
@@ -196,8 +195,8 @@ class Chunk(MegatronModule):
         """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places."""
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
-            patch_PC, patches_a_token = batch.patch_PC.to(embedded, non_blocking=True), self.spec.vision.patches_a_token
-            vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, patches_a_token=patches_a_token)
+            patch_PC = batch.patch_PC.to(embedded, non_blocking=True)
+            vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, sizes=self.spec.vision)
             self.num_images_encoded += encoded
             embedded = embedded.index_copy(0, batch.vision_position_M, vision_VH[batch.vision_row_M][:, None].to(embedded.dtype))
         if torch.is_grad_enabled() and not embedded.requires_grad:
@@ -207,21 +206,12 @@ class Chunk(MegatronModule):
         return scatter_to_sequence_parallel_region(embedded) if self.layout.sequence_parallel else embedded
 
     def _packed(self, batch: Batch) -> SharedPromptParams:
-        """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences;
-        Transformer Engine's attention reads them too, and gets the sequences' own."""
-        cu_seqlens_S1, offset_S1 = batch.cu_seqlens_S1, batch.cu_seqlens_S1.tolist()
-        whole = cu_seqlens_S1 if self.uses_transformer_engine else cu_seqlens_S1[[0, -1]]
-        longest = max(stop - start for start, stop in pairwise(offset_S1))
-        return SharedPromptParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens_S1,
-            cu_seqlens_kv=cu_seqlens_S1,
-            cu_seqlens_q_padded=whole,
-            cu_seqlens_kv_padded=whole,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            segments=Segments(offset_S1, batch.prefix_S, device=cu_seqlens_S1.device),
-        )
+        """Our attention reads the segments; Transformer Engine's, and the rotary embedding before it, the offsets on the device."""
+        segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
+        if not self.uses_transformer_engine:
+            return SharedPromptParams(qkv_format="sbhd", segments=segments)
+        offsets = {name: batch.cu_seqlens_S1 for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")}
+        return SharedPromptParams(qkv_format="thd", **offsets, max_seqlen_q=segments.longest, max_seqlen_kv=segments.longest)
 
 
 def build_chunks(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: Heads = Heads()) -> nn.ModuleList:
