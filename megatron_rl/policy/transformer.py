@@ -17,6 +17,7 @@ from torch import nn
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
+from megatron_rl.policy.kernels import fuses_activation, norm
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.value_head import ValueHead
@@ -34,9 +35,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_float = x.float()
-        normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return norm(x, self.weight, self.eps)
 
 
 def uses_transformer_engine(lora: LoraSettings) -> bool:
@@ -45,7 +44,7 @@ def uses_transformer_engine(lora: LoraSettings) -> bool:
 
 
 def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """The language model's sizes in Megatron's words. Fusions that need a GPU's kernels are off: this spec serves both."""
+    """The language model's sizes in Megatron's words. Fusions that need apex or Transformer Engine are off."""
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -81,7 +80,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fuses_activation(),
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **spec.family.megatron,
@@ -89,7 +88,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
 
 
 def _recompute(what: str) -> dict[str, object]:
-    """Megatron's words for "none", "selective" (attention) and "full" (every layer)."""
+    """Megatron's words for "selective" (attention) and "full" (every layer); "none" and "vision" leave the decoder layers alone."""
     if what == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if what == "full":

@@ -11,11 +11,13 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.spec import ModelSpec, VisionSpec
 from megatron_rl.policy.attention import VISION_ATTENTION, Segments, sent
+from megatron_rl.policy.kernels import norm
 from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
@@ -33,11 +35,21 @@ class PatchProduct(nn.Conv3d):
         return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
+class Norm(Qwen2_5_VLRMSNorm):
+    """The tower's own norm by our kernel, of the same weight."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return norm(hidden_states, self.weight, self.variance_epsilon)
+
+
 def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
     tower = spec.tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     tower.patch_embed.proj.__class__ = PatchProduct
-    if layout.recompute == "full":
+    for module in tower.modules():
+        if isinstance(module, Qwen2_5_VLRMSNorm):
+            module.__class__ = Norm
+    if layout.recompute in ("vision", "full"):
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     if lora.rank:
         adapt_vision(tower, lora, spec.family.vision_lora)
