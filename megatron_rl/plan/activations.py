@@ -1,7 +1,7 @@
 """How much memory one micro-batch takes on a rank besides the weights: what autograd keeps, and what exists only in passing.
 
 A formula in the manner of Korthikanti et al. (arXiv 2205.05198), counted tensor by tensor from our own layers (policy/transformer.py
-without Transformer Engine, whose layers keep less; policy/vision.py) with the kernels of a GPU (policy/kernels.py):
+without Transformer Engine, whose layers keep less; policy/vision.py) with the kernels of a GPU (policy/fused.py):
 tests/plan/test_activations.py counts what autograd really keeps, with operations that keep what those keep.
 Numbers a token, or a patch: H hidden, A of queries, K of keys, F of the MLP. Attention is flash attention: linear in the length.
 """

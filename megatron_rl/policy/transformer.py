@@ -17,7 +17,7 @@ from torch import nn
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
-from megatron_rl.policy.kernels import fuses_activation, norm
+from megatron_rl.policy.fused import fuses_activation, norm
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.value_head import ValueHead

@@ -17,7 +17,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.spec import ModelSpec, VisionSpec
 from megatron_rl.policy.attention import VISION_ATTENTION, Segments, sent
-from megatron_rl.policy.kernels import norm
+from megatron_rl.policy.fused import norm
 from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from megatron_rl.config import OptimSettings
 from megatron_rl.policy import transformer, vision
-from megatron_rl.policy.kernels import norm
+from megatron_rl.policy.fused import norm
 from tests.support import gpu_kernels
 from tests.support.layouts import gradients
 from tests.support.one_process import policy_of, world_of_one

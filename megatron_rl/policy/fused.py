@@ -2,7 +2,7 @@
 
 On a GPU autograd keeps a norm's input and a number a row, and an activation's input: what plain torch keeps beside them (three copies
 of the hidden state, two of the intermediate one a layer) is what forced recomputation. On a CPU plain torch is as fast: there torch's
-rms_norm is made of the same operations, and Megatron's SwiGLU would wait half a minute for a compiler first.
+rms_norm is made of the same operations, and Megatron's SwiGLU would wait for a compiler first.
 """
 
 import torch
