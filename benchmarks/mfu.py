@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--recompute", default="none", choices=["none", "selective", "vision", "full"])
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--text", type=int, default=1024, help="text tokens a sequence")

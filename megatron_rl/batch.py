@@ -135,10 +135,11 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
         weight_T=column(lambda s: s.weights, torch.float32),
         position_3T=torch.cat([segment.position_3L for segment in segments], 1).to(device),
         cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32, device=device),
+        offset_S1=offsets,
         prefix_S=[segment.prefix for segment in segments],
         origin_S=[segment.origin for segment in segments],
         images=shown,
-        grid_I3=torch.tensor([image.grid for image in shown], dtype=torch.long, device=device).reshape(-1, 3),
+        grid_I3=torch.tensor([image.grid for image in shown], dtype=torch.long).reshape(-1, 3),
         vision_position_M=torch.tensor(position_M, dtype=torch.long, device=device),
         vision_row_M=torch.tensor(row_M, dtype=torch.long, device=device),
         denominator=denominator,
@@ -170,7 +171,7 @@ def loss_rows(
 def turns_of(rows_R: torch.Tensor) -> torch.Tensor:
     """Which turn each row is in, from 0. What was observed lies between two turns, and the last entry of a segment predicts nothing: the
     rows of a turn are neighbors, those of two turns are not."""
-    return (rows_R.diff(prepend=rows_R.new_tensor([-2])) != 1).cumsum(0) - 1
+    return (rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1).cumsum(0) - 1
 
 
 Columns = dict[tuple[int, int], list[float]]
@@ -184,7 +185,7 @@ def read_back(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Se
     """
     columns: Columns = {}
     for batch, number_T in zip(batches, numbers, strict=True):
-        values, borders = number_T.tolist(), batch.cu_seqlens_S1.tolist()
+        values, borders = number_T.tolist(), batch.offset_S1
         for origin, first, last in zip(batch.origin_S, borders[:-1], borders[1:], strict=True):
             if origin is None:
                 continue
@@ -198,7 +199,7 @@ def read_back(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Se
 def take(rollouts: Sequence[Rollout], batch: Batch, column: str) -> torch.Tensor:
     """A column of the contexts (one of ATTACHED) that became known after they were packed, as [T]; 0 where the mask is 0."""
     assert column in ATTACHED, column
-    borders = batch.cu_seqlens_S1.tolist()
+    borders = batch.offset_S1
     numbers = [0.0] * batch.num_tokens
     for origin, first, last in zip(batch.origin_S, borders[:-1], borders[1:], strict=True):
         if origin is not None:

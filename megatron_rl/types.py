@@ -324,6 +324,8 @@ class Batch:
     """Rotary positions: frame, row, column."""
     cu_seqlens_S1: torch.Tensor
     """int32 offsets; the last equals T."""
+    offset_S1: list[int]
+    """The same on the host: a layer that asked the device for them would wait for all that stands before it."""
     prefix_S: list[int]
     """For each segment the one whose tokens come before it (a prompt that several contexts share), or -1."""
     origin_S: list[Origin | None]
@@ -334,7 +336,7 @@ class Batch:
     """Of the images that this rank encodes (policy/patches.py). A step's are larger than its weights: they are made, on the host, when the
     micro-batch is about to run, and are None before and after."""
     grid_I3: torch.Tensor
-    """Of `images`: frames, rows and columns in patches."""
+    """Of `images`: frames, rows and columns in patches. On the host, as what is made of it."""
     vision_position_M: torch.Tensor
     """Positions in token_T that a vision embedding replaces, in order."""
     vision_row_M: torch.Tensor

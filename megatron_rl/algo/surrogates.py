@@ -120,14 +120,14 @@ def no_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
 
 def segment_mean(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
     """The mean over each context's tokens, at each of its tokens."""
-    _, place_R, count_S = torch.unique_consecutive(segment_R, return_inverse=True, return_counts=True)
-    return (x_R.new_zeros(count_S.numel()).index_add(0, place_R, x_R) / count_S)[place_R]
+    return segment_sum(x_R, segment_R) / segment_sum(torch.ones_like(x_R), segment_R)
 
 
 def segment_sum(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
-    """The sum over each context's (or turn's) tokens, at each of its tokens."""
-    _, place_R, count_S = torch.unique_consecutive(segment_R, return_inverse=True, return_counts=True)
-    return x_R.new_zeros(count_S.numel()).index_add(0, place_R, x_R)[place_R]
+    """The sum over each context's (or turn's) tokens, at each of its tokens. There is room for as many sums as tokens: how many there are
+    only the device knows, and nobody waits for it."""
+    place_R = (segment_R.diff(prepend=segment_R[:1]) != 0).cumsum(0)
+    return torch.zeros_like(x_R).index_add(0, place_R, x_R)[place_R]
 
 
 def _clip(ratio_R: torch.Tensor, advantage_R: torch.Tensor, algo: AlgoSettings) -> torch.Tensor:

@@ -30,7 +30,7 @@ def squared_error(rows: ValueRows, clip: float) -> torch.Tensor:
 
 def turn_weight(rows: ValueRows) -> torch.Tensor:
     """On the first row of each turn the weight of its rows together, 0 on the others."""
-    is_first_R = rows.turn_R.diff(prepend=rows.turn_R.new_tensor([-1])) != 0
+    is_first_R = rows.turn_R.diff(prepend=rows.turn_R.new_full((1,), -1)) != 0
     return segment_sum(rows.weight_R, rows.turn_R) * is_first_R
 
 

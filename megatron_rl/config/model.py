@@ -74,7 +74,7 @@ class ParallelSettings:
     sequence_parallel: bool = False
     """Cut activations between the tensor-parallel layers along the tokens, too; saves memory where parallel.tp is above 1."""
     recompute: str = "none"
-    """Activations computed again in the backward pass: none, selective (attention), or full (every layer, and the vision blocks)."""
+    """Activations computed again in the backward pass: none, selective (attention), vision (the tower's blocks), full (every layer too)."""
     logprob_rows: int = 2048
     """Rows whose logits exist at a time; a row is one sampled token."""
     offload_optimizer: bool = False
@@ -95,7 +95,7 @@ class ParallelSettings:
         require(self.pp >= 1, "parallel.pp", self.pp, "must be at least 1")
         require(self.vpp >= 1, "parallel.vpp", self.vpp, "must be at least 1")
         require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "needs parallel.pp of at least 2")
-        require_choice("parallel.recompute", self.recompute, ("none", "selective", "full"))
+        require_choice("parallel.recompute", self.recompute, ("none", "selective", "vision", "full"))
         require(self.logprob_rows >= 1, "parallel.logprob_rows", self.logprob_rows, "must be at least 1")
         require(0 < self.skew_s < math.inf, "parallel.skew_s", self.skew_s, "must be a number of seconds")
         require(not self.overlap_reductions or self.pp == 1, "parallel.overlap_reductions", True, "needs parallel.pp=1")

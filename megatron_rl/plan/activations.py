@@ -1,7 +1,8 @@
 """How much memory one micro-batch takes on a rank besides the weights: what autograd keeps, and what exists only in passing.
 
 A formula in the manner of Korthikanti et al. (arXiv 2205.05198), counted tensor by tensor from our own layers (policy/transformer.py
-without Transformer Engine, whose layers keep less; policy/vision.py): tests/plan/test_activations.py counts what autograd really keeps.
+without Transformer Engine, whose layers keep less; policy/vision.py) with the kernels of a GPU (policy/fused.py):
+tests/plan/test_activations.py counts what autograd really keeps, with operations that keep what those keep.
 Numbers a token, or a patch: H hidden, A of queries, K of keys, F of the MLP. Attention is flash attention: linear in the length.
 """
 
@@ -44,7 +45,8 @@ def activations(
     kept = num_tokens * layers * (hidden if parallel.recompute == "full" else layer)
     gathered = 2 * model.hidden_size * width if parallel.sequence_parallel else 0
     intermediate = model.ffn_size * width / parallel.tp
-    working = num_tokens * (2 * intermediate + 2 * hidden + gathered + (layer if parallel.recompute == "full" else 0))
+    again = {"full": layer, "selective": model.num_heads * model.head_dim * width / parallel.tp}.get(parallel.recompute, 0)
+    working = num_tokens * (2 * intermediate + 2 * hidden + gathered + again)
     if stage == 0:
         vision_kept, vision_working = vision_bytes(
             model,
@@ -54,28 +56,31 @@ def activations(
             width=width,
             is_kept=trains_vision(lora, frozen),
         )
+        # The tower works before the layers keep anything and after they have let go; a frozen one that is told to compute again holds on
+        # to its blocks' inputs.
+        holds_on = parallel.recompute in ("vision", "full") and not trains_vision(lora, frozen)
+        working = max(working, vision_working - (0 if holds_on else kept))
         kept += num_tokens * hidden + vision_kept
-        working = max(working, vision_working)
     if stage == parallel.pp - 1:
         logits = parallel.logprob_rows * model.vocab_size // parallel.tp * LOGIT_BYTES
-        kept += num_tokens * (hidden * (4 + 2 * width) / width + 2 * model.hidden_size * width)
-        working = max(working, logits, num_tokens * hidden * (16 + width) / width)
+        kept += num_tokens * (2 * hidden + 2 * model.hidden_size * width)
+        working = max(working, logits)
     return Activations(kept=int(kept), in_flight=_in_flight(stage, parallel), working=int(working))
 
 
 def language_layer(model: ModelSpec, parallel: ParallelSettings, *, width: int, lora: LoraSettings) -> float:
     """Bytes a token that autograd keeps of one decoder layer.
 
-    Of each norm its input in fp32, its normalized input and its output; of attention the fused projection, both rotated parts and the
-    result (A + 2 K, A, K, A), its softmax statistics and four rows of sines and cosines; of the MLP the fused projection, the activation,
-    the other half and their product (2 F, F, F, F). Selective recomputation saves the statistics only: flash attention keeps no scores.
+    Of each norm its input, its output and a statistic in fp32; of attention the fused projection, both rotated parts and the result
+    (A + 2 K, A, K, A), its softmax statistics and four rows of sines and cosines; of the MLP the fused projection and what the activation
+    makes of it (2 F, F). Selective recomputation saves the statistics only: flash attention keeps no scores.
     """
     tp, dim = parallel.tp, model.head_dim
     query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
-    norms = 2 * model.hidden_size * (4 + 2 * width) / (tp if parallel.sequence_parallel else 1)
+    norms = 2 * (2 * model.hidden_size * width + 4) / (tp if parallel.sequence_parallel else 1)
     attention = (3 * query + 3 * key + 4 * dim) * width + 4 * model.num_heads / tp
     adapters = lora.rank * 7 * width
-    return norms + attention + 5 * inner * width + adapters
+    return norms + attention + 3 * inner * width + adapters
 
 
 def vision_bytes(
@@ -86,19 +91,21 @@ def vision_bytes(
     mine = num_patches if parallel.tp == 1 else min(num_patches, num_patches // parallel.tp + max_patches)
     hidden = vision.hidden_size * width
     block = vision_block(model, width=width)
-    merger = vision.hidden_size * (4 + 4 * width)
+    merger = vision.hidden_size * 4 * width + 4
     pixels = num_patches * vision.patch_numbers * width
     if not is_kept:
         return 0, int(pixels + mine * block)
-    kept = mine * (vision.patch_numbers * width + merger + vision.num_blocks * (hidden if parallel.recompute == "full" else block))
-    passing = 2 * vision.ffn_size * width + (block if parallel.recompute == "full" else 0)
+    is_again = parallel.recompute in ("vision", "full")
+    kept = mine * (vision.patch_numbers * width + merger + vision.num_blocks * (hidden if is_again else block))
+    passing = 2 * vision.ffn_size * width + (block if is_again else 0)
     return int(kept), int(pixels + mine * passing)
 
 
 def vision_block(model: ModelSpec, *, width: int) -> float:
-    """Bytes a patch that autograd keeps of one block: as in a decoder layer, but gate and up are apart (F each) and rotations are fp32."""
+    """Bytes a patch that autograd keeps of one block: as in a decoder layer, but rotations are fp32, and gate and up are apart, so that
+    the activation is transformers' own (gate, up, activation and product, F each)."""
     vision = model.vision
-    norms = 2 * vision.hidden_size * (4 + 2 * width)
+    norms = 2 * (2 * vision.hidden_size * width + 4)
     attention = 6 * vision.hidden_size * width + 2 * 4 * vision.head_dim + 4 * vision.num_heads
     return norms + attention + 4 * vision.ffn_size * width
 

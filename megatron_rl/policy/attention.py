@@ -10,7 +10,7 @@ Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,8 +27,14 @@ CONTINUATION_BOUND = 2e-2
 """Relative, of bfloat16's rounding; a mask that is aligned otherwise is off by more than half."""
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device, without a wait for it: a copy from pinned memory takes its turn there, any other one stops the host."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 class Segments:
-    """How packed tokens are cut, and what follows from it for attention: made once a micro-batch, used by every layer."""
+    """How packed tokens are cut, and what follows from it for attention: made once a micro-batch, used by every layer. No layer asks the
+    device for it: the offsets are the host's."""
 
     def __init__(self, offset_S1: Sequence[int], prefix_S: Sequence[int] | None = None, *, device: torch.device) -> None:
         """prefix_S: for each segment the one that it continues, or -1 (Batch.prefix_S); None: none continues another."""
@@ -46,22 +52,28 @@ class Segments:
         return [self._rows(length, before, starts) for (length, before), starts in shapes.items()]
 
     def _rows(self, length: int, before: int, starts: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        own_SL = torch.tensor([start for start, _ in starts], device=self.device)[:, None] + torch.arange(length, device=self.device)
-        prefix_SM = torch.tensor([first for _, first in starts], device=self.device)[:, None] + torch.arange(before, device=self.device)
-        return own_SL, torch.cat([prefix_SM, own_SL], 1)
+        own_SL = torch.tensor([start for start, _ in starts])[:, None] + torch.arange(length)
+        prefix_SM = torch.tensor([first for _, first in starts])[:, None] + torch.arange(before)
+        return sent(own_SL, self.device), sent(torch.cat([prefix_SM, own_SL], 1), self.device)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest one."""
+        return max(stop - start for start, stop in pairwise(self.offset_S1))
 
     @cached_property
     def gathered(self) -> "Gathered":
-        offsets, keys = torch.tensor(self.offset_S1), []
+        keys, lengths = [], [0]
         for (start, stop), prefix in zip(pairwise(self.offset_S1), self.prefix_S, strict=True):
             before = torch.arange(self.offset_S1[prefix], self.offset_S1[prefix + 1]) if prefix >= 0 and stop > start else torch.arange(0)
             keys.append(torch.cat([before, torch.arange(start, stop)]))
-        lengths = torch.tensor([0, *(len(rows) for rows in keys)])
+            lengths.append(len(keys[-1]))
         is_shared = max(self.prefix_S, default=-1) >= 0
         return Gathered(
-            cu_query_S1=offsets.to(self.device, torch.int32), cu_key_S1=lengths.cumsum(0).to(self.device, torch.int32),
-            row_K=torch.cat(keys).to(self.device) if is_shared else None,
-            longest_query=int(offsets.diff().max()), longest_key=int(lengths.max()),
+            cu_query_S1=sent(torch.tensor(self.offset_S1, dtype=torch.int32), self.device),
+            cu_key_S1=sent(torch.tensor(list(accumulate(lengths)), dtype=torch.int32), self.device),
+            row_K=sent(torch.cat(keys), self.device) if is_shared else None,
+            longest_query=self.longest, longest_key=max(lengths),
         )  # fmt: skip
 
 
@@ -83,7 +95,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Gathered, bool, flo
 
 @dataclass
 class SharedPromptParams(PackedSeqParams):
-    """Megatron's packed offsets, and the segments as our attention has them; travels through the layers untouched."""
+    """What travels through Megatron's layers to our attention, untouched; and the packed offsets of Transformer Engine's."""
 
     segments: Segments | None = None
 
@@ -147,7 +159,9 @@ def require_continuation(kernel: Kernel, device: torch.device, dtype: torch.dtyp
 
 
 class PackedCoreAttention(MegatronModule):
-    """Megatron's `core_attention` for thd inputs; the interface is that of DotProductAttention in megatron-core 0.16.1."""
+    """Megatron's `core_attention`; the interface is that of DotProductAttention in megatron-core 0.16.1. To Megatron the packed tokens are
+    one sequence of the format sbhd [T, 1, N, D], where its rotary embedding maps position by position: as thd it would ask the device for
+    the lengths three times for queries and for keys (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_thd)."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str, **_: object
@@ -167,7 +181,9 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: None,
         packed_seq_params: SharedPromptParams,
     ) -> torch.Tensor:
-        return packed_attention(query, key, value, packed_seq_params.segments, causal=True, scale=self.scale)
+        q_TND, k_TKD, v_TKD = (x.squeeze(1) for x in (query, key, value))
+        out_TND = packed_attention(q_TND, k_TKD, v_TKD, packed_seq_params.segments, causal=True, scale=self.scale)
+        return out_TND.flatten(1)[:, None]
 
 
 VISION_ATTENTION = "packed_flash_style"
@@ -176,12 +192,12 @@ VISION_ATTENTION = "packed_flash_style"
 
 def attend_patches(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, *,
-    scaling: float, cu_seq_lens_q: torch.Tensor, **_: object,
+    scaling: float, cu_seq_lens_q: Segments, **_: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The vision tower's attention: inputs [1, N, P, D], output [1, P, N, D]; images, or windows, do not see each other."""
+    """The vision tower's attention: inputs [1, N, P, D], output [1, P, N, D]; images, or windows, do not see each other. What stands in
+    the offsets' place is handed in with the patches (vision.py), and the tower passes it on as it is."""
     q_PND, k_PND, v_PND = (x[0].transpose(0, 1) for x in (query, key, value))
-    segments = Segments(cu_seq_lens_q.tolist(), device=query.device)
-    return packed_attention(q_PND, k_PND, v_PND, segments, causal=False, scale=scaling)[None], None
+    return packed_attention(q_PND, k_PND, v_PND, cu_seq_lens_q, causal=False, scale=scaling)[None], None
 
 
 AttentionInterface.register(VISION_ATTENTION, attend_patches)

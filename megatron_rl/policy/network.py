@@ -4,8 +4,6 @@ Every rank calls every verb together, each with the micro-batches of its own dat
 pipeline-parallel peers). What comes back is on every rank.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ from torch import nn
 from megatron_rl.batch import empty_batch
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.cpu import on_cpu_too
-from megatron_rl.histogram import quantile
+from megatron_rl.policy.numbers import read_numbers, reduce_numbers, trouble_in
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, with_gradients
 from megatron_rl.policy.optimizer_state import restart
@@ -105,7 +103,7 @@ class Network:
             metrics.losses["loss"] = value.detach()
             metrics.sums.update({"tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
             collected.append(metrics)
-            return value, torch.tensor(batch.denominator, dtype=torch.int, device=value.device), {}
+            return value, value.new_full((), batch.denominator, dtype=torch.int), {}
 
         self.schedule.num_steps = step + 1
         self.schedule.step(0)
@@ -115,7 +113,8 @@ class Network:
         if self._overlap:
             self._overlap.agree(batches, is_partial=is_partial)
         self._run(batches, summed, forward_only=False)
-        metrics = _reduce(collected if self.layout.tp_rank == 0 else [], trouble=_trouble(collected) or self._trouble_in_gradient())
+        known = read_numbers(collected)
+        metrics = reduce_numbers(known if self.layout.tp_rank == 0 else [], trouble=trouble_in(known) or self._trouble_in_gradient())
         grad_norm = take_step(self.optimizer)
         self.num_updates += 1
         self._require_finite_weights()
@@ -128,7 +127,7 @@ class Network:
         """
         lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        padded = batches + [empty_batch(multiple, device=self.device)] * lacking
+        padded = batches + [empty_batch(multiple, device=self.device) for _ in range(lacking)]
 
         def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(iterator)
@@ -200,65 +199,3 @@ class Network:
 
     def _state(self) -> TrainingState:
         return TrainingState(self.chunks, self.optimizer, self.layout, self.num_updates)
-
-
-def _trouble(collected: list[LossMetrics]) -> str:
-    """The first tensor of the first micro-batch that is not finite, or ''."""
-    for number, metrics in enumerate(collected):
-        for name, is_finite in metrics.checks.items():
-            if not is_finite:
-                return f"micro-batch {number}: {name} is not finite"
-        if not metrics.losses["loss"].isfinite():
-            return f"micro-batch {number}: the loss is {float(metrics.losses['loss'])}"
-    return ""
-
-
-def _reduce(collected: list[LossMetrics], *, trouble: str) -> dict[str, float]:
-    """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has
-    trouble."""
-    sums: dict[str, float] = {}
-    losses: dict[str, float] = {}
-    maxima: dict[str, float] = {}
-    for metrics in collected:
-        _add(sums, _floats(metrics.sums))
-        _add(losses, _floats(metrics.losses))
-        _raise(maxima, _floats(metrics.maxima))
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (sums, losses, maxima, _histograms(collected), trouble))
-    for rank, (*_, theirs) in enumerate(gathered):
-        if theirs:
-            raise NotFinite(f"rank {rank}, {theirs}")
-    sums, losses, maxima = {}, {}, {}
-    histograms: dict[str, Counter[int]] = {}
-    for their_sums, their_losses, their_maxima, their_histograms, _ in gathered:
-        _add(sums, their_sums)
-        _add(losses, their_losses)
-        _raise(maxima, their_maxima)
-        for name, counts in their_histograms.items():
-            histograms.setdefault(name, Counter()).update(counts)
-    p99 = {f"{name}_p99": min(quantile(counts, 99), maxima[f"{name}_max"]) for name, counts in histograms.items()}
-    tokens, denominator = sums.pop("tokens"), max(sums.pop("denominator"), 1.0)
-    means = {name: value / max(tokens, 1.0) for name, value in sums.items()}
-    return {**{name: value / denominator for name, value in losses.items()}, "tokens": tokens, **means, **p99, **maxima}
-
-
-def _histograms(collected: list[LossMetrics]) -> dict[str, dict[int, int]]:
-    """Of all micro-batches together: {name: {bin: its count}} of the bins that hold any."""
-    sums = {name: sum(metrics.histograms[name] for metrics in collected) for name in (collected[0].histograms if collected else ())}
-    return {name: {place: count for place, count in enumerate(counts.tolist()) if count} for name, counts in sums.items()}
-
-
-def _floats(numbers: dict[str, torch.Tensor | float]) -> dict[str, float]:
-    return {name: float(value) for name, value in numbers.items()}
-
-
-def _add(sums: dict[str, float], more: dict[str, float]) -> None:
-    for name, value in more.items():
-        sums[name] = sums.get(name, 0.0) + value
-
-
-def _raise(maxima: dict[str, float], more: dict[str, float]) -> None:
-    """Keep the larger; NaN stays whichever side it comes from."""
-    for name, value in more.items():
-        known = maxima.get(name, value)
-        maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from megatron.core.enums import ModelType
@@ -18,6 +17,7 @@ from torch import nn
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
+from megatron_rl.policy.fused import fuses_activation, norm
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
@@ -36,13 +36,11 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_float = x.float()
-        normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return norm(x, self.weight, self.eps)
 
 
 def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """The language model's sizes in Megatron's words. Fusions that need a GPU's kernels are off: this spec serves both."""
+    """The language model's sizes in Megatron's words. Fusions that need apex or Transformer Engine are off."""
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -78,7 +76,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fuses_activation(),
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **spec.family.megatron,
@@ -86,7 +84,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
 
 
 def _recompute(what: str) -> dict[str, object]:
-    """Megatron's words for "none", "selective" (attention) and "full" (every layer)."""
+    """Megatron's words for "selective" (attention) and "full" (every layer); "none" and "vision" leave the decoder layers alone."""
     if what == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if what == "full":
@@ -192,8 +190,8 @@ class Chunk(MegatronModule):
         """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places."""
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
-            patch_PC, patches_a_token = batch.patch_PC.to(embedded, non_blocking=True), self.spec.vision.patches_a_token
-            vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, patches_a_token=patches_a_token)
+            patch_PC = batch.patch_PC.to(embedded, non_blocking=True)
+            vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, sizes=self.spec.vision)
             self.num_images_encoded += encoded
             embedded = embedded.index_copy(0, batch.vision_position_M, vision_VH[batch.vision_row_M][:, None].to(embedded.dtype))
         if torch.is_grad_enabled() and not embedded.requires_grad:
@@ -203,21 +201,12 @@ class Chunk(MegatronModule):
         return scatter_to_sequence_parallel_region(embedded) if self.layout.sequence_parallel else embedded
 
     def _packed(self, batch: Batch) -> SharedPromptParams:
-        """Rotary embedding reads the `_padded` offsets. It maps position by position, so one segment does, without a loop over sequences;
-        Transformer Engine's attention reads them too, and gets the sequences' own."""
-        cu_seqlens_S1, offset_S1 = batch.cu_seqlens_S1, batch.cu_seqlens_S1.tolist()
-        whole = cu_seqlens_S1 if self.uses_transformer_engine else cu_seqlens_S1[[0, -1]]
-        longest = max(stop - start for start, stop in pairwise(offset_S1))
-        return SharedPromptParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens_S1,
-            cu_seqlens_kv=cu_seqlens_S1,
-            cu_seqlens_q_padded=whole,
-            cu_seqlens_kv_padded=whole,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            segments=Segments(offset_S1, batch.prefix_S, device=cu_seqlens_S1.device),
-        )
+        """Our attention reads the segments; Transformer Engine's, and the rotary embedding before it, the offsets on the device."""
+        segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
+        if not self.uses_transformer_engine:
+            return SharedPromptParams(qkv_format="sbhd", segments=segments)
+        offsets = {name: batch.cu_seqlens_S1 for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")}
+        return SharedPromptParams(qkv_format="thd", **offsets, max_seqlen_q=segments.longest, max_seqlen_kv=segments.longest)
 
 
 def build_chunks(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: Heads = Heads()) -> nn.ModuleList:

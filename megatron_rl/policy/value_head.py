@@ -64,7 +64,7 @@ class ValueHead(nn.Module):
         mean, scale = self._moments()
         return value_R * scale + mean
 
-    def _moments(self) -> tuple[float, float]:
+    def _moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and deviation; 0 and 1 where it does not normalize, and until two returns differ."""
-        count, mean, squares = self.seen.tolist()
-        return (mean, (squares / count) ** 0.5) if squares > 0 else (0.0, 1.0)
+        count, mean, squares = self.seen
+        return torch.where(squares > 0, mean, 0.0), torch.where(squares > 0, (squares / count).sqrt(), 1.0)

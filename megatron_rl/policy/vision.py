@@ -4,16 +4,25 @@ Each tensor-parallel rank encodes its share of a micro-batch's distinct images; 
 a partial gradient, and Megatron reduces it (finalize_model_grads).
 """
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.policy.attention import VISION_ATTENTION
+from megatron_rl.models.spec import ModelSpec, VisionSpec
+from megatron_rl.policy.attention import VISION_ATTENTION, Segments, sent
+from megatron_rl.policy.fused import norm
 from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
+
+Grid = Sequence[int]
+"""Frames, rows and columns of an image in patches."""
 
 
 class PatchProduct(nn.Conv3d):
@@ -26,11 +35,21 @@ class PatchProduct(nn.Conv3d):
         return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
+class Norm(Qwen2_5_VLRMSNorm):
+    """The tower's own norm by our kernel, of the same weight."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return norm(hidden_states, self.weight, self.variance_epsilon)
+
+
 def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
     tower = spec.tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     tower.patch_embed.proj.__class__ = PatchProduct
-    if layout.recompute == "full":
+    for module in tower.modules():
+        if isinstance(module, Qwen2_5_VLRMSNorm):
+            module.__class__ = Norm
+    if layout.recompute in ("vision", "full"):
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     if lora.rank:
         adapt_vision(tower, lora, spec.family.vision_lora)
@@ -52,27 +71,55 @@ def share_out(patches_I: list[int], ranks: int) -> list[list[int]]:
 
 
 def encode_images(
-    tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, patches_a_token: int
+    tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, sizes: VisionSpec
 ) -> tuple[torch.Tensor, int]:
-    """Embeddings [V, H] of all images in order, and how many of them this rank's tower encoded: its share only, of which patch_PC are."""
+    """Embeddings [V, H] of all images in order, and how many of them this rank's tower encoded: its share only, of which patch_PC are. The
+    grids are the host's: nothing here waits for the device."""
+    grids = grid_I3.tolist()
     if layout.tp == 1:
-        return tower(patch_PC, grid_thw=grid_I3).pooler_output, grid_I3.shape[0]
-    patches_I = grid_I3.prod(1).tolist()
+        return encode(tower, patch_PC, grids, sizes), len(grids)
+    patches_I = list(map(prod, grids))
     shares = share_out(patches_I, layout.tp)
     mine = shares[layout.tp_rank]
-    local = tower(patch_PC, grid_thw=grid_I3[mine]).pooler_output if mine else patch_PC.new_zeros(0, tower.config.out_hidden_size)
+    if mine:
+        local = encode(tower, patch_PC, [grids[image] for image in mine], sizes)
+    else:
+        local = patch_PC.new_zeros(0, tower.config.out_hidden_size)
     # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
     local = _ScaleGradient.apply(local, layout.tp)
-    longest = max(sum(patches_I[image] for image in share) // patches_a_token for share in shares)
+    longest = max(sum(patches_I[image] for image in share) // sizes.patches_a_token for share in shares)
     padded = torch.cat([local, local.new_zeros(longest - local.shape[0], local.shape[1])])
     gathered = gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=False)
     places = {}
     for rank, share in enumerate(shares):
         offset = rank * longest
         for image in share:
-            places[image] = range(offset, offset + patches_I[image] // patches_a_token)
+            places[image] = range(offset, offset + patches_I[image] // sizes.patches_a_token)
             offset = places[image].stop
-    return gathered[[row for image in sorted(places) for row in places[image]]], len(mine)
+    rows_V = torch.tensor([row for image in sorted(places) for row in places[image]])
+    return gathered[sent(rows_V, gathered.device)], len(mine)
+
+
+def encode(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
+    """The tower's embeddings [V, H]. It is handed what it would else make of the grids, asking the device some ten times and once more in
+    every block; what stands for offsets, and is passed on as it is, are our attention's segments."""
+    device, known = patch_PC.device, of_grids(grids, sizes)
+    given: dict[str, object] = {name: sent(known[name], device) for name in known if name in ("position_ids", "window_index")}
+    for offsets, longest in (("cu_seqlens", "max_seqlen"), ("cu_window_seqlens", "max_window_seqlen")):
+        if offsets in known:
+            segments = Segments(known[offsets].tolist(), device=device)
+            given |= {offsets: segments, longest: segments.longest}
+    return tower(patch_PC, grid_thw=None, **given).pooler_output
+
+
+def of_grids(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, torch.Tensor]:
+    """By the names that the tower knows them by (transformers 5.19, vision_utils.py: what it is handed, it does not compute)."""
+    grid_I3 = torch.tensor(grids)
+    known = {"position_ids": get_vision_position_ids(grid_I3, sizes.merge), "cu_seqlens": get_vision_cu_seqlens(grid_I3)}
+    if sizes.window:
+        window_index, cu_window_seqlens = get_vision_window_index(grid_I3, sizes.merge, sizes.window, sizes.patch)
+        known |= {"window_index": window_index, "cu_window_seqlens": cu_window_seqlens}
+    return known
 
 
 class _ScaleGradient(torch.autograd.Function):

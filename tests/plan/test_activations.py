@@ -24,8 +24,10 @@ from megatron_rl.policy.logprobs import Distribution
 from megatron_rl.policy.optimizer import with_gradients
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.transformer import build_chunks
+from megatron_rl.policy.vision import encode
 from megatron_rl.types import Batch
 from megatron_rl.world import connect, place
+from tests.support import gpu_kernels
 
 HIDDEN, VISION, PATCHES = 256, 160, 1024
 FROZEN = ["vision", "merger"]
@@ -37,6 +39,12 @@ def world() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is one for GPUs."""
+    gpu_kernels.use(monkeypatch)
 
 
 def small(num_layers: int) -> ModelSpec:
@@ -67,7 +75,7 @@ def batch_of(num_tokens: int, *, num_patches: int) -> Batch:
     return Batch(
         token_T=zeros.long(), target_T=zeros.long(), mask_T=zeros.bool(), weight_T=zeros,
         position_3T=torch.arange(num_tokens).expand(3, -1),
-        cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), prefix_S=[-1], origin_S=[None],
+        cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), offset_S1=[0, num_tokens], prefix_S=[-1], origin_S=[None],
         images=[], patch_PC=torch.randn(num_patches, 1176),
         grid_I3=torch.tensor([[1, 16, num_patches // 16]]), vision_position_M=vision, vision_row_M=vision, denominator=1,
         advantage_T=zeros, engine_logprob_T=zeros,
@@ -140,13 +148,13 @@ def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dt
     model, width = small(2), dtype.itemsize
     tower = build(model, dtype).module.vision
     pixels = torch.randn(PATCHES, 1176, dtype=dtype)
-    kept = kept_by_autograd(tower, lambda: tower(pixels, grid_thw=torch.tensor([[1, 32, PATCHES // 32]])).pooler_output)
+    kept = kept_by_autograd(tower, lambda: encode(tower, pixels, [[1, 32, PATCHES // 32]], model.vision))
     blocks = 3 * (vision_block(model, width=width) - VISION * width)
-    rest = 1176 * width + VISION * (4 + 4 * width)
+    rest = 1176 * width + VISION * 4 * width
     assert abs(kept / PATCHES - (blocks + rest)) <= 0.03 * (blocks + rest)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "vision", "full"])
 @pytest.mark.parametrize(
     ("dtype", "num_patches", "lora", "frozen"),
     [

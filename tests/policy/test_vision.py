@@ -23,8 +23,13 @@ class Tower(nn.Module):
         super().__init__()
         self.patches_a_token, self.config = patches_a_token, SimpleNamespace(out_hidden_size=3)
 
-    def forward(self, patch_PC: torch.Tensor, *, grid_thw: torch.Tensor) -> SimpleNamespace:
-        assert len(patch_PC) == grid_thw.prod(1).sum()
+    @property
+    def sizes(self) -> SimpleNamespace:
+        """What of VisionSpec is read."""
+        return SimpleNamespace(merge=round(self.patches_a_token**0.5), window=0, patches_a_token=self.patches_a_token)
+
+    def forward(self, patch_PC: torch.Tensor, *, position_ids: torch.Tensor | None = None, **_: object) -> SimpleNamespace:
+        assert position_ids is None or len(position_ids) == len(patch_PC)
         return SimpleNamespace(pooler_output=patch_PC.reshape(-1, self.patches_a_token, 3).sum(1))
 
 
@@ -40,7 +45,7 @@ def encoded_by(ranks: int, tower: Tower, patch_PC: torch.Tensor, grid_I3: torch.
     for gather in (say, lambda padded, **_: torch.cat(said)):
         monkeypatch.setattr(vision, "gather_from_sequence_parallel_region", gather)
         results = [
-            vision.encode_images(tower, own_PC, grid_I3, layout, patches_a_token=tower.patches_a_token)
+            vision.encode_images(tower, own_PC, grid_I3, layout, sizes=tower.sizes)
             for layout, own_PC in zip(layouts, own_patches(ranks, patch_PC, grid_I3), strict=True)
         ]
     return results
@@ -60,7 +65,7 @@ def own_patches(ranks: int, patch_PC: torch.Tensor, grid_I3: torch.Tensor) -> li
 def test_shares_of_the_images_are_put_together_in_order(ranks: int, merge: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grid_I3 = torch.tensor([[1, rows * merge, columns * merge] for rows, columns in ((2, 3), (1, 1), (4, 2), (1, 5))])
     tower, patch_PC = Tower(merge**2), torch.randn(int(grid_I3.prod(1).sum()), 3)
-    expected = tower(patch_PC, grid_thw=grid_I3).pooler_output
+    expected = tower(patch_PC).pooler_output
     results = encoded_by(ranks, tower, patch_PC, grid_I3, monkeypatch)
     assert all(torch.equal(embeddings_VH, expected) for embeddings_VH, _ in results)
     assert sum(count for _, count in results) == 4
@@ -80,7 +85,7 @@ class Watch(TorchDispatchMode):
 
 def test_patches_are_embedded_by_a_product(random_model: Path) -> None:
     """The same embeddings and gradients as Hugging Face's tower makes by a convolution, and no convolution runs, forward or backward."""
-    spec, grid_I3 = read_spec(random_model), torch.tensor([[1, 4, 6]])
+    spec = read_spec(random_model)
     torch.manual_seed(0)
     theirs = spec.tower()
     ours = vision.vision_tower(spec, SimpleNamespace(recompute="none"), torch.float32, lora=LoraSettings())
@@ -99,5 +104,5 @@ def test_patches_are_embedded_by_a_product(random_model: Path) -> None:
     torch.testing.assert_close(other_gradient, one_gradient, rtol=1e-5, atol=1e-5 * float(one_gradient.abs().max()))
     assert convolved and not still_convolved
     with Watch() as watch:
-        ours(patch_PC, grid_thw=grid_I3).pooler_output.sum().backward()
+        vision.encode(ours, patch_PC, [[1, 4, 6]], spec.vision).sum().backward()
     assert watch.ran and not any("conv" in name for name in watch.ran)

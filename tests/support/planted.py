@@ -19,6 +19,7 @@ from torch import nn
 from megatron_rl.models import qwen2_5_vl
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.mapping import Heads, Tensors, fuse_qkv, split_qkv
+from megatron_rl.models.spec import VisionSpec
 from megatron_rl.policy import transformer
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.vision import encode_images
@@ -33,10 +34,10 @@ def swap_heads(q: torch.Tensor, heads: Heads) -> torch.Tensor:
 
 
 def swap_images(
-    tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, patches_a_token: int
+    tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, sizes: VisionSpec
 ) -> tuple[torch.Tensor, int]:
-    embeddings_VH, encoded = encode_images(tower, patch_PC, grid_I3, layout, patches_a_token=patches_a_token)
-    return torch.cat(embeddings_VH.split((grid_I3.prod(1) // patches_a_token).tolist())[::-1]), encoded
+    embeddings_VH, encoded = encode_images(tower, patch_PC, grid_I3, layout, sizes=sizes)
+    return torch.cat(embeddings_VH.split((grid_I3.prod(1) // sizes.patches_a_token).tolist())[::-1]), encoded
 
 
 PLANTED: dict[str, list[tuple[object, str, Callable]]] = {

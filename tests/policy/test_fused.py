@@ -1,0 +1,73 @@
+"""The kernels of a GPU, as torch's and Megatron's own sources have them, in the place of plain torch: the same model to fp32's rounding."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.fusions import fused_bias_swiglu
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import silu
+
+from megatron_rl.config import OptimSettings
+from megatron_rl.policy import transformer, vision
+from megatron_rl.policy.fused import norm
+from tests.support import gpu_kernels
+from tests.support.layouts import gradients
+from tests.support.one_process import policy_of, world_of_one
+from tests.support.packed import example_contexts
+
+
+def test_logprobs_and_gradients_are_those_of_plain_torch(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both towers, norms and activation; and that they ran."""
+    found = []
+    with world_of_one():
+        for is_fused in (False, True):
+            if is_fused:
+                gpu_kernels.use(monkeypatch)
+            policy, renderer = policy_of(random_model, OptimSettings(lr=1e-3))
+            batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
+            found.append((policy.logprobs(batches), gradients(policy, batches)))
+            assert policy.network.chunks[0].config.bias_activation_fusion == is_fused
+    (plain, plain_gradients), (fused, fused_gradients) = found
+    assert all((a - b).abs().max() <= 1e-5 for a, b in zip(plain, fused, strict=True))
+    assert any(not torch.equal(gradient, plain_gradients[name]) for name, gradient in fused_gradients.items())
+    for name, gradient in fused_gradients.items():
+        assert (gradient - plain_gradients[name]).norm() <= 1e-5 * plain_gradients[name].norm(), name
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_the_kernel_rounds_once(dtype: torch.dtype, bound: float) -> None:
+    """In bfloat16 within 2^-7 of plain torch's (a unit in the last place), and nearer to float64 than that is."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 512).to(dtype), (1 + 0.2 * torch.randn(512)).to(dtype)
+    plain, kernel = norm(x, weight, 1e-6), gpu_kernels.FusedNorm.apply(x, weight, 1e-6)
+    truth = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    assert ((plain.double() - kernel.double()).abs() <= bound * truth.abs()).all()
+    assert (kernel.double() - truth).norm() <= (plain.double() - truth).norm() + 1e-12
+
+
+def test_a_norm_on_a_gpu_is_one_kernel_and_keeps_a_number_a_row() -> None:
+    """By torch's own account of the operation: a second result of [rows, 1] in fp32, which its backward asks for beside the input."""
+    with FakeTensorMode(), torch.no_grad():
+        x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((6, 1, 8), (8,)))
+        assert norm(x, weight, 1e-6).dtype == torch.bfloat16
+        assert [(tuple(out.shape), out.dtype) for out in torch._fused_rms_norm(x, (8,), weight, 1e-6)][1] == ((6, 1, 1), torch.float32)
+    asked = {argument.name for argument in torch.ops.aten._fused_rms_norm_backward.default._schema.arguments}
+    assert {"grad_out", "input", "rstd", "weight"} <= asked
+
+
+def test_megatrons_activation_is_ours() -> None:
+    """silu(first half) * second half, and its derivative in float64; it keeps its input alone."""
+    assert "ctx.save_for_backward(input_for_backward)" in inspect.getsource(fused_bias_swiglu.SwiGLUFunction.forward)
+    y = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    plain = silu(y[:, :6]) * y[:, 6:]
+    (expected,) = torch.autograd.grad(plain.sum(), y)
+    forward, backward = (getattr(fused_bias_swiglu, name)._torchdynamo_orig_callable for name in ("swiglu", "swiglu_back"))
+    assert torch.allclose(forward(y), plain, atol=1e-14)
+    assert torch.allclose(backward(torch.ones_like(plain), y), expected, atol=1e-14)
+
+
+def test_on_a_cpu_nothing_is_compiled() -> None:
+    assert transformer.fuses_activation() == torch.cuda.is_available()
+    assert vision.norm is transformer.norm is norm

@@ -1,0 +1,215 @@
+"""Run by test_waits.py: updates of a policy on a device that is not there, and every wait of the host for it.
+
+Tensors have a shape, a device ("meta", in the place of CUDA: torch's autograd on a CPU build has no streams for that one) and nothing
+behind them (torch's FakeTensorMode): forward and backward pass, Megatron's schedule and its optimizer run to the end, and what mixes a
+tensor of the host with one of the device raises.
+
+usage: fake_device.py MODELS OUT CASE ...
+
+A case as 2,1,full,0,3,norm: blocks of each tower, tensor-parallel size, recomputation, rank of adapters, micro-batches, a mistake planted
+(none, or one of PLANTED).
+"""
+
+import json
+import sys
+import traceback
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+from torch import nn
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from megatron_rl import cpu
+from megatron_rl.algo.objective import objective
+from megatron_rl.algo.value import joint, value_objective
+from megatron_rl.batch import pack
+from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy import attention, network, policy, transformer, vision
+from megatron_rl.policy.build import Built
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.patches import encoded_by
+from megatron_rl.policy.transformer import build_chunks
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Batch
+from tests.support.packed import example_contexts
+
+DEVICE = "meta"
+aten = torch.ops.aten
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host waits for, by where; answers in the device's place with ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def note(self, what: str) -> None:
+        frames = [f for f in traceback.extract_stack() if "megatron" in f.filename and not f.filename.endswith("/cpu.py")]
+        self.seen[" < ".join([what, *(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))])] += 1
+
+    def tolist(self, tensor: torch.Tensor) -> list:
+        """In the place of FakeTensor's, which asks for every number by itself."""
+        self.note("tolist")
+        return np.ones(tensor.shape).tolist()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
+        kwargs = kwargs or {}
+        on_device = [t.device.type == DEVICE for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if func is aten._local_scalar_dense.default:
+            self.note("item") if any(on_device) else None
+            return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool  # of integers: 0 ranks have trouble
+        if func in (torch.ops.c10d.reduce_scatter_tensor_coalesced_.default, torch.ops.c10d.allgather_into_tensor_coalesced_.default):
+            return FakeWork().boxed()  # the only collectives of Megatron's that torch has no shapes for
+        if func is aten.nonzero.default:
+            self.note("nonzero")
+            return args[0].new_empty((8, args[0].dim()), dtype=torch.long)
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) and any(on_device):
+            indices = [index for index in args[1] if index is not None]
+            is_fill = len(args) > 2 and args[2].numel() == 1  # ATen makes a masked_fill of it
+            if any(index.device.type != DEVICE or (index.dtype == torch.bool and not is_fill) for index in indices):
+                self.note("index")
+        if func is aten.copy_.default and any(on_device) and not all(on_device):
+            self.note("copy")
+        if func is aten._to_copy.default:
+            there = torch.device(kwargs.get("device") or args[0].device).type
+            if there != args[0].device.type and not (kwargs.get("non_blocking") and there == DEVICE):
+                self.note(f"to {there}")
+        return func(*args, **kwargs)
+
+
+class Spelled(TorchFunctionMode):
+    """Tensors of numbers: made on the host and then sent, as for CUDA; and numbers of the device's among them are asked for one by one."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
+        kwargs = kwargs or {}
+        if func not in (torch.tensor, torch.Tensor.new_tensor):
+            return func(*args, **kwargs)
+        near = func is torch.Tensor.new_tensor
+        device = args[0].device if near else torch.device(kwargs.pop("device", None) or "cpu")
+        numbers = tree_map_only(torch.Tensor, lambda tensor: tensor.item(), args[near])
+        made = torch.tensor(numbers, dtype=kwargs.get("dtype", args[0].dtype if near else None))
+        made.constant = None  # else torch would compute with its numbers, on the device that is not there
+        return made.to(device)
+
+
+def on_host(of_grids, grids, sizes):  # noqa: ANN001
+    """What the host computes from what it knows, with real numbers; what it then sends has none."""
+    with _disable_current_modes():
+        known = of_grids(grids, sizes)
+    return {name: tensor if name.startswith("cu_") else torch.empty_like(tensor) for name, tensor in known.items()}
+
+
+def on_device(batch: Batch, tp: int) -> Batch:
+    """The numbers of grid_I3 stay: they are the host's. So do the patches of the images that rank 0 encodes, until a pass sends them."""
+    columns = {name: getattr(batch, name) for name in Batch.__slots__ if name not in ("grid_I3", "patch_PC")}
+    tensors = {name: torch.empty_like(value, device=DEVICE) for name, value in columns.items() if isinstance(value, torch.Tensor)}
+    mine = encoded_by(batch.images, tp)[0]
+    patch_PC = torch.empty(sum(len(image.patch_PC) for image in mine), mine[0].patch_PC.shape[1])
+    return replace(batch, patch_PC=patch_PC, **tensors)
+
+
+def stand_in(q_TND, k_KMD, v_KMD, gathered, causal, scale):  # noqa: ANN001
+    """A kernel of the right shapes."""
+    return q_TND * (k_KMD.mean() + v_KMD.mean())
+
+
+def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN001
+    """In the place of build.load_model: no weights are read, and all of it is on the device."""
+    with _disable_current_modes(), cpu._stand_in(torch.device("cpu")):
+        chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
+    for module in chunks.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            there = nn.Parameter(torch.empty_like(parameter, device=DEVICE), requires_grad=parameter.requires_grad)
+            vars(there).update(vars(parameter))
+            setattr(module, name, there)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=DEVICE))
+        if isinstance(module, MultimodalRotaryEmbedding):
+            module.inv_freq = torch.empty_like(module.inv_freq, device=DEVICE)
+    return Built(chunks=chunks, rows=[], adapter_rows=[], placement=None)
+
+
+def looks(norm, x):  # noqa: ANN001
+    """A norm that looks at what it is given."""
+    assert x.isfinite().all()
+    return RMSNORM(norm, x)
+
+
+RMSNORM = transformer.RMSNorm.forward
+PLANTED = {"none": [], "norm": [(transformer.RMSNorm, "forward", looks)], "index": [(attention, "sent", lambda tensor, _: tensor)]}
+
+
+def alone(found: list, said: object, **_: object) -> None:
+    """all_gather_object over ranks that say the same."""
+    found[:] = [said] * len(found)
+
+
+def update(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: int) -> Counter[str]:
+    """What one update waits for. It has a value head, pictures, a prompt that two contexts share, and more rows than a block of logits."""
+    settings = ModelSettings(path=str(model))
+    parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1, recompute=recompute, logprob_rows=4)
+    renderer, lora, waits = Renderer(settings), LoraSettings(rank=rank), Waits()
+    batch = pack(
+        example_contexts(renderer)[2:5], image_token_id=renderer.image_token_id, positions=read_spec(model).positions, multiple_of=tp,
+        share_prompts=True,
+    )  # fmt: skip
+    batch = replace(batch, old_value_T=batch.weight_T, return_T=batch.weight_T)
+    FakeTensor.tolist = lambda tensor: waits.tolist(tensor)
+    with FakeTensorMode(allow_non_fake_inputs=True), Spelled(waits):
+        trained = policy.Policy(
+            settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2, lora=lora, banned_ids=[],
+            image_token_id=renderer.image_token_id, critic=CriticSettings(normalize_returns=True),
+        )  # fmt: skip
+        loss = joint(objective(AlgoSettings(dual_clip=3.0)), value_objective(CriticSettings(), over="turns"), 0.5)
+        here = on_device(batch, tp)
+        waits.seen.clear()
+        with waits:
+            trained.update([here] * micro_batches, loss, step=0)
+    trained.close()
+    return waits.seen
+
+
+def main() -> None:
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+
+    cpu.megatron_on_cpu = lambda: cpu._stand_in(torch.device(DEVICE))
+    policy.load_model, policy.Export = empty_model, lambda *_, **__: None
+    attention.has_kernel, attention.varlen = lambda *_: True, stand_in
+    vision.of_grids = partial(on_host, vision.of_grids)
+    found = {}
+    network.one_ahead = lambda _, batches: iter(batches)
+    dist.all_gather_object = alone
+    for case in sys.argv[3:]:
+        blocks, tp, recompute, rank, micro_batches, planted = case.split(",")
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(tp))
+        with ExitStack() as mistakes:
+            for owner, name, mistake in PLANTED[planted]:
+                mistakes.enter_context(patch.object(owner, name, mistake))
+            found[case] = update(models / blocks, tp=int(tp), recompute=recompute, rank=int(rank), micro_batches=int(micro_batches))
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    (out / "waits.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What a GPU's kernels compute and keep, on a CPU: torch's own decomposition of its fused norm, and Megatron's SwiGLUFunction uncompiled.
+
+Each is one operation to whoever watches: what a kernel needs in passing stays inside it.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron.core.fusions import fused_bias_swiglu
+from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_rl.policy import transformer, vision
+
+
+def as_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(*args: object) -> torch.Tensor:
+        with _disable_current_modes():
+            made = compute(*args)
+        return made.clone()
+
+    return run
+
+
+class FusedNorm(torch.autograd.Function):
+    """Keeps what aten::_fused_rms_norm_backward asks for: input, weight, and a statistic a row in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: ANN001
+        rstd = as_one(lambda: _fused_rms_norm(x, list(weight.shape), weight, eps)[1])()
+        ctx.save_for_backward(x, rstd, weight)
+        return as_one(lambda: _fused_rms_norm(x, list(weight.shape), weight, eps)[0])()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # noqa: ANN001
+        x, rstd, weight = ctx.saved_tensors
+        given = (gradient, x, list(weight.shape), rstd, weight, [True, True])
+        of_x, of_weight = (as_one(lambda which=which: _fused_rms_norm_backward(*given)[which])() for which in (0, 1))
+        return of_x, of_weight, None
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build and run the policy as on a GPU."""
+    for module in (transformer, vision):
+        monkeypatch.setattr(module, "norm", FusedNorm.apply)
+    monkeypatch.setattr(transformer, "fuses_activation", lambda: True)
+    plain = fused_bias_swiglu.swiglu._torchdynamo_orig_callable, fused_bias_swiglu.swiglu_back._torchdynamo_orig_callable
+    monkeypatch.setattr(fused_bias_swiglu, "swiglu", as_one(plain[0]))
+    monkeypatch.setattr(fused_bias_swiglu, "swiglu_back", as_one(plain[1]))
