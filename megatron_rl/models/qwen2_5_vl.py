@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLRMSNorm
 
 from megatron_rl.models.mapping import Heads, Row, fuse_halves, fuse_qkv, split_halves, split_qkv
 from megatron_rl.models.spec import Family, VisionSpec
@@ -88,6 +88,7 @@ QWEN2_5_VL = Family(
     config=Qwen2_5_VLConfig,
     model=Qwen2_5_VLForConditionalGeneration,
     tower=Qwen2_5_VisionTransformerPretrainedModel,
+    tower_norm=Qwen2_5_VLRMSNorm,
     has_head_dim=False,
     vision_sizes=(
         "depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "out_hidden_size", "patch_size", "spatial_merge_size",

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatron_rl.models.mapping import Heads, Row, canonical, table
@@ -58,6 +59,8 @@ class Family:
     """transformers' class of the whole model, whose tensors are those of a checkpoint."""
     tower: type[PreTrainedModel]
     """transformers' class of the vision tower, which is trained as it is."""
+    tower_norm: type[nn.Module]
+    """transformers' class of the tower's root mean square norms, of `weight` and `variance_epsilon`."""
     has_head_dim: bool
     """Whether the language model's attention has heads of config.head_dim. Where it has not, they are of hidden_size /
     num_attention_heads, and a config that states something else is refused."""

@@ -11,7 +11,6 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from megatron_rl.config import LoraSettings
@@ -35,8 +34,8 @@ class PatchProduct(nn.Conv3d):
         return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
-class Norm(Qwen2_5_VLRMSNorm):
-    """The tower's own norm by our kernel, of the same weight."""
+class Norm(nn.Module):
+    """The tower's own norm by our kernel: put in the place of the module's class (Family.tower_norm), whose weight it is."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return norm(hidden_states, self.weight, self.variance_epsilon)
@@ -47,7 +46,7 @@ def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: L
     tower.config._attn_implementation = VISION_ATTENTION
     tower.patch_embed.proj.__class__ = PatchProduct
     for module in tower.modules():
-        if isinstance(module, Qwen2_5_VLRMSNorm):
+        if isinstance(module, spec.family.tower_norm):
             module.__class__ = Norm
     if layout.recompute in ("vision", "full"):
         tower.gradient_checkpointing_enable({"use_reentrant": False})
