@@ -1,7 +1,7 @@
 """The vision tower's patch embedding: transformers' convolution beside the one product that ours is (policy/vision.py), in bfloat16.
 
-    python benchmarks/gpu/conv.py                 1,024 to 160,000 patches, as of a few pictures to a full micro-batch
-    python benchmarks/gpu/conv.py --tiny          tries the script itself, on a CPU too
+    python benchmarks/gpu/conv.py                 # 1,024 to 160,000 patches, as of a few pictures to a full micro-batch
+    python benchmarks/gpu/conv.py --tiny          # tries the script itself, on a CPU too
 
 Forward and backward are timed apart, after one round that is not. Peak: what torch allocates above the patches and the weight; on a CPU
 "-". Off: how far output and gradient are from the product's, relative. What took over --patience seconds is not asked for more.

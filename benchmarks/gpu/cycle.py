@@ -1,8 +1,8 @@
 """Policy and engine in one process on one device, in turn, as a training step has them: memory by phase beside the plan, and seconds.
 
-    python benchmarks/gpu/cycle.py --model .gpu/nano --eager                     first without compilation and CUDA graphs
-    python benchmarks/gpu/cycle.py --model .gpu/7B --lora-rank 64 --turns 3      7B shapes: a folder of make_shapes.py --words
-    python benchmarks/gpu/cycle.py --model runs/quickstart/nano --tiny           tries the script itself: two turns on a CPU
+    python benchmarks/gpu/cycle.py --model .gpu/nano --eager                     # first without compilation and CUDA graphs
+    python benchmarks/gpu/cycle.py --model .gpu/7B --lora-rank 64 --turns 3      # 7B shapes: a folder of make_shapes.py --words
+    python benchmarks/gpu/cycle.py --model runs/quickstart/nano --tiny           # tries the script itself: two turns on a CPU
 
 A turn: sync (the engine's weights wake, the trainer's arrive and are proven), the policy leaves, the cache wakes, requests with pictures in
 groups, the engine sleeps, the policy comes back, an update. Columns in GB (10^9 bytes). Used: of the device, by anybody, at the phase's
@@ -12,6 +12,7 @@ what plan/memory.py counts. Plan: its rollout, sync or update for --gpu; aim: wi
 
 import argparse
 import asyncio
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ from megatron_rl.config import (
 from megatron_rl.minibatches import WeightedContext
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.parts import build_engine, build_policy
-from megatron_rl.plan.memory import GB, GPUS, SharePlan, plan
+from megatron_rl.plan.devices import GB, GPUS
+from megatron_rl.plan.memory import SharePlan, plan
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.engine import Completion, Sampling
@@ -112,8 +114,8 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 def gpu_here() -> str:
     """Its name in the plan, or '' where the plan does not know it."""
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((gpu for gpu in sorted(GPUS, key=len, reverse=True) if gpu in name), "")  # an l40s is no l4
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
 
 
 def prompts(renderer: Renderer, *, num: int, side: int) -> list[Context]:

@@ -1,10 +1,10 @@
 """The first hour on a new kind of GPU, in four parts of less than ten minutes each; README.md beside this file says what to carry.
 
-    python benchmarks/gpu/first_hour.py --part 1 --out $OUT          the trainer: kernels, tests/gpu, MFU at half of 3B
-    python benchmarks/gpu/first_hour.py --part 2 --out $OUT          MFU at 7B with adapters, prompts shared or not; a profile
-    python benchmarks/gpu/first_hour.py --part 3 --out $OUT          engine and policy in turn: nano, then 7B
-    python benchmarks/gpu/first_hour.py --part 4 --out $OUT          whole runs in bfloat16, with a resume
-    python benchmarks/gpu/first_hour.py --part 4 --out /tmp/hour --kit /tmp/kit --tiny      tries the script itself, on a CPU too
+    python benchmarks/gpu/first_hour.py --part 1 --out $OUT          # the trainer: kernels, tests/gpu, MFU at half of 3B
+    python benchmarks/gpu/first_hour.py --part 2 --out $OUT          # MFU at 7B with adapters, prompts shared or not; a profile
+    python benchmarks/gpu/first_hour.py --part 3 --out $OUT          # engine and policy in turn: nano, then 7B
+    python benchmarks/gpu/first_hour.py --part 4 --out $OUT          # whole runs in bfloat16, with a resume
+    python benchmarks/gpu/first_hour.py --part 4 --out /tmp/hour --kit /tmp/kit --tiny      # tries the script itself, on a CPU too
 
 Every step is a command with a time limit of its own; one that fails or is late does not keep the others from running. All that is said is
 in OUT/partN.txt. Exit code 1: a step did not end well.

@@ -7,6 +7,7 @@ torch 2.11's variable-length attention has no argument enable_gqa (torch/nn/atte
 fewer key/value heads than query heads without being told. The argument is left out for it, and nothing is changed where it is known.
 """
 
+import argparse
 import inspect
 import runpy
 import sys
@@ -28,19 +29,21 @@ def understood(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return call
 
 
-def main(words: list[str]) -> None:
-    if not words or words[0] in ("-h", "--help"):
-        print(__doc__)
-        return
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", action="store_true", help="what follows is a module")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="a script or a module, and its arguments")
+    given = parser.parse_args(arguments)
+    if not given.words:
+        parser.error("nothing to run")
     varlen.varlen_attn = understood(varlen.varlen_attn)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    sys.argv = given.words
+    if given.m:
+        runpy.run_module(given.words[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
+        sys.path[0] = str(Path(given.words[0]).resolve().parent)
+        runpy.run_path(given.words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,10 +1,10 @@
 """Cuts vLLM 0.32.0's CUDA wheel into two zips of less than 64 MiB each: what a dense model in bfloat16 on sm90 needs, and no more.
 
-    pip download --no-deps --python-version 3.12 --only-binary=:all: -d .gpu/src vllm==0.32.0
     python benchmarks/gpu/slices.py .gpu/src/vllm-0.32.0-*.whl .gpu
 
-Writes a/vllm_a.zip (the kernels) and b/vllm_b.zip (flash attention 3, the sleeping allocator, all Python) below the folder. Left out:
-flash attention 2, whose import is in a try, experts' kernels, deep_gemm, the Rust server, headers.
+README.md beside this file says how the wheel is fetched. Writes a/vllm_a.zip (the kernels) and b/vllm_b.zip (flash attention 3, the
+sleeping allocator, all Python) below the folder. Left out: flash attention 2, whose import is in a try, experts' kernels, deep_gemm, the
+Rust server, headers.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The attention that a policy computes with on this device (policy/attention.py): errors against float64, then its speed.
 
-    python benchmarks/gpu/varlen.py                            torch's variable-length kernel as it is
-    python benchmarks/gpu/varlen.py --implementation FA3       the same with another kernel behind it
-    python benchmarks/gpu/varlen.py --tiny                     tries the script itself; on a CPU the dense attention is what runs
+    python benchmarks/gpu/varlen.py                            # torch's variable-length kernel as it is
+    python benchmarks/gpu/varlen.py --implementation FA3       # the same with another kernel behind it
+    python benchmarks/gpu/varlen.py --tiny                     # tries the script itself; on a CPU the dense attention is what runs
 
 First that causal masks are aligned to the last key, without which no prompt is shared (require_continuation: it ends the script). Errors
 are relative, of the output and the three gradients, bfloat16 against the dense attention in float64 on the CPU; 1e-2 is the bound of

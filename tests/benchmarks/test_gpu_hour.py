@@ -171,7 +171,7 @@ def test_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
     assert older.understood(kernel)(1, scale=2.0, window_size=(-1, 0), enable_gqa=True) == (1, 2.0, (-1, 0))
     monkeypatch.setattr(torchs, "varlen_attn", kernel)
-    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "argv", ["older_torch.py"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     asks = "import sys\nfrom torch.nn.attention.varlen import varlen_attn\n"
     (tmp_path / "own.py").write_text(f"{asks}print(__name__, sys.argv[1:], varlen_attn(3, scale=1, window_size=0, enable_gqa=False))")
