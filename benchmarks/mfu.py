@@ -4,15 +4,20 @@
     torchrun --nproc_per_node 1 benchmarks/mfu.py --model runs/shapes/7B --dtype bfloat16 --recompute full
     .venv/bin/python benchmarks/mfu.py --model runs/quickstart/nano --sequences 8 --text 100 --image 140     # tries the script itself
 
-Every sequence has one picture of its own and random text, half of it sampled. FLOPs: 6 for each parameter and token (the tower's patches
-and the language model's tokens apart), attention's 12 * layers * heads * head_dim * length^2 / 2 for the language model, nothing for
-recomputation.
+Every sequence has one picture and random text, half of it sampled. With --group N, N in a row have prompt and picture in common, and the
+prompt is computed once for those of a micro-batch; --unshared gives each prompt a first token of its own, so that no more than the picture
+is shared, at equal sizes. Tokens a second count every sequence whole.
+
+FLOPs are those of what is computed, patches and tokens apart: 6 for each parameter and token, attention's 12 * layers * heads * head_dim
+* (length^2 - shared^2) / 2 for the language model, nothing for recomputation. With adapters 4 for the language model, whose weights have no
+gradient, 2 for the tower, whose patches have none either, and nothing for the adapters themselves.
 """
 
 import argparse
 import re
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,36 +32,54 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.devices import GPUS
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import Context, Image
-from megatron_rl.world import connect, place
+from megatron_rl.types import Batch, Context, Image
+from megatron_rl.world import connect, gather, place
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::nonzero")
+"""As torch's profiler names them; the last two wait for a GPU and for nothing on a CPU."""
 
 
-def pieces(model: ModelSpec, *, contexts: int, text: int, side: int) -> list[WeightedContext]:
+def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int = 1, unshared: bool = False) -> list[WeightedContext]:
     """Random patches and token ids: no tokenizer and no processor is needed."""
     vision, made = model.vision, []
     special = (model.image_token_id, model.video_token_id, model.vision_start_id, model.vision_end_id)
     plain = [token for token in range(min(model.vocab_size, 1000)) if token not in special]
     cells = side // vision.patch
     for index in range(contexts):
-        generator = torch.Generator().manual_seed(index)
-        words = [plain[choice] for choice in torch.randint(len(plain), (text,), generator=generator).tolist()]
-        patch_PC = torch.randn(cells * cells, vision.patch_numbers, generator=generator)
-        image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index), merge=vision.merge)
-        prompt = [model.vision_start_id, *[model.image_token_id] * image.num_tokens, model.vision_end_id, *words[: text // 2]]
+        if index % group == 0:
+            generator = torch.Generator().manual_seed(index)
+            patch_PC = torch.randn(cells * cells, vision.patch_numbers, generator=generator)
+            image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index), merge=vision.merge)
+            asked = words(plain, text // 2, generator)
+            shown = [model.vision_start_id, *[model.image_token_id] * image.num_tokens, model.vision_end_id]
+        first = [plain[index % len(plain)]] if unshared else asked[:1]
         context = Context()
-        context.extend(prompt, images=(image,))
-        context.extend(words[text // 2 :], logprobs=[-1.0] * (text - text // 2))
+        context.extend([*first, *shown, *asked[1:]], images=(image,))
+        context.extend(words(plain, text - text // 2, generator), logprobs=[-1.0] * (text - text // 2))
         context.attach("advantages", [(-1.0) ** index] * len(context.token_ids))
         made.append(WeightedContext(context, denominator=text - text // 2))
     return made
 
 
-def flops(policy_parameters: dict[str, int], work: list[WeightedContext], model: ModelSpec) -> float:
-    """Of one update over all pieces, forward and backward."""
-    lengths = [piece.num_tokens for piece in work]
-    patches = sum(image.patch_PC.shape[0] for piece in work for image in piece.context.images)
-    attention = sum(12 * model.num_layers * model.num_heads * model.head_dim * length**2 / 2 for length in lengths)
-    return 6 * policy_parameters["language"] * sum(lengths) + 6 * policy_parameters["vision"] * patches + attention
+def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
+    return [plain[choice] for choice in torch.randint(len(plain), (num,), generator=generator).tolist()]
+
+
+def flops(parameters: dict[str, int], batches: list[Batch], model: ModelSpec, *, has_adapters: bool) -> float:
+    """Of one update over these micro-batches, forward and backward."""
+    of_language, of_vision = (4, 2) if has_adapters else (6, 6)
+    tokens = sum(batch.num_tokens for batch in batches)
+    patches = sum(image.num_patches for batch in batches for image in batch.images)
+    attention = 12 * model.num_layers * model.num_heads * model.head_dim * sum(map(squares, batches)) / 2
+    return of_language * parameters["language"] * tokens + of_vision * parameters["vision"] * patches + attention
+
+
+def squares(batch: Batch) -> int:
+    """Of the lengths of contexts, less those of the prompts that were computed already. Example: a prompt of 3 with replies of 2 and 1 has
+    9 + (25 - 9) + (16 - 9) = 32."""
+    lengths = batch.cu_seqlens_S1.diff().tolist()
+    before = [lengths[prefix] if prefix >= 0 else 0 for prefix in batch.prefix_S]
+    return sum((first + own) ** 2 - first**2 for first, own in zip(before, lengths, strict=True))
 
 
 def main() -> None:
@@ -71,8 +94,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--text", type=int, default=1024, help="text tokens a sequence")
     parser.add_argument("--image", type=int, default=560, help="side of each sequence's picture, in pixels; a multiple of 28")
+    parser.add_argument("--group", type=int, default=1, help="sequences that have prompt and picture in common")
+    parser.add_argument("--unshared", action="store_true", help="a group's prompts begin with different tokens: none is shared")
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--updates", type=int, default=5, help="timed ones, after one that is not")
+    parser.add_argument("--profile", action="store_true", help="one more update, under torch's profiler: where its time goes")
     given = parser.parse_args()
 
     world, model = place(), read_spec(given.model, key="--model")
@@ -89,15 +115,37 @@ def main() -> None:
     for name, tensor in policy.hf_weights():
         if name != "model.embed_tokens.weight" or model.tied:  # looked up, not multiplied
             sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
-    work = pieces(model, contexts=given.sequences, text=given.text, side=given.image)
+    work = pieces(model, contexts=given.sequences, text=given.text, side=given.image, group=given.group, unshared=given.unshared)
+
+    def update() -> list[Batch]:
+        batches = policy.pack(work, max_tokens=given.micro_batch_tokens)
+        policy.update(batches, objective(AlgoSettings()), step=0)
+        return batches
+
     seconds = []
     for _ in range(given.updates + 1):
         start = time.perf_counter()
-        policy.update(policy.pack(work, max_tokens=given.micro_batch_tokens), objective(AlgoSettings()), step=0)
+        batches = update()
         seconds.append(time.perf_counter() - start)
+    computed = sum(gather(flops(sizes, batches, model, has_adapters=given.lora_rank > 0))) / (given.tp * given.pp)
     if world.is_main:
-        report(min(seconds[1:]), sum(piece.num_tokens for piece in work), flops(sizes, work, model), world.size)
+        report(min(seconds[1:]), sum(piece.num_tokens for piece in work), computed, world.size)
+    if given.profile:
+        print_profile(update)
     dist.destroy_process_group()
+
+
+def print_profile(act: Callable[[], object]) -> None:
+    """The 30 kernels, or on a CPU operators, that took most; and how often the host waited for the device."""
+    has_gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * has_gpu]) as seen:
+        act()
+    averages = seen.key_averages()
+    by = "self_device_time_total" if has_gpu else "self_cpu_time_total"
+    print(averages.table(sort_by=by, row_limit=30, max_name_column_width=60))
+    waits = {row.key: row.count for row in averages if row.key in WAITS}
+    print(f"waits of the host in one update: {waits}")
 
 
 def report(seconds: float, tokens: int, work: float, processes: int) -> None:

@@ -7,12 +7,15 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from megatron_rl.batch import pack
 from megatron_rl.config import TaskSettings
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.fleet import choose_prompts
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from tests.conftest import ROOT, SUPPORT
@@ -88,8 +91,28 @@ def test_env_steps(random_model: Path) -> None:
 
 
 def test_mfu(random_model: Path) -> None:
-    (row,) = rows(said_by("mfu", "--model", random_model, "--sequences", 2, "--text", 16, "--image", 56, "--updates", 1))
+    sizes = ("--sequences", 4, "--text", 16, "--image", 56, "--updates", 1)
+    said = said_by("mfu", "--model", random_model, *sizes, "--group", 2, "--profile")
+    row = rows(said)[0]
     assert row[0] == "CPU" and float(row[2]) > 0 and float(row[4]) > 0
+    assert re.search(r"^waits of the host in one update: \{.*'aten::_local_scalar_dense': [1-9]", said, re.MULTILINE)
+
+
+def test_what_mfu_counts(random_model: Path) -> None:
+    """By hand: a picture of 4 x 4 patches is 4 tokens; with the two that frame it and 4 of text a prompt has 10, of which 9 are shared; a
+    reply adds 4. Two pairs, apart or not."""
+    mfu, spec = benchmark("mfu"), read_spec(random_model)
+    pack_them = partial(pack, image_token_id=spec.image_token_id, positions=spec.positions)
+    apart, shared = (
+        pack_them(mfu.pieces(spec, contexts=4, text=8, side=56, group=2, unshared=unshared), share_prompts=True)
+        for unshared in (True, False)
+    )
+    assert (apart.num_tokens, shared.num_tokens) == (4 * 14, 2 * 9 + 4 * 5) and len(apart.images) == len(shared.images) == 2
+    assert mfu.squares(apart) == 4 * 14**2 and mfu.squares(shared) == 2 * 9**2 + 4 * (14**2 - 9**2)
+    attention = 12 * spec.num_layers * spec.num_heads * spec.head_dim / 2 * mfu.squares(shared)
+    for has_adapters, expected in ((False, 6 * 1000 * 38 + 6 * 10 * 32), (True, 4 * 1000 * 38 + 2 * 10 * 32)):
+        counted = mfu.flops({"language": 1000, "vision": 10}, [shared], spec, has_adapters=has_adapters)
+        assert counted == expected + attention
 
 
 def test_host_memory() -> None:

@@ -12,7 +12,13 @@ from megatron_rl.config import Settings
 from tests.conftest import ROOT
 from tests.support.commands import Wrong, check, commands, entry_points, module_docs, words_of
 
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "sandbox/README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "sandbox/README.md",
+    "benchmarks/gpu/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")),
+]
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for room in ("benchmarks", "launch", "tools") for path in (ROOT / room).rglob("*.py"))
 
 HELP = {"launch/train.py --help": TRAIN, "launch/doctor.py --help": DOCTOR}

@@ -1,6 +1,6 @@
 """Writes a Qwen2.5-VL of a released size with random weights: what converting costs depends on names, shapes and bytes only.
 
-Tensors are slices of one random block, which keeps the disk the slowest part. No tokenizer, no processor.
+Tensors are slices of one random block, which keeps the disk the slowest part. No tokenizer, no processor, unless --words lends them.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import torch
 from megatron_rl.config import require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import SIZES, released_config
+from megatron_rl.weights.formats.files import copy_companions
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from tools.commands import ended
 
@@ -32,14 +33,24 @@ def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.T
         yield name, block.repeat(repeats)[start : start + shape.numel()].view(shape)
 
 
-def make(out: Path, size: str, *, layers: int | None = None) -> None:
-    """Write the folder; `layers` instead of the size's own number makes it smaller with tensors as large. ValueError: `out` exists."""
+SPOKEN = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+"""Keys of config.json that belong to a tokenizer."""
+
+
+def make(out: Path, size: str, *, layers: int | None = None, words: Path | None = None) -> None:
+    """Write the folder; `layers` instead of the size's own number makes it smaller with tensors as large. `words` is a folder whose
+    tokenizer and processor it gets, with their ids: an engine and a renderer then take it. ValueError: `out` exists, `words` has none."""
     require(layers is None or layers > 0, "--layers", layers, "must be at least 1")
     require(not out.exists(), "--out", out, "exists; choose another folder")
     config = released_config(size)
     if layers is not None:
         config["num_hidden_layers"] = layers
     with tempfile.TemporaryDirectory() as folder:
+        if words is not None:
+            require((words / "tokenizer.json").is_file(), "--words", words, "has no tokenizer.json; name a whole Hugging Face folder")
+            copy_companions(words, Path(folder))
+            spoken = json.loads((words / "config.json").read_text())
+            config |= {name: spoken[name] for name in SPOKEN}
         (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
         write_hf_folder(out, random_tensors(read_spec(folder).shapes()), like=Path(folder))
 
@@ -51,15 +62,17 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="""examples:
   %(prog)s --size 3B --out checkpoints/random_3b          7.5 GB
   %(prog)s --size 7B --out checkpoints/random_7b          16.6 GB
-  %(prog)s --size 72B --layers 2 --out DIR                its largest tensors, a fraction of its bytes""",
+  %(prog)s --size 72B --layers 2 --out DIR                its largest tensors, a fraction of its bytes
+  %(prog)s --size 7B --words runs/quickstart/nano --out DIR     one that an engine can serve""",
     )  # fmt: skip
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--layers", type=int, metavar="N", help="decoder layers; default: the size's own")
+    parser.add_argument("--words", type=Path, metavar="DIR", help="a folder to take tokenizer and processor from, with their ids")
     given = parser.parse_args(arguments)
 
     def made() -> str:
-        make(given.out, given.size, layers=given.layers)
+        make(given.out, given.size, layers=given.layers, words=given.words)
         return f"{sum(path.stat().st_size for path in given.out.iterdir()):,} bytes in {given.out}"
 
     return ended(made, out=given.out)

@@ -1,0 +1,79 @@
+"""The vision tower's patch embedding: transformers' convolution beside the one product that ours is (policy/vision.py), in bfloat16.
+
+    python benchmarks/gpu/conv.py                 # 1,024 to 160,000 patches, as of a few pictures to a full micro-batch
+    python benchmarks/gpu/conv.py --tiny          # tries the script itself, on a CPU too
+
+Forward and backward are timed apart, after one round that is not. Peak: what torch allocates above the patches and the weight; on a CPU
+"-". Off: how far output and gradient are from the product's, relative. What took over --patience seconds is not asked for more.
+"""
+
+import argparse
+
+import torch
+from gauges import device, distance, machine, print_head, print_row, timed
+from torch import nn
+
+from megatron_rl.policy.vision import PatchProduct
+
+CHANNELS, KERNEL = 3, (2, 14, 14)
+WIDTH = 1280
+"""The tower's, in every released size of Qwen2.5-VL."""
+
+
+def embeddings(width: int) -> dict[str, nn.Conv3d]:
+    """Two modules of equal weights; the first is the one the other is compared with."""
+    given = {"kernel_size": KERNEL, "stride": KERNEL, "bias": False, "device": device(), "dtype": torch.bfloat16}
+    product, conv = PatchProduct(CHANNELS, width, **given), nn.Conv3d(CHANNELS, width, **given)
+    conv.load_state_dict(product.state_dict())
+    return {"product": product, "conv3d": conv}
+
+
+def once(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
+    """Seconds forward and backward; output and gradient of the weight."""
+    forward, out = timed(lambda: embedding(patches))
+    ones = torch.ones_like(out)
+    backward, gradients = timed(lambda: torch.autograd.grad(out, embedding.weight, ones))
+    return forward, backward, [out, *gradients]
+
+
+def measured(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, str, list[torch.Tensor]]:
+    """The second of two rounds, and its peak in MB."""
+    once(embedding, patches)
+    if not patches.is_cuda:
+        forward, backward, made = once(embedding, patches)
+        return forward, backward, "-", made
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    forward, backward, made = once(embedding, patches)
+    return forward, backward, f"{(torch.cuda.max_memory_allocated() - before) / 1e6:.0f}", made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--patches", type=int, nargs="+", default=[1024, 10_000, 40_000, 160_000])
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds of one round")
+    parser.add_argument("--tiny", action="store_true", help="16 and 32 patches, 64 wide")
+    given = parser.parse_args()
+    slow: set[str] = set()
+    print(machine())
+    print_head("patches", "how", "forward ms", "backward ms", "peak MB", "output off", "gradient off")
+    for num in [16, 32] if given.tiny else given.patches:
+        patches, truth = torch.randn(num, CHANNELS, *KERNEL, device=device(), dtype=torch.bfloat16), []
+        for name, embedding in embeddings(64 if given.tiny else WIDTH).items():
+            if name in slow:
+                print_row(num, name, *["not asked"] * 5)
+                continue
+            try:
+                forward, backward, peak, made = measured(embedding, patches)
+            except RuntimeError as error:  # of cuDNN, or of memory: a finding
+                print_row(num, name, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", *["-"] * 4)
+                continue
+            truth = truth or [numbers.flatten(1) for numbers in made]
+            off = distance([numbers.flatten(1) for numbers in made], truth)
+            print_row(num, name, f"{1e3 * forward:.2f}", f"{1e3 * backward:.2f}", peak, *(f"{each:.1e}" for each in off))
+            if forward + backward > given.patience:
+                slow.add(name)
+
+
+if __name__ == "__main__":
+    main()

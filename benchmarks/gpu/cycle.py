@@ -1,0 +1,240 @@
+"""Policy and engine in one process on one device, in turn, as a training step has them: memory by phase beside the plan, and seconds.
+
+    python benchmarks/gpu/cycle.py --model .gpu/nano --eager                     # first without compilation and CUDA graphs
+    python benchmarks/gpu/cycle.py --model .gpu/7B --lora-rank 64 --turns 3      # 7B shapes: a folder of make_shapes.py --words
+    python benchmarks/gpu/cycle.py --model runs/quickstart/nano --tiny           # tries the script itself: two turns on a CPU
+
+A turn: sync (the engine's weights wake, the trainer's arrive and are proven), the policy leaves, the cache wakes, requests with pictures in
+groups, the engine sleeps, the policy comes back, an update. Columns in GB (10^9 bytes). Used: of the device, by anybody, at the phase's
+end. Reserved: by torch, of it. Peak: used, with what torch had allocated at most during the phase in place of what it has reserved; that is
+what plan/memory.py counts. Plan: its rollout, sync or update for --gpu; aim: within 10% of the peak. On a CPU what is measured is "-".
+"""
+
+import argparse
+import asyncio
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from gauges import machine, print_head, print_row, timed
+from PIL import Image as Pillow
+
+from megatron_rl.algo.objective import objective
+from megatron_rl.config import (
+    BatchSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)  # fmt: skip
+from megatron_rl.minibatches import WeightedContext
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.parts import build_engine, build_policy
+from megatron_rl.plan.devices import GB, GPUS
+from megatron_rl.plan.memory import SharePlan, plan
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.local import LocalEngine
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.vllm import core
+from megatron_rl.types import Context
+from megatron_rl.world import connect, place
+
+T = TypeVar("T")
+PLANNED = ("rollout", "sync", "update")
+"""Phases that plan/memory.py has by these names."""
+TINY = {"turns": 2, "prompts": 2, "group": 2, "tokens": 8, "max_model_len": 128, "micro_batch_tokens": 256, "dtype": "float32"}
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What each phase took; a row is printed as it ends."""
+
+    planned: SharePlan | None
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def phase(self, turn: object, name: str, act: Callable[[], T]) -> T:
+        has_gpu = torch.cuda.is_available()
+        if has_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds, result = timed(act)
+        self.seconds.setdefault(name, []).append(seconds)
+        planned = getattr(self.planned, name) if self.planned and name in PLANNED else None
+        print_row(turn, name, f"{seconds:.3f}", *(measured() if has_gpu else ["-"] * 3), in_gb(planned), ratio(planned))
+        return result
+
+
+def measured() -> list[str]:
+    return [in_gb(size) for size in (used(), torch.cuda.memory_reserved(), peak())]
+
+
+def used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def peak() -> int:
+    return used() - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()
+
+
+def in_gb(size: int | None) -> str:
+    return "-" if size is None else f"{size / GB:.2f}"
+
+
+def ratio(planned: int | None) -> str:
+    return f"{peak() / planned:.3f}" if planned and torch.cuda.is_available() else "-"
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    pixels = given.image**2
+    return Settings(
+        model=ModelSettings(path=str(given.model), dtype=given.dtype, min_pixels=pixels, max_pixels=pixels + 400),
+        lora=LoraSettings(rank=given.lora_rank),
+        parallel=ParallelSettings(recompute=given.recompute, offload_parameters=True),
+        engine=EngineSettings(
+            dtype=given.dtype, gpu_memory_utilization=given.utilization, max_model_len=given.max_model_len, max_num_seqs=256, max_images=1
+        ),
+        optim=OptimSettings(lr=1e-6),
+        batch=BatchSettings(prompts_per_step=given.prompts, group_size=given.group, micro_batch_tokens=given.micro_batch_tokens),
+        task=TaskSettings(name="number_line"),
+        run=RunSettings(gpu=given.gpu or "h200"),
+    )  # fmt: skip
+
+
+def gpu_here() -> str:
+    """Its name in the plan, or '' where the plan does not know it."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
+
+
+def prompts(renderer: Renderer, *, num: int, side: int) -> list[Context]:
+    """A picture of colored noise and a question, each."""
+    made = []
+    for number in range(num):
+        noise = np.random.default_rng(number).integers(0, 255, (side, side, 3), dtype=np.uint8)
+        parts = [{"type": "image", "image": Pillow.fromarray(noise)}, {"type": "text", "text": f"What is in picture {number}?"}]
+        made.append(renderer.prompt([{"role": "user", "content": parts}]))
+    return made
+
+
+async def replies(engine: LocalEngine, asked: list[Context], *, group: int, tokens: int, turn: int) -> list[tuple[Context, Completion]]:
+    """`group` samples of each prompt, all at once."""
+    pairs = [(context, turn << 32 | number) for number, context in enumerate(context for context in asked for _ in range(group))]
+    how = [engine.generate(context.token_ids, context.images, Sampling(tokens, 1.0, seed)) for context, seed in pairs]
+    return [(context, said) for (context, _), said in zip(pairs, await asyncio.gather(*how), strict=True)]
+
+
+def credited(said: list[tuple[Context, Completion]]) -> list[WeightedContext]:
+    """Advantages 1 and -1 in turn."""
+    made = []
+    for number, (prompt, reply) in enumerate(said):
+        context = Context()
+        context.extend(list(prompt.token_ids), images=tuple(prompt.images))
+        context.extend(list(reply.token_ids), logprobs=list(reply.logprobs))
+        context.attach("advantages", [(-1.0) ** number * sampled for sampled in context.loss_mask])
+        made.append(WeightedContext(context, denominator=len(reply.token_ids)))
+    return made
+
+
+def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, LocalEngine, Renderer]:
+    """In the order of start.py: the engine finds the device free."""
+    world = place()
+    ledger.phase("-", "connect", lambda: connect(world, timeout_s=600))
+    renderer = Renderer(settings.model)
+    patches = partial(renderer.patches, picture_of=lambda image: image.picture)
+    layout = build_layout(settings.parallel, seed=0)
+    policy = ledger.phase(
+        "-", "build policy", lambda: build_policy(settings, layout, renderer, patches=patches, num_steps=turns, is_rl=True)
+    )
+    ledger.phase("-", "policy leaves", policy.sleep)
+    return policy, ledger.phase("-", "build engine", lambda: build_engine(settings, renderer, world)), renderer
+
+
+def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None:
+    policy, engine, renderer = build(settings, ledger, turns=given.turns)
+    ledger.phase("-", "engine sleeps", engine.sleep)
+    ledger.phase("-", "policy returns", policy.wake)
+    asked, loss = prompts(renderer, num=given.prompts, side=given.image), objective(settings.algo)
+    sent = sum(tensor.numel() * tensor.element_size() for _, tensor in policy.hf_weights())
+    sampled, seen = [], {}
+    for turn in range(given.turns):
+        ledger.phase(turn, "sync", lambda turn=turn: engine.load_weights(policy.hf_weights(), version=turn))
+        ledger.phase(turn, "policy leaves", policy.sleep)
+        ledger.phase(turn, "engine wakes", engine.wake)
+        play = partial(replies, engine, asked, group=given.group, tokens=given.tokens, turn=turn)
+        said = ledger.phase(turn, "rollout", lambda play=play: engine.run(play()))
+        ledger.phase(turn, "engine sleeps", engine.sleep)
+        ledger.phase(turn, "policy returns", policy.wake)
+        work = credited(said)
+
+        def update(work: list[WeightedContext] = work, turn: int = turn) -> dict[str, float]:
+            return policy.update(policy.pack(work, max_tokens=settings.batch.micro_batch_tokens), loss, step=turn)
+
+        seen = ledger.phase(turn, "update", update)
+        sampled.append(sum(len(reply.token_ids) for _, reply in said))
+    report(ledger, sent=sent, sampled=sampled, seen=seen)
+    policy.close()
+    engine.close()
+
+
+def report(ledger: Ledger, *, sent: int, sampled: list[int], seen: dict[str, float]) -> None:
+    """Medians over the turns. A pause is what the engine loses to the trainer's turn beside the sync: its sleep and its waking."""
+
+    def median(name: str) -> float:
+        return statistics.median(ledger.seconds[name])
+
+    rates = [tokens / seconds for tokens, seconds in zip(sampled, ledger.seconds["rollout"], strict=True)]
+    print_head("of a turn, median", "")
+    print_row("sync s", f"{median('sync'):.3f}")
+    print_row("sync GB, GB/s", f"{sent / GB:.3f}, {sent / GB / median('sync'):.2f}")
+    print_row("engine pause s", f"{median('engine sleeps') + median('engine wakes'):.3f}")
+    print_row("policy leaves and returns s", f"{median('policy leaves') + median('policy returns'):.3f}")
+    print_row("sampled tokens / s", f"{statistics.median(rates):.0f}")
+    for name, value in sorted(seen.items()):
+        if name.startswith("engine/logprob_gap"):
+            print_row(f"{name}, last turn", f"{value:.3g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a Qwen2.5-VL folder with a tokenizer")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of both sides")
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--recompute", default="full", choices=["none", "selective", "full"])
+    parser.add_argument("--eager", action="store_true", help="the engine without compilation and CUDA graphs")
+    parser.add_argument("--utilization", type=float, default=0.5, help="engine.gpu_memory_utilization")
+    parser.add_argument("--gpu", default=gpu_here(), choices=[*GPUS, ""], help="whose plan is printed; default: the device here")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=32, help="each with a picture")
+    parser.add_argument("--group", type=int, default=8, help="replies to each")
+    parser.add_argument("--tokens", type=int, default=128, help="of a reply at most")
+    parser.add_argument("--image", type=int, default=140, help="side of the pictures in pixels; a multiple of 28")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--tiny", action="store_true", help=", ".join(f"{name} {value}" for name, value in TINY.items()))
+    given = parser.parse_args()
+    if given.tiny:
+        vars(given).update(TINY)
+    if given.eager:
+        as_it_is = core.place_of
+        core.place_of = lambda settings, *, cuda: as_it_is(settings, cuda=cuda) | {"enforce_eager": True}
+    settings = settings_of(given)
+    planned = plan(read_spec(given.model, key="--model"), settings, world_size=1).ranks[0] if given.gpu else None
+    print(f"{given.model}, {given.dtype}, {machine()}; plan: {given.gpu or 'none'}")
+    print_head("turn", "phase", "s", "used", "reserved", "peak", "plan", "peak / plan")
+    cycle(settings, given, Ledger(planned))
+
+
+if __name__ == "__main__":
+    main()

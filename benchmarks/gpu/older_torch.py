@@ -1,0 +1,49 @@
+"""Runs a script, or with -m a module, where torch is older than the one that is pinned.
+
+    python benchmarks/gpu/older_torch.py benchmarks/mfu.py --model .gpu/7B
+    python benchmarks/gpu/older_torch.py -m pytest tests/gpu
+
+torch 2.11's variable-length attention has no argument enable_gqa (torch/nn/attention/varlen.py; 2.13 has it); the kernel behind it takes
+fewer key/value heads than query heads without being told. The argument is left out for it, and nothing is changed where it is known.
+"""
+
+import argparse
+import inspect
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.attention import varlen
+
+
+def understood(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The kernel, callable with enable_gqa."""
+    if "enable_gqa" in inspect.signature(kernel).parameters:
+        return kernel
+
+    def call(*given: object, enable_gqa: bool = False, **named: object) -> torch.Tensor:
+        return kernel(*given, **named)
+
+    return call
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", action="store_true", help="what follows is a module")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="a script or a module, and its arguments")
+    given = parser.parse_args(arguments)
+    if not given.words:
+        parser.error("nothing to run")
+    varlen.varlen_attn = understood(varlen.varlen_attn)
+    sys.argv = given.words
+    if given.m:
+        runpy.run_module(given.words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(given.words[0]).resolve().parent)
+        runpy.run_path(given.words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

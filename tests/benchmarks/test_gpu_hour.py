@@ -1,0 +1,257 @@
+"""benchmarks/gpu on a CPU: every script at its smallest sizes, what only CUDA takes with made-up numbers, mistakes that must be seen."""
+
+import re
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import varlen as torchs
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy import attention
+from megatron_rl.policy.vision import PatchProduct
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import RunFailed
+from tests.benchmarks.test_benchmarks import rows
+from tests.conftest import ROOT
+from tests.contracts.test_configs import settings_of
+from tests.policy.test_attention import aligned, bottom_right, pairs
+from tests.support import forked
+from tests.support.packed import picture, user
+from tools.data import make_shapes
+
+FOLDER = ROOT / "benchmarks" / "gpu"
+
+
+def script(name: str) -> ModuleType:
+    """Imported, not run."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[list[str]]]:
+    """said(script, *arguments): the rows of all its tables."""
+
+    def run(name: str, *arguments: object) -> list[list[str]]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        script(name).main()
+        lines = capsys.readouterr().out.splitlines()
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| [\w-]", line)]
+
+    return run
+
+
+def test_none_is_left_out() -> None:
+    tested = Path(__file__).read_text()
+    scripts = [path.stem for path in FOLDER.glob("*.py") if "def main(" in path.read_text()]
+    assert scripts and not [name for name in scripts if not re.search(rf'"{name}(\.py)?"', tested)]
+
+
+def test_conv(said: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both embed alike; where ours is another function, its distance is seen."""
+    found = said("conv", "--tiny")[1:]
+    assert [row[:2] for row in found] == [[num, how] for num in ("16", "32") for how in ("product", "conv3d")]
+    assert all(float(row[2]) > 0 and float(row[3]) > 0 and row[4] == "-" for row in found)
+    assert all(float(off) < 1e-2 for row in found for off in row[5:])
+    monkeypatch.setattr(PatchProduct, "forward", lambda self, x: nn_linear(x.flatten(1).flip(1), self.weight)[..., None, None, None])
+    assert all(float(row[5]) > 0.5 for row in said("conv", "--tiny")[1:] if row[1] == "conv3d")
+    slow = said("conv", "--patches", 2, 3, "--patience", 0)[1:]
+    assert [row[2] == "not asked" for row in slow] == [False, False, True, True]
+
+
+def nn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight.flatten(1))
+
+
+def test_varlen(said: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense path; then kernels in the place of torch's, one by its contract and one that is aligned to the first key."""
+    num_checks = 9
+    dense = said("varlen", "--tiny")
+    assert [row[-1] for row in dense[1 : 1 + num_checks]] == ["yes"] * num_checks
+    assert all(float(rate) > 0 for row in dense[2 + num_checks :] for rate in row[1:])
+
+    def is_bfloat16(_: torch.device, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16
+
+    def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: attention.Gathered, causal: bool, scale: float) -> torch.Tensor:
+        parts = zip(pairs(cut.cu_query_S1), pairs(cut.cu_key_S1), strict=True)
+        return torch.cat([aligned(q[a:b], k[c:d], v[c:d], causal, scale, to_first=True) for (a, b), (c, d) in parts])
+
+    for where in (attention, script("varlen")):
+        monkeypatch.setattr(where, "has_kernel", is_bfloat16)
+        monkeypatch.setattr(where, "varlen", bottom_right)
+    assert [row[-1] for row in said("varlen", "--tiny")[1 : 1 + num_checks]] == ["yes"] * num_checks
+    for where in (attention, script("varlen")):
+        monkeypatch.setattr(where, "varlen", top_left)
+    with pytest.raises(RunFailed, match="not aligned to the last key"):
+        said("varlen", "--tiny")
+    monkeypatch.setattr(script("varlen"), "require_continuation", lambda *_: None)
+    checks = said("varlen", "--tiny")[-3 - num_checks - 1 : -4]
+    assert [row[1:2] + row[-1:] for row in checks] == [["apart", "yes"], ["windows", "yes"], ["shared prompt", "NO"]] * 3
+
+
+def test_what_varlen_counts() -> None:
+    """Pairs by listing them; every timed case has as many tokens."""
+    varlen = script("varlen")
+    offsets, prefix_S = [0, 3, 5, 6], [-1, 0, 1]
+    listed = sum(1 for q in range(3) for k in range(q + 1)) + sum(3 + q + 1 for q in range(2)) + (2 + 1)
+    assert varlen.pairs(offsets, prefix_S) == listed
+    assert {offsets[-1] for offsets, _ in varlen.sizes(tiny=False).values()} == {32768}
+
+
+def test_columns_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device of 80 GB with 50 in use, of which torch has reserved 40 and had allocated 45 at most since the phase began."""
+    order = []
+    for name, value in {
+        "is_available": True, "mem_get_info": (30 * 10**9, 80 * 10**9), "memory_reserved": 40 * 10**9, "max_memory_allocated": 45 * 10**9,
+        "synchronize": None, "reset_peak_memory_stats": None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: order.append(name) or value)
+    cycle = script("cycle")
+    ledger = cycle.Ledger(SimpleNamespace(rollout=1, sync=50 * 10**9, update=1))
+    assert ledger.phase(0, "sync", lambda: order.append("act") or 7) == 7
+    ledger.phase(0, "engine wakes", lambda: None)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert [row[3:] for row in cells] == [["50.00", "40.00", "55.00", "50.00", "1.100"], ["50.00", "40.00", "55.00", "-", "-"]]
+    first = order[: order.index("max_memory_allocated")]
+    assert first.index("reset_peak_memory_stats") < first.index("act") < len(first) - 1 - first[::-1].index("synchronize")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
+    assert cycle.gpu_here() == "l40s", "which has an l4 in its name"
+
+
+def test_cycle(random_model: Path) -> None:
+    """A real engine and a real policy, twice around: engine and trainer agree after the second sync as they did after the first."""
+    ended = forked.run(FOLDER / "cycle.py", "--model", random_model, "--tiny", "--eager", "--gpu", "h100", timeout_s=200)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    found = rows(ended.stdout)
+    phases = ["sync", "policy leaves", "engine wakes", "rollout", "engine sleeps", "policy returns", "update"]
+    turns = [row for row in found if row[0] in "01"]
+    assert [row[:2] for row in turns] == [[str(turn), phase] for turn in range(2) for phase in phases]
+    assert all(row[3:6] == ["-"] * 3 and row[7] == "-" for row in turns), "no memory is measured on a CPU"
+    assert {row[1] for row in turns if row[6] != "-"} == {"rollout", "sync", "update"}
+    of_turn = {row[0]: row[1] for row in found if len(row) == 2}
+    assert float(of_turn["engine/logprob_gap_max, last turn"]) < 1e-4
+    sent = sum(shape.numel() for shape in read_spec(random_model).shapes().values()) * 4 / 1e9
+    assert of_turn["sync GB, GB/s"].startswith(f"{sent:.3f}, ") and float(of_turn["sampled tokens / s"]) > 0
+
+
+def test_slices(tmp_path: Path) -> None:
+    slices = script("slices")
+    names = [slices.KERNELS, *slices.LIBRARIES, "vllm/__init__.py", "vllm/_moe_C.abi3.so", "vllm/vllm-rs", "vllm/x/include/a.h"]
+    wheel = tmp_path / "vllm.whl"
+    for left_out in ("vllm/spinloop.abi3.so", ""):
+        with zipfile.ZipFile(wheel, "w") as file:
+            for name in names:
+                if name != left_out:
+                    file.writestr(name, name)
+        if left_out:
+            with pytest.raises(ValueError, match=left_out):
+                slices.cut(wheel, tmp_path)
+    held = [zipfile.ZipFile(path) for path in slices.cut(wheel, tmp_path)]
+    assert [set(file.namelist()) for file in held] == [{slices.KERNELS}, {*slices.LIBRARIES, "vllm/__init__.py"}]
+    assert all(file.read(name) == name.encode() for file in held for name in file.namelist())
+
+
+def test_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    older = script("older_torch")
+    assert older.understood(torchs.varlen_attn) is torchs.varlen_attn, "the pinned one knows the argument"
+
+    def kernel(q: int, *, scale: float, window_size: tuple[int, int]) -> tuple:
+        return q, scale, window_size
+
+    assert older.understood(kernel)(1, scale=2.0, window_size=(-1, 0), enable_gqa=True) == (1, 2.0, (-1, 0))
+    monkeypatch.setattr(torchs, "varlen_attn", kernel)
+    monkeypatch.setattr(sys, "argv", ["older_torch.py"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    asks = "import sys\nfrom torch.nn.attention.varlen import varlen_attn\n"
+    (tmp_path / "own.py").write_text(f"{asks}print(__name__, sys.argv[1:], varlen_attn(3, scale=1, window_size=0, enable_gqa=False))")
+    older.main([str(tmp_path / "own.py"), "-x", "1"])
+    older.main(["-m", "own", "-x", "2"])
+    assert capsys.readouterr().out == "__main__ ['-x', '1'] (3, 1, 0)\n__main__ ['-x', '2'] (3, 1, 0)\n"
+
+
+def test_the_parts_of_the_hour(tmp_path: Path) -> None:
+    """Under ten minutes each, of scripts and options that exist; the runs compose."""
+    first_hour = script("first_hour")
+    for tiny in (False, True):
+        for make in first_hour.PARTS.values():
+            steps = make(tmp_path, tiny=tiny)
+            assert sum(step.limit_s for step in steps) <= 590
+            for step in steps:
+                words = [word for word in step.words if word != first_hour.RUN[0]]
+                if words[0].endswith(".py") and words[0] != "launch/train.py":
+                    source = (ROOT / words[0]).read_text()
+                    options = [word for word in words[1:] if word.startswith("--") and "make_tiny" not in words[0]]
+                    assert not [option for option in options if f'"{option}"' not in source], step.words
+                if words[0] == "launch/train.py":
+                    assert settings_of(*words[1:]).model.dtype == ("float32" if tiny else "bfloat16")
+    pinned = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
+    assert not set((FOLDER / "need.txt").read_text().splitlines()) - set(pinned)
+
+
+def test_an_hour_with_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fails or is late keeps nobody from running and leaves nothing behind; what is there, or was not carried, is left out."""
+    first_hour = script("first_hour")
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    steps = [
+        first_hour.Step("late", 1, ("-c", child)),
+        first_hour.Step("fails", 20, ("-c", "print('| never | shown |'); raise SystemExit(3)")),
+        first_hour.Step("made", 20, ("-c", "1 / 0"), makes=tmp_path),
+        first_hour.Step("lacks", 20, ("-c", "1 / 0"), needs=tmp_path / "absent"),
+        first_hour.Step("well", 20, ("-c", "print('words'); print('| a | 1 |')")),
+    ]
+    assert not first_hour.hour(1, steps, kit=tmp_path, out=tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert [(row[0], row[3]) for row in rows(printed[printed.index("| step") :])] == [
+        ("late", "late: over 1 s"), ("fails", "with 3"), ("well", "well"),
+    ]  # fmt: skip
+    assert "words" not in printed and "\n| a | 1 |\n" in printed
+    assert first_hour.tables(["x", "| a |", "|---|", "| 1 |", "y", "| b |", "|---|"]) == [
+        "",
+        "| a |",
+        "|---|",
+        "| 1 |",
+        "",
+        "| b |",
+        "|---|",
+    ]
+    log = (tmp_path / "out" / "part1.txt").read_text()
+    assert "words\n| a | 1 |" in log
+    pid = int(re.search(r"^(\d+)$", log, re.MULTILINE)[1])
+    time.sleep(0.2)
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    assert first_hour.hour(1, steps[-1:], kit=tmp_path, out=tmp_path / "out")
+
+
+def test_a_released_size_that_speaks(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """make_shapes --words: the folder has the other's tokenizer and ids, and its own shapes."""
+    config = make_shapes.released_config("7B") | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config["vision_config"] |= {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    monkeypatch.setattr(make_shapes, "released_config", lambda _: config | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    monkeypatch.setattr(make_shapes, "BLOCK", 1 << 16)
+    assert make_shapes.main(["--size", "7B", "--words", str(random_model), "--out", str(tmp_path / "out")]) == 0
+    spec, theirs = read_spec(tmp_path / "out"), read_spec(random_model)
+    assert spec.vocab_size == 152064 and spec.image_token_id == theirs.image_token_id and spec.vision_start_id == theirs.vision_start_id
+    prompts = [Renderer(ModelSettings(path=str(each))).prompt([user("?", picture(1, 56, 56))]) for each in (tmp_path / "out", random_model)]
+    assert prompts[0].token_ids == prompts[1].token_ids and spec.image_token_id in prompts[0].token_ids
+    assert make_shapes.main(["--size", "7B", "--words", str(tmp_path), "--out", str(tmp_path / "other")]) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
+def test_a_whole_part(part: int, tmp_path: Path) -> None:
+    given = ("--part", part, "--out", tmp_path / "out", "--kit", tmp_path / "kit", "--tiny")
+    ended = forked.run(FOLDER / "first_hour.py", *given, timeout_s=800)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"part{part}.txt"} | ({"metrics.jsonl"} if part == 4 else set())
