@@ -189,7 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the copy of the reference is forgotten",
-        "megatron_rl/plan/memory.py",
+        "megatron_rl/plan/host.py",
         "references = int(",
         "references = 0 * int(",
         "tests/plan/test_memory.py",
@@ -280,14 +280,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a maximum drops NaN",
-        "megatron_rl/policy/network.py",
+        "megatron_rl/policy/numbers.py",
         "maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)",
         "maxima[name] = max(known, value)",
         "tests/policy/test_not_finite.py",
     ),
     Mutant(
         "NaN in a micro-batch is trained on",
-        "megatron_rl/policy/network.py",
+        "megatron_rl/policy/numbers.py",
         "        if theirs:\n            raise NotFinite",
         "        if False:\n            raise NotFinite",
         "tests/policy/test_not_finite.py",
@@ -547,8 +547,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "turns of a context are one",
         "megatron_rl/batch.py",
-        "(rows_R.diff(prepend=rows_R.new_tensor([-2])) != 1)",
-        "(rows_R.diff(prepend=rows_R.new_tensor([-2])) > 99)",
+        "(rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1)",
+        "(rows_R.diff(prepend=rows_R.new_full((1,), -2)) > 99)",
         "tests/test_batch.py",
     ),
     Mutant(

@@ -153,9 +153,12 @@ class Weights:
         self._model = model
         self._bucket_bytes = bucket_bytes
         self._places: dict[str, Place] = {}
+        met: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():
             for kind, param in module.named_parameters(recurse=False):
-                self._places |= _places(prefix, module, kind, param.data)
+                if param not in met:  # a tied head is the embedding's parameter, which comes first and is what is sent
+                    self._places |= _places(prefix, module, kind, param.data)
+                met.add(param)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Consume (HF name, full tensor) pairs with one bucket of bucket_bytes in memory; a yielded tensor must stay as it is meanwhile.

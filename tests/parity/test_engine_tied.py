@@ -1,0 +1,47 @@
+"""An engine whose output layer is its embedding, as that of Qwen2.5-VL-3B: one tensor is sent, and both serve it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration as HF
+
+from megatron_rl.config import EngineSettings
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.local import LocalEngine
+from megatron_rl.rollout.renderer import Renderer
+from tests.support.packed import prompts
+from tests.support.sampled import BOUND, gap, generate
+
+HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
+
+
+@pytest.fixture
+def tied(tied_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+    engine = LocalEngine(
+        str(tied_model), EngineSettings(kv_cache_mib=32), reads_weights=False,
+        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+    )  # fmt: skip
+    yield engine
+    engine.close()
+
+
+def test_a_tied_model_is_served(tied: LocalEngine, tied_model: Path, renderer: Renderer) -> None:
+    """Twice: the checkpoint's weights, and others. A head that is sent beside the embedding has no place."""
+    hf = HF.from_pretrained(tied_model, dtype=torch.float32).eval()
+    sequences = prompts(renderer)
+    samplings = [Sampling(max_tokens=8, temperature=1.0, seed=number) for number in range(len(sequences))]
+    for version in (1, 2):
+        if version == 2:
+            with torch.no_grad():
+                hf.get_input_embeddings().weight += 0.02 * torch.randn(hf.get_input_embeddings().weight.shape)
+        weights = {name: tensor for name, tensor in hf.state_dict().items() if name != HEAD}
+        assert EMBEDDING in weights
+        tied.load_weights(iter(weights.items()), version=version)
+        for sequence, completion in zip(sequences, generate(tied, sequences, samplings), strict=True):
+            assert gap(hf, sequence, completion, temperature=1.0, renderer=renderer) <= BOUND
+    with pytest.raises(RuntimeError, match=f"the engine has no place for {HEAD}"):
+        tied.load_weights(iter({**weights, HEAD: weights[EMBEDDING]}.items()), version=3)
+    with pytest.raises(RuntimeError, match=rf"1 tensors were not sent: {EMBEDDING}"):
+        tied.load_weights(((name, tensor) for name, tensor in weights.items() if name != EMBEDDING), version=3)
