@@ -16,7 +16,7 @@ from megatron_rl.choices import Own, build_task, check, check_examples, check_si
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.gallery import Gallery
-from megatron_rl.gpus import check_gpus
+from megatron_rl.gpus import check_gpus, seen
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.nodes import check_nodes
@@ -189,13 +189,14 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
 
 
 def planned_bytes(settings: Settings, own: Own, *, world: World) -> int:
-    """What the plan needs of the fullest GPU; 0 on CPUs, and on all but the first process of a node. Before the processes meet: the plan
-    makes up a world of its own."""
+    """What the plan needs of the fullest GPU, of the memory that the smallest one here has; 0 on CPUs, and on all but the first process of
+    a node. Before the processes meet: the plan makes up a world of its own."""
     if world.device.type != "cuda" or not world.is_first_here:
         return 0
     model = read_spec(settings.model.path)
     check_sizes(settings, model, world.size, own)
-    return plan(model, settings, world_size=world.size, has_values=has_critic(settings, own)).peak
+    memory = min(gpu.memory for gpu in seen()[: world.local_size])
+    return plan(model, settings, world_size=world.size, has_values=has_critic(settings, own), memory=memory).peak
 
 
 def prepared(settings: Settings, own: Own, *, world: World, needed: int) -> Task:

@@ -137,24 +137,30 @@ def test_fewer_gpus_than_ranks(
         connect(replace(NODE, local_rank=local_rank, device=torch.device("cuda", local_rank)), timeout_s=1)
 
 
-def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(settings: Settings) -> None:
-    planned = plan(read_spec(settings.model.path), settings, world_size=1)
-    assert start.planned_bytes(settings, Own(), world=ALONE) == planned.peak > 0
+def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """For the GPU that is there, whatever run.gpu names: vLLM takes its share of that one, and run.gpu has not every kind."""
+    plant(monkeypatch, tmp_path, [L4])
+    named, here = (plan(read_spec(settings.model.path), settings, world_size=1, memory=memory) for memory in (0, L4.memory))
+    share = settings.engine.gpu_memory_utilization
+    assert named.engine.budget == int(share * 80e9) and here.engine.budget == int(share * L4.memory)
+    assert start.planned_bytes(settings, Own(), world=ALONE) == here.peak < L4.memory < named.peak
     assert start.planned_bytes(settings, Own(), world=replace(ALONE, device=torch.device("cpu"))) == 0
     assert start.planned_bytes(settings, Own(), world=replace(NODE, local_rank=3)) == 0
 
 
 def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole of start.run in a world of one, its share of an H100 on a GPU that is smaller."""
+    """The whole of start.run in a world of one, whose engine leaves nothing of the GPU to what lies beside it."""
 
     def meet(world: World, *, timeout_s: float) -> None:
         connect(replace(world, device=torch.device("cpu")), timeout_s=timeout_s)
 
-    settings = replace(settings, engine=replace(settings.engine, gpu_memory_utilization=0.5))
+    settings = replace(settings, engine=replace(settings.engine, gpu_memory_utilization=0.97))
     plant(monkeypatch, tmp_path, [L4])
     planted = {"place": lambda: ALONE, "connect": meet, "expand_segments": lambda: None, "build_task": None, "build": None}
     for name, value in planted.items():
         monkeypatch.setattr(start, name, value)
-    with pytest.raises(ValueError, match=r"^run.gpu=h100: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan needs 4\d\.\d;"):
+    with pytest.raises(ValueError, match=r"^run.gpu=h100: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan needs 2\d\.\d;"):
         start.run(settings)
     assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()

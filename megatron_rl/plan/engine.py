@@ -42,13 +42,14 @@ class EnginePlan:
         return self.cache // self.token
 
 
-def plan_engine(model: ModelSpec, settings: Settings) -> EnginePlan:
-    """vLLM's share of a GPU: weights, the largest step, and a cache of the rest. ValueError: no room for them and one context."""
+def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> EnginePlan:
+    """vLLM's share of a GPU: weights, the largest step, and a cache of the rest. `memory`: its bytes; 0 takes those of run.gpu. ValueError:
+    no room for them and one context."""
     given = settings.engine
     width = getattr(torch, given.dtype).itemsize
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width // given.tp
     engine = EnginePlan(
-        budget=int(given.gpu_memory_utilization * GPUS[settings.run.gpu].memory),
+        budget=int(given.gpu_memory_utilization * (memory or GPUS[settings.run.gpu].memory)),
         weights=sum(math.prod(shape) for shape in model.shapes().values()) * width // given.tp,
         working=_step(model, settings, width=width) + GRAPHS,
         token=token,

@@ -72,12 +72,14 @@ class Plan:
         return self.peak <= self.room
 
 
-def plan(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, has_boxes: bool = False) -> Plan:
-    """has_values: the algorithm needs a critic; has_boxes: the task runs code in boxes beside the engines. Raises ValueError where the
-    engine has no room for its weights and one context."""
+def plan(
+    model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, has_boxes: bool = False, memory: int = 0
+) -> Plan:  # fmt: skip
+    """has_values: the algorithm needs a critic; has_boxes: the task runs code in boxes beside the engines; memory: bytes of the GPU at
+    hand, 0 where it is the one of run.gpu. Raises ValueError where the engine has no room for its weights and one context."""
     micro_batch = settings.batch.micro_batch_tokens
     num_tokens = max(micro_batch, settings.engine.max_model_len)
-    engine = plan_engine(model, settings)
+    engine = plan_engine(model, settings, memory=memory)
     found = shares(model, settings, world_size=world_size, has_values=has_values)
     return Plan(
         gpu=settings.run.gpu,

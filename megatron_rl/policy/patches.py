@@ -34,7 +34,10 @@ def with_patches(batch: Batch, patches: Patches, layout: Layout, *, like: torch.
     if not mine:
         return replace(batch, patch_PC=torch.empty(0, 0, dtype=like.dtype))
     patch_PC = torch.cat([patches(image) for image in mine]).to(like.dtype)
-    return replace(batch, patch_PC=patch_PC.pin_memory() if like.is_cuda else patch_PC)
+    if like.is_cuda:
+        with torch.cuda.device(like.device):  # a thread begins on the first GPU, whichever is this rank's
+            patch_PC = patch_PC.pin_memory()
+    return replace(batch, patch_PC=patch_PC)
 
 
 def one_ahead(make: Callable[[T], T], items: Sequence[T]) -> Iterator[T]:
