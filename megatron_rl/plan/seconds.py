@@ -188,12 +188,13 @@ def flops(case: Case, tokens: float) -> float:
     settings, model, episode = case.settings, case.model, case.episode
     language, vision = case.sizes.language, case.sizes.vision
     before, epochs = passes_before(case), settings.batch.epochs
-    again = 2 if settings.parallel.recompute == "full" else 0
+    recompute = settings.parallel.recompute
+    again, again_seen = 2 * (recompute == "full"), 2 * (recompute in ("vision", "full"))
     each = epochs * ((4 if settings.lora.rank else 6) + again) + 2 * before
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * episode.length / 2
     pictures = settings.batch.prompts_per_step + case.num_episodes * (episode.pictures - 1)
     patches = pictures * episode.picture_tokens * model.vision.patches_a_token
-    of_a_patch = epochs * (6 + again if trains_vision(settings.lora, settings.model.frozen) else 2) + 2 * before
+    of_a_patch = epochs * (6 + again_seen if trains_vision(settings.lora, settings.model.frozen) else 2) + 2 * before
     return tokens * each * (language + attention) + settings.parallel.pp * patches * of_a_patch * vision
 
 
