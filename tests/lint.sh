@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, in seconds: ruff's checks and format, shellcheck. Expects launch/install.sh to have run.
+# Style, in seconds: ruff's checks and format, shellcheck, no merge half done. Expects launch/install.sh to have run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -7,3 +7,4 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check --quiet .
 ruff format --check --quiet .
 shellcheck launch/*.sh launch/slurm/*.sh launch/slurm/*.sbatch tests/*.sh .ci/run
+if git grep -nE '^(<<<<<<<|>>>>>>>) '; then exit 1; fi
