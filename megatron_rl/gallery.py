@@ -47,7 +47,7 @@ class Gallery:
     """Of one process. Every rank calls `gather` and `show` together with the others."""
 
     def __init__(self, *, patch: int, group: dist.ProcessGroup | None = None) -> None:
-        """`patch` is the side of a patch in pixels; ranks meet in `group` (world.patient)."""
+        """`patch` is the side of a patch in pixels; rollouts come together in `group` (world.patient), some much later than others."""
         self._patch, self._group = patch, group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._nodes = gather(_node(), group=group)
@@ -94,11 +94,11 @@ class Gallery:
             self._own = os.memfd_create("pictures")
             os.ftruncate(self._own, sum(sizes[key] for key in shelf))
             own = memoryview(mmap.mmap(self._own, 0))
-        for key, offset in shelf.items():
-            if key in self._held:
-                own[offset : offset + sizes[key]] = self._held[key].tobytes()
-        self._carry([route for route in hanging.routes if self._rank in (route.sender, route.receiver)], shelf, own, sizes)
-        addresses = gather((os.getpid(), self._own), group=self._group)  # all of them are filled
+        mine = [route for route in hanging.routes if self._rank in (route.sender, route.receiver)]
+        for key in shelf.keys() - {route.key for route in mine if route.receiver == self._rank}:
+            own[shelf[key] : shelf[key] + sizes[key]] = self._held[key].tobytes()
+        self._carry(mine, shelf, own, sizes)
+        addresses = gather((os.getpid(), self._own))  # all of them are filled
         needs = hanging.places.get(self._rank, {})
         seen = {rank: own if rank == self._rank else _map(*addresses[rank]) for rank in set(needs.values())}
         for key, rank in needs.items():
@@ -110,9 +110,9 @@ class Gallery:
         for route in routes:
             part = torch.frombuffer(own[shelf[route.key] : shelf[route.key] + sizes[route.key]], dtype=torch.uint8)
             if route.sender == self._rank:
-                works.append(dist.isend(part, route.receiver, group=self._group))
+                works.append(dist.isend(part, route.receiver))
             else:
-                works.append(dist.irecv(part, route.sender, group=self._group))
+                works.append(dist.irecv(part, route.sender))
         for work in works:
             work.wait()
 
@@ -129,6 +129,7 @@ class Gallery:
         """The step is over: nothing of it is needed."""
         self._held.clear()
         self._shown.clear()
+        self._leaders.clear()
         if self._own >= 0:
             os.close(self._own)
             self._own = -1

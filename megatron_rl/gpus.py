@@ -76,13 +76,13 @@ def misfits(settings: Settings, mine: Sequence[Gpu], *, num_ranks: int) -> list[
 
 
 def too_small(settings: Settings, mine: Sequence[Gpu], *, needed: int) -> str:
-    """`run.gpu=h100: ...` where a GPU is smaller than the plan; '' where none is."""
+    """`engine.gpu_memory_utilization=0.9: ...` where a GPU is smaller than the plan; '' where none is."""
     index, gpu = min(enumerate(mine), key=lambda each: each[1].memory)
     if gpu.memory >= needed:
         return ""
-    remedy = "name the GPU that is there by run.gpu, and lower what run.dry=true shows, or raise parallel.tp"
+    remedy = "lower it, or what run.dry=true shows beside the engine (batch.micro_batch_tokens, parallel.offload_*), or raise parallel.tp"
     lacks = f"GPU {index} ({gpu.name}) has {gpu.memory / 1e9:.1f} GB, and the plan needs {needed / 1e9:.1f}"
-    return f"run.gpu={settings.run.gpu}: {lacks}; {remedy}"
+    return f"engine.gpu_memory_utilization={settings.engine.gpu_memory_utilization}: {lacks}; {remedy}"
 
 
 def lack_of_shared_memory(free: int, num_ranks: int, *, each: int) -> str:

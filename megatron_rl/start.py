@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +23,7 @@ from megatron_rl.nodes import check_nodes
 from megatron_rl.observe.metrics import check_wandb
 from megatron_rl.opening import tell_prompts
 from megatron_rl.parts import Trained, build_critic, build_fleet, build_policy
+from megatron_rl.plan.devices import at_hand
 from megatron_rl.plan.dry import dry_run
 from megatron_rl.plan.memory import plan
 from megatron_rl.policy.critic import Critic
@@ -188,19 +189,25 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
             return Result(folder=folder, step=done.num_done, num_steps=num_steps, metrics=done.evaluation, is_finished=done.is_finished)
 
 
-def planned_bytes(settings: Settings, own: Own, *, world: World) -> int:
-    """What the plan needs of the fullest GPU, of the memory that the smallest one here has; 0 on CPUs, and on all but the first process of
-    a node. Before the processes meet: the plan makes up a world of its own."""
+def planned_bytes(settings: Settings, own: Own, *, world: World) -> int | ValueError | OSError:
+    """What the plan needs of the fullest GPU, of the memory that the smallest one here has, or why there is no plan; 0 on CPUs, and on all
+    but the first process of a node. Before the processes meet: the plan makes up a world of its own, what is wrong is for all to hear."""
     if world.device.type != "cuda" or not world.is_first_here:
         return 0
-    model = read_spec(settings.model.path)
-    check_sizes(settings, model, world.size, own)
-    memory = min(gpu.memory for gpu in seen()[: world.local_size])
-    return plan(model, settings, world_size=world.size, has_values=has_critic(settings, own), memory=memory).peak
+    try:
+        model = read_spec(settings.model.path)
+        check_sizes(settings, model, world.size, own)
+        memory = min(gpu.memory for gpu in seen()[: world.local_size])
+        settings = replace(settings, run=replace(settings.run, gpu=at_hand(memory, named=settings.run.gpu)))
+        return plan(model, settings, world_size=world.size, has_values=has_critic(settings, own), memory=memory).peak
+    except (ValueError, OSError) as trouble:
+        return trouble
 
 
-def prepared(settings: Settings, own: Own, *, world: World, needed: int) -> Task:
+def prepared(settings: Settings, own: Own, *, world: World, needed: int | ValueError | OSError) -> Task:
     """The task, and what can be known of a run before anything of it is built. `needed`: see planned_bytes."""
+    if not isinstance(needed, int):
+        raise needed
     check_gpus(settings, world, needed=needed)
     task = build_task(settings.task, own)
     check(settings, world.size, own)

@@ -51,7 +51,7 @@ def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
         ([H100] * 8, ""),
         ([H100] * 7 + [L4], "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold the same;"),
         ([SLICE] * 8, "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones; start one"),
-        ([L4] * 8, "run.gpu=h100: GPU 0 (NVIDIA L4) has 23.6 GB, and the plan needs 40.0; name the GPU that is there by run.gpu"),
+        ([L4] * 8, "engine.gpu_memory_utilization=0.45: GPU 0 (NVIDIA L4) has 23.6 GB, and the plan needs 40.0; lower it"),
         ([L40S] * 8 + [L4], ""),
     ],
 )
@@ -74,7 +74,7 @@ def refusal(settings: Settings, world: World, *, needed: int = 0) -> str:
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, [SLICE])
     assert refusal(settings, ALONE, needed=10**10) == ""
-    told = f"run.gpu=h100: GPU 0 ({SLICE.name}) has 10.5 GB, and the plan needs 11.0;"
+    told = f"engine.gpu_memory_utilization=0.45: GPU 0 ({SLICE.name}) has 10.5 GB, and the plan needs 11.0;"
     assert refusal(settings, ALONE, needed=11 * 10**9).startswith(told)
 
 
@@ -142,11 +142,18 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
 ) -> None:  # fmt: skip
     """For the GPU that is there, whatever run.gpu names: vLLM takes its share of that one, and run.gpu has not every kind."""
     plant(monkeypatch, tmp_path, [L4])
-    named, here = (plan(read_spec(settings.model.path), settings, world_size=1, memory=memory) for memory in (0, L4.memory))
+    l4 = replace(settings, run=replace(settings.run, gpu="l4"))
+    named = plan(read_spec(settings.model.path), settings, world_size=1)
+    here = plan(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory)
     share = settings.engine.gpu_memory_utilization
     assert named.engine.budget == int(share * 80e9) and here.engine.budget == int(share * L4.memory)
     assert start.planned_bytes(settings, Own(), world=ALONE) == here.peak < L4.memory < named.peak
     assert start.planned_bytes(settings, Own(), world=replace(ALONE, device=torch.device("cpu"))) == 0
+    lost = replace(settings, model=replace(settings.model, path="nowhere"))
+    told = start.planned_bytes(lost, Own(), world=ALONE)
+    assert isinstance(told, ValueError) and str(told).startswith("model.path=nowhere: ")
+    with pytest.raises(ValueError, match="^model.path=nowhere: "):  # where the ranks are together
+        start.prepared(lost, Own(), world=ALONE, needed=told)
     assert start.planned_bytes(settings, Own(), world=replace(NODE, local_rank=3)) == 0
 
 
@@ -161,6 +168,6 @@ def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: P
     planted = {"place": lambda: ALONE, "connect": meet, "expand_segments": lambda: None, "build_task": None, "build": None}
     for name, value in planted.items():
         monkeypatch.setattr(start, name, value)
-    with pytest.raises(ValueError, match=r"^run.gpu=h100: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan needs 2\d\.\d;"):
+    with pytest.raises(ValueError, match=r"^engine.gpu_memory_utilization=0.97: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan"):
         start.run(settings)
     assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()

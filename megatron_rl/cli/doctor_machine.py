@@ -7,6 +7,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
 def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some:
     what fits, and the seconds that are expected."""
-    from megatron_rl.plan.devices import in_gb
+    from megatron_rl.plan.devices import at_hand, in_gb
     from megatron_rl.plan.host import host_misfit, plan_host
     from megatron_rl.plan.memory import plan, require_fit  # brings Megatron
     from megatron_rl.plan.seconds import case_of, in_words
@@ -160,7 +161,9 @@ def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     if not (settings.run.world or torch.cuda.device_count()):
         return
     try:
-        planned = plan(model, settings, world_size=size, has_values=has_values)
+        memory = 0 if settings.run.world else min(gpu.memory for gpu in gpus.seen())  # of the GPUs that are here
+        at = settings if not memory else replace(settings, run=replace(settings.run, gpu=at_hand(memory, named=settings.run.gpu)))
+        planned = plan(model, at, world_size=size, has_values=has_values, memory=memory)
         report.say("plan", require_fit(planned))
         if settings.stage == "rl":
             report.say("seconds", in_words(case_of(model, settings, planned)))

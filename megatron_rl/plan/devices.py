@@ -32,5 +32,11 @@ GPUS = {
 """The SXM kind where there are several. Data sheets: L4 (2023), L40S (2023), A100 80GB (2021), H100 (2022), H200 (2024)."""
 
 
+def at_hand(memory: int, *, named: str) -> str:
+    """The kind whose row fits a GPU of so many bytes: the largest that is no larger, and of equal ones the one that is named."""
+    fitting = [name for name, gpu in GPUS.items() if gpu.memory <= memory]
+    return max(fitting, key=lambda name: (GPUS[name].memory, name == named), default="l4")
+
+
 def in_gb(size: float) -> str:
     return f"{size / GB:.1f} GB"

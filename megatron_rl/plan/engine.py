@@ -54,9 +54,10 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
         working=_step(model, settings, width=width) + GRAPHS,
         token=token,
     )
+    whose = "this GPU" if memory else f"a {settings.run.gpu}"
     require(
         engine.cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
-        f"{in_gb(engine.budget)} of a {settings.run.gpu} have no room for the engine's weights ({in_gb(engine.weights)}), its largest step "
+        f"{in_gb(engine.budget)} of {whose} have no room for the engine's weights ({in_gb(engine.weights)}), its largest step "
         f"({in_gb(engine.working)}) and one context ({in_gb(token * given.max_model_len)}); raise it or engine.tp, or lower "
         "engine.max_model_len",
     )  # fmt: skip

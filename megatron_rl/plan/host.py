@@ -23,7 +23,8 @@ class HostPlan:
     copies: int
     """Of parameters: those that leave the GPU while the engine rolls out, and those of the reference policy."""
     checkpoint: int
-    """What this rank writes, copied before training goes on (checkpoint.background): its part of weights, main weights and moments."""
+    """What this rank writes and copies to the host first: of its part of weights, main weights and moments all with checkpoint.background,
+    else what is on the GPU."""
     pictures: int
     """Of a step (plan/pictures.py)."""
     boxes: int
@@ -64,5 +65,7 @@ def _plan_host(share: Share, settings: Settings, *, replicas: int, seen: int, bo
     references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it changes places with the current
     copies = share.policy.parameters * references + (held.parameters if parallel.offload_parameters else 0)
     written = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place
-    checkpoint = written if settings.checkpoint.background else 0
+    # Without a background nothing is copied but what is on the GPU: Megatron keeps the main weights there, whatever is offloaded.
+    far = held.parameters // replicas + held.moments // 2 * (1 if parallel.offload_optimizer else 3)
+    checkpoint = written if settings.checkpoint.background else far
     return HostPlan(optimizer=state, copies=copies, checkpoint=checkpoint, pictures=seen, boxes=boxes)

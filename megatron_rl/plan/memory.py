@@ -48,6 +48,8 @@ class SharePlan:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Plan:
     gpu: str
+    memory: int
+    """Bytes of the GPU."""
     world_size: int
     num_tokens: int
     """Of the largest micro-batch."""
@@ -65,7 +67,7 @@ class Plan:
     @property
     def room(self) -> float:
         """Of the GPU."""
-        return USABLE * GPUS[self.gpu].memory
+        return USABLE * self.memory
 
     @property
     def fits(self) -> bool:
@@ -83,6 +85,7 @@ def plan(
     found = shares(model, settings, world_size=world_size, has_values=has_values)
     return Plan(
         gpu=settings.run.gpu,
+        memory=memory or GPUS[settings.run.gpu].memory,
         world_size=world_size,
         num_tokens=num_tokens,
         engine=engine,

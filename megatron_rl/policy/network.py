@@ -152,7 +152,9 @@ class Network:
         return results[: len(batches)]
 
     def complete(self, batch: Batch) -> Batch:
-        """The batch with the patches of the images that this rank encodes."""
+        """The batch with the patches of the images that this rank encodes: none, but on a pipeline's first stage."""
+        if not self.chunks[0].pre_process:
+            return batch
         return with_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
 
     def _trouble_in_gradient(self) -> str:

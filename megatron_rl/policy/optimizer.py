@@ -91,7 +91,8 @@ def _own_cores() -> Iterator[None]:
     """As many threads as this rank's share of the node's cores, unless it has more: torchrun gives it one (OMP_NUM_THREADS=1), and torch's
     fused AdamW then takes 10 to 15 s for 1 to 4e9 parameters (an estimate)."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // place().local_size))
+    allowed, share = len(os.sched_getaffinity(0)), os.cpu_count() // place().local_size  # a rank may be bound to a part of the node
+    torch.set_num_threads(max(before, min(allowed, share)))
     try:
         yield
     finally:

@@ -92,7 +92,9 @@ class Hand:
         """Groups that there is room for, once there is. Where an episode failed, which goes quickly, no more than the even share: what is
         broken here may be whole elsewhere, and where it is not every group is still played."""
         while len(playing := [episode for episode in episodes if not episode.done()]) + self.size > self.room:
-            await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+            for episode in done:
+                episode.result()  # what it raised is not kept until there is room
         num = (self.room - len(playing)) // self.size
         has_failed = any(episode.done() and not episode.result().is_scored for episode in episodes)
         return min(num, self.share - num_groups) if has_failed else num

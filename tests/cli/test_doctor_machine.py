@@ -160,4 +160,4 @@ def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkey
     report = Report()
     look_at_plan(settings, report, Own())
     (line,) = report.errors
-    assert line.startswith("run.gpu=h100: GPU 1 (NVIDIA L4) has 23.6 GB, and the plan needs 4")
+    assert line.startswith("engine.gpu_memory_utilization=0.5: GPU 1 (NVIDIA L4) has 23.6 GB, and the plan needs 4")

@@ -57,10 +57,10 @@ def test_vllm_batches_profiles_and_sleeps_as_the_plan_says(described: list[dict]
 
 
 def test_vllm_profiles_our_pictures_and_not_its_own(described: list[dict]) -> None:
-    """Told nothing it would encode one picture of 12.8 megapixels, and keep room for its 16,384 tokens; we have 2 megapixels at most."""
+    """Told nothing it would encode one picture of 12.8 megapixels, and keep room for its 16,384 tokens; we have 0.7 megapixels at most."""
     ours, its_own = [made for made in described if made["recipe"] == FIRST]
     assert (its_own["picture"], its_own["pictures"], its_own["patches"][0]) == ({"image": 16384}, {"image": 1}, 65536)
-    assert (ours["picture"], ours["pictures"], ours["patches"][0]) == ({"image": 2550}, {"image": 3}, 10200)
+    assert (ours["picture"], ours["pictures"], ours["patches"][0]) == ({"image": 892}, {"image": 9}, 3568)
     assert (its_own["cache"], ours["cache"]) == (16384, 8192)
 
 

@@ -219,20 +219,22 @@ def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], m
 
 
 def test_boxes_and_checkpoints_by_hand() -> None:
-    """Eight boxes of a GiB, of which an engine over two ranks has one pool; a checkpoint is copied where it is written beside training."""
+    """Eight boxes of a GiB, of which an engine over two ranks has one pool; a checkpoint is copied from the GPU, and where it is written
+    beside training from the host, too."""
     held = Footprint(parameters=100, gradients=200, main=400, moments=600)
     share = Share(tp_rank=0, pp_rank=0, num_parameters=50, num_trained=50, policy=held)
 
-    def planned(*, has_boxes: bool, tp: int = 1, background: bool = True) -> host.HostPlan:
+    def planned(*, has_boxes: bool, tp: int = 1, background: bool = True, offload: bool = False) -> host.HostPlan:
         sandbox = config.SandboxSettings(memory_mib=1024, size=8)
         settings = Settings(
             engine=EngineSettings(tp=tp), task=config.TaskSettings(name="mine", sandbox=sandbox), run=RunSettings(dir="there"),
-            checkpoint=config.CheckpointSettings(background=background),
+            checkpoint=config.CheckpointSettings(background=background), parallel=ParallelSettings(offload_optimizer=offload),
         )  # fmt: skip
         return host.plan_host([share], known_spec("Qwen/Qwen2.5-VL-3B-Instruct"), settings, world_size=2, has_boxes=has_boxes)
 
     assert [planned(has_boxes=True).boxes, planned(has_boxes=True, tp=2).boxes, planned(has_boxes=False).boxes] == [8 << 30, 4 << 30, 0]
-    assert planned(has_boxes=False).checkpoint == 100 // 2 + 3 * 300 and planned(has_boxes=False, background=False).checkpoint == 0
+    assert planned(has_boxes=False).checkpoint == planned(has_boxes=False, background=False).checkpoint == 100 // 2 + 3 * 300
+    assert planned(has_boxes=False, background=False, offload=True).checkpoint == 100 // 2 + 300
     whole = planned(has_boxes=True)
     assert whole.total == host.PROCESS + whole.optimizer + whole.copies + whole.checkpoint + whole.pictures + whole.boxes
 

@@ -132,6 +132,7 @@ def test_it_steps_on_its_share_of_the_nodes_cores(
     seen: list[int] = []
     inner.register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(13)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 13)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     step(there, random_model, 0)
     assert (seen, torch.get_num_threads()) == ([4], 1)

@@ -18,10 +18,10 @@ HOME = Path(next(word for word in sys.argv if word.startswith("run.dir=")).remov
 episode = Fleet._episode
 
 
-async def held(self: Fleet, example: object, settings: object, *, group: int, sample: int) -> Rollout:
+async def held(self: Fleet, example: object, settings: object, **given: object) -> Rollout:
     """The episode, and then a wait: it is what was sampled before that is given up."""
     kind = "hold_eval" if settings.seed == self.episode.at_step(-1).seed else "hold_train"
-    rollout = await episode(self, example, settings, group=group, sample=sample)
+    rollout = await episode(self, example, settings, **given)
     while (HOME / kind).exists():
         (HOME / f"{kind}_is_felt").touch()
         await asyncio.sleep(0.02)

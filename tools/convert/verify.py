@@ -25,6 +25,7 @@ from megatron_rl.minibatches import WeightedContext
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.patches import carried
 from megatron_rl.policy.training_state import load_weights
 from megatron_rl.policy.transformer import Chunk
 from megatron_rl.types import Context, Image
@@ -97,6 +98,7 @@ def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, to
         logits = {}
         for name, context in prompts(spec).items():
             batch = pack([WeightedContext(context)], image_token_id=spec.image_token_id, positions=spec.positions)
+            batch.patch_PC = torch.cat([carried(image) for image in batch.images]) if batch.images else None
             logits[name] = model.head(model(batch, torch.arange(batch.num_tokens)))
     return logits
 
