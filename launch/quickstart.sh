@@ -11,13 +11,14 @@ started=$SECONDS
 
 say() { echo "quickstart: $*"; }
 
-train() { python launch/spawn.py --standalone --local-addr 127.0.0.1 --nproc_per_node 2 launch/train.py "$@"; }
+train() { python launch/spawn.py --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" launch/train.py "$@"; }
 
 # percent STAGE KEY: a fraction of the stage's eval.json as NN.N
 percent() { python -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[1]))[sys.argv[2]]:.1f}")' "$RUNS/$1/eval.json" "$2"; }
 
 bash launch/install.sh
 export PATH="$PWD/.venv/bin:$PATH"
+processes=$(python -c 'import torch; print(min(2, torch.cuda.device_count()) or 2)') # one a GPU, where there are any
 unset PYTHONDONTWRITEBYTECODE # many short processes import the same 2 GB of packages: compile once
 export OMP_NUM_THREADS=1 # a process a core
 
