@@ -12,7 +12,7 @@ from megatron_rl.plan.pictures import pictures
 from megatron_rl.plan.shares import Share
 
 PROCESS = 6 * GB
-"""Python, torch and vLLM in one process: an estimate for CUDA's libraries; 0.8 GB without them (benchmarks/host_memory_2026-11-22.md)."""
+"""Python, torch and vLLM in one process: an estimate for CUDA's libraries; 0.84 GB without them, of a nano (benchmarks/host_memory.py)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class LatePolicy:
     def __init__(self, late_s: float) -> None:
         self.late_s = late_s
 
-    def save(self, folder: Path, *, optimizer: str, background: bool) -> LateSave:
+    def save(self, folder: Path, *, background: bool) -> LateSave:
         return LateSave(self.late_s)
 
 
