@@ -48,7 +48,8 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     monkeypatch.setattr(parts, "LocalEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
     monkeypatch.setattr(parts, "meeting_store", lambda: "store")
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
-    renderer, policy = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3]), object()
+    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], min_pixels=111, max_pixels=222)
+    policy = object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
     stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather="gather")
     given = {"trainer": policy, "renderer": renderer, "world": world, "gallery": gallery, "stop": stop, "tell": print}
@@ -69,6 +70,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
         "banned_ids": [2],
         "stop_ids": [3],
         "reads_weights": False,
+        "pixels": (111, 222),
     }
     assert vars(fleet.engine) == {**expected, "group": None if tp == 1 else [4, 5]}
 
