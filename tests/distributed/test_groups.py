@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state as engines
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 
@@ -65,6 +66,7 @@ def seen_by(rank: int, *, parallel: ParallelSettings, engine_tp: int, monkeypatc
     # What vLLM asks of peers that are not there, it would read out of memory that nobody has written.
     monkeypatch.setattr(engines, "in_the_same_node_as", lambda group, source_rank=0: same_node(group, source_rank))
     monkeypatch.setattr(MessageQueue, "create_from_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
     monkeypatch.setattr(type(current_platform), "dist_backend", "fake")
     monkeypatch.setattr(dist, "new_group", counted)
     with imagined_world(rank, size=SIZE):
