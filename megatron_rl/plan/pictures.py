@@ -1,8 +1,10 @@
-"""The plan of what a step's pictures take on the host, on the rank with most of them, if every episode has as many and as large as it may.
+"""The plan of what a step's pictures take on the host, on a rank, if every episode has as many and as large as it may and groups are dealt
+evenly (an engine that is faster may take more: rollout/dealing.py).
 
 While engines roll out: each picture as Pillow has it, and the patches that vLLM is given, until its episode is over. While the policy is
 trained: what is shown to other ranks and what they show (gallery.py), and the patches of the micro-batches that run and come next
-(policy/patches.py). Pictures before they are resized are not counted: a task reads or makes them one by one.
+(policy/patches.py). Not counted: pictures before they are resized, which stay until their episode is over; and what the C library keeps of
+freed memory. Measured growth was 1.65 to 1.87 times what stands here (benchmarks/host_memory_2026-11-22.md).
 """
 
 from megatron_rl.config import Settings

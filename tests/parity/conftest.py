@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
+from tests.support.sampled import engine_of
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +25,5 @@ def hf(random_model: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 @pytest.fixture(scope="module")
 def engine(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
-    engine = LocalEngine(
-        str(random_model), EngineSettings(kv_cache_mib=32),
-        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
-    )  # fmt: skip
-    yield engine
-    engine.close()
+    with engine_of(random_model, renderer) as engine:
+        yield engine

@@ -14,17 +14,13 @@ from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.sampler import EngineNoise
 from tests.support.packed import prompts
-from tests.support.sampled import BOUND, check_frequencies, gap, generate, policy_logits
+from tests.support.sampled import BOUND, check_frequencies, engine_of, gap, generate, policy_logits
 
 
 @pytest.fixture(scope="module")
 def bare(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
-    engine = LocalEngine(
-        str(random_model), EngineSettings(kv_cache_mib=32), reads_weights=False,
-        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
-    )  # fmt: skip
-    yield engine
-    engine.close()
+    with engine_of(random_model, renderer, reads_weights=False) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,19 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
-from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import prompts
-from tests.support.sampled import BOUND, gap, generate
+from tests.support.sampled import BOUND, engine_of, gap, generate
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
 @pytest.fixture
 def tied(tied_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
-    engine = LocalEngine(
-        str(tied_model), EngineSettings(kv_cache_mib=32), reads_weights=False,
-        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
-    )  # fmt: skip
-    yield engine
-    engine.close()
+    with engine_of(tied_model, renderer, reads_weights=False) as engine:
+        yield engine
 
 
 def test_a_tied_model_is_served(tied: LocalEngine, tied_model: Path, renderer: Renderer) -> None:

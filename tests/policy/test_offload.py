@@ -100,7 +100,9 @@ def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pyte
 
 def test_nothing_is_locked_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "pin_memory", None)
-    HostCopy(parameters().values()).take()
+    copy = HostCopy(parameters().values())
+    copy.take()
+    assert copy.pairs and all(bytes(host.numpy()) == bytes(storage.tolist()) for storage, host in copy.pairs)
 
 
 def test_the_reference_speaks_as_the_policy_did_and_leaves_no_trace(world: None, random_model: Path) -> None:

@@ -2,10 +2,14 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
+from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
@@ -13,6 +17,17 @@ from megatron_rl.types import Context, Image
 
 BOUND = 1e-4
 """Absolute, in float32; typical is 3e-6, the largest seen 1.8e-5."""
+
+
+@contextmanager
+def engine_of(model: Path, renderer: Renderer, *, reads_weights: bool = True) -> Iterator[LocalEngine]:
+    """A real engine of a folder; without its weights it plays after the first load_weights."""
+    engine = LocalEngine(
+        str(model), EngineSettings(kv_cache_mib=32), reads_weights=reads_weights,
+        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+    )  # fmt: skip
+    yield engine
+    engine.close()
 
 
 def generate(engine: LocalEngine, contexts: list[Context], samplings: list[Sampling]) -> list[Completion]:
