@@ -2,7 +2,7 @@
 
 What travels is read off types.py: every field of Rollout, Context, Turn and ToolCall under its own name, so that a field that is added
 there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller hands in; their
-patches stay behind, and Renderer.restore makes them again. jsonl.to_line writes a record; NaN and infinities are strings in the line.
+patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes a record; NaN and infinities are strings in the line.
 
     {"version": 2, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
      "contexts": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}], "turns": [{"context": 0, "span": [2, 3], ...}]}
