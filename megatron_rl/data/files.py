@@ -12,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megatron_rl.config import require
 
-FORMATS = (".parquet", ".arrow", ".jsonl", ".json")
+FORMATS = (".parquet", ".arrow", ".jsonl", ".json", ".tsv", ".csv")
 """Of a folder the first of these that it has is read: what else lies there tells of the data, and is none."""
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -1,9 +1,9 @@
-"""Rows of the user's files, one at a time: JSON lists, JSON lines, Parquet and Arrow, in memory that does not grow with the file.
+"""Rows of the user's files, one at a time: JSON lists, JSON lines, tables, Parquet and Arrow, in memory that does not grow with the file.
 
-JSON is read where it lies: only each row's place is kept, 16 bytes a row. A page of Parquet cannot be entered in the middle, so a Parquet
-file is copied once, as one Arrow record a row, to a cache in the temporary folder (TMPDIR moves it) that the processes of a machine share.
-Memory there is a few times the file's largest page: 1,024 rows where pyarrow wrote it. What a file of a few bytes can stand for is bounded
-by its size, in memory, on the disk and in time (parquet_copy.py).
+JSON and tables (tables.py) are read where they lie: only each row's place is kept, 16 bytes a row. A page of Parquet cannot be entered in the
+middle, so a Parquet file is copied once, as one Arrow record a row, to a cache in the temporary folder (TMPDIR moves it) that the processes
+of a machine share. Memory there is a few times the file's largest page: 1,024 rows where pyarrow wrote it. What a file of a few bytes can
+stand for is bounded by its size, in memory, on the disk and in time (parquet_copy.py).
 Rows count from 0, as in pandas. Nulls are absent keys, so that a row reads alike from all formats.
 """
 
@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from megatron_rl.config import require
 from megatron_rl.data import parquet_copy
+from megatron_rl.data.tables import SEPARATORS, NoRows, TableRows, stamp
 
 JsonRow = Mapping[str, object]
 MAX_ROW_BYTES = 256 << 20
@@ -38,29 +39,28 @@ def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
     try:
         if path.suffix == ".arrow":
             return ArrowRows(path)
+        if path.suffix in SEPARATORS:
+            return TableRows(path, max_row_bytes=MAX_ROW_BYTES)
         return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
     except NoRows as error:
         raise ValueError(f"{key}={path}: {error}") from error
 
 
-class NoRows(ValueError):
-    """What keeps a file from being read, in words."""
-
-
 class JsonRows(Sequence[JsonRow]):
-    """A JSON list of objects, or one object a line. Opens the file for each row: may be pickled and shared by threads.
+    """A JSON list of objects, one object a line, or in a .json file one object over several. Opens the file for each row: may be pickled and
+    shared by threads.
 
     A file that has changed since is a ValueError: the places of its rows are not what they were.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp = _stamp(path)
+        self._stamp = stamp(path)
         self._ends = array("q")
         self._starts = array("q")
         with path.open("rb") as file:
             first = file.read(_CHUNK).decode("latin-1").removeprefix("\xef\xbb\xbf").lstrip(_SPACE)[:1]
-        for start, end in _list_spans(path) if first == "[" else _line_spans(path):
+        for start, end in _list_spans(path) if first == "[" else _object_span(path) or _line_spans(path):
             self._starts.append(start)
             self._ends.append(end)
 
@@ -69,7 +69,7 @@ class JsonRows(Sequence[JsonRow]):
 
     def __getitem__(self, index: int) -> JsonRow:
         start, end = self._starts[index], self._ends[index]
-        if _stamp(self.path) != self._stamp:
+        if stamp(self.path) != self._stamp:
             raise ValueError(f"{self.path.name} row {index}: written since the run began; the same command goes on with it as it is")
         with self.path.open("rb") as file:
             file.seek(start)
@@ -128,10 +128,11 @@ class ArrowRows(Sequence[JsonRow]):
         return _present(self._table.slice(range(len(self))[index], 1).to_pylist()[0])
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """What changes with a file's content: its size, and when it was written, in nanoseconds."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+def _object_span(path: Path) -> list[tuple[int, int]]:
+    """Of a .json file whose first line opens an object and says no more, all of it; else nothing."""
+    with path.open("rb") as file:
+        is_one = path.suffix == ".json" and file.readline(MAX_ROW_BYTES).strip() == b"{"
+    return [(0, path.stat().st_size)] if is_one else []
 
 
 def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
@@ -185,7 +186,7 @@ def _arrow_copy(path: Path) -> Path:
     folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     require(folder.stat().st_uid == os.getuid(), "TMPDIR", folder, "belongs to somebody else; choose another temporary folder")
-    size, written = _stamp(path)
+    size, written = stamp(path)
     key = hashlib.sha256(f"{path.resolve()} {size} {written}".encode()).hexdigest()[:32]
     copy = folder / f"{key}.arrow"
     with (folder / f"{key}.lock").open("w") as lock:

@@ -1,0 +1,99 @@
+"""Rows of tables as text (.tsv, .csv), which is how several benchmarks are published. All values are text; what is empty is absent.
+
+Where a table has the columns index and image, an image of at most 64 characters is the index of the row that holds the picture: tables for
+VLMEvalKit write a picture once (vlmeval/dataset/image_base.py, 2025).
+"""
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+INDEX, IMAGE = "index", "image"
+LONGEST_REFERENCE = 64
+SEPARATORS = {".tsv": "\t", ".csv": ","}
+
+
+class NoRows(ValueError):
+    """What keeps a file from being read, in words."""
+
+
+class TableRows(Sequence[dict[str, str]]):
+    """A row lies where it lies in the file, and is read when it is asked for."""
+
+    def __init__(self, path: Path, *, max_row_bytes: int) -> None:
+        """NoRows: no names in the first row, one that stands there twice, a row that is longer, or has not as many fields."""
+        self.path, self._separator = path, SEPARATORS[path.suffix]
+        csv.field_size_limit(max_row_bytes)
+        self._stamp = stamp(path)
+        self._spans: list[tuple[int, int]] = []
+        homes: dict[str, int] = {}
+        referring: list[tuple[int, str]] = []
+        with path.open("rb") as file:
+            records = _records(file, self._separator, max_row_bytes=max_row_bytes)
+            self.names, _ = next(records, ([], (0, 0)))
+            if not all(self.names) or len(set(self.names)) < len(self.names) or not self.names:
+                raise NoRows(f"its first row must name the columns, each once; it has {', '.join(self.names[:20]) or 'none'}")
+            for number, (fields, span) in enumerate(records):
+                if len(fields) != len(self.names):
+                    raise NoRows(f"row {number} has {len(fields)} fields, its first row names {len(self.names)} columns")
+                self._spans.append(span)
+                index, image = self._of(fields, INDEX), self._of(fields, IMAGE)
+                if len(image) > LONGEST_REFERENCE:
+                    homes.setdefault(index, number)
+                elif image:
+                    referring.append((number, image))
+        self._homes = {number: homes[image] for number, image in referring if image in homes}
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        """ValueError: the file was written since."""
+        number = range(len(self))[index]
+        row = self._read(number)
+        if number in self._homes:
+            row[IMAGE] = self._read(self._homes[number])[IMAGE]
+        return row
+
+    def _read(self, number: int) -> dict[str, str]:
+        if stamp(self.path) != self._stamp:
+            raise ValueError(f"{self.path.name} row {number}: written since the run began; the same command goes on with it as it is")
+        start, end = self._spans[number]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            text = file.read(end - start).decode()
+        (fields,) = csv.reader([text], delimiter=self._separator)
+        return {name: value for name, value in zip(self.names, fields, strict=True) if value}
+
+    def _of(self, fields: Sequence[str], name: str) -> str:
+        return fields[self.names.index(name)] if name in self.names else ""
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """What changes with a file's content: its size, and when it was written, in nanoseconds."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[tuple[list[str], tuple[int, int]]]:
+    """The fields of each record that is not blank, and its first and one-past-last byte. The reader asks for as many lines as a record has."""
+    at = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+    file.seek(at)
+    end = start = at
+
+    def lines() -> Iterator[str]:
+        nonlocal end
+        while line := file.readline(max_row_bytes + 1):
+            end += len(line)
+            if end - start > max_row_bytes:
+                raise NoRows(f"holds a row of more than {max_row_bytes >> 20} MiB; is a quotation mark left open?")
+            yield line.decode()
+
+    try:
+        for fields in csv.reader(lines(), delimiter=separator, strict=True):
+            if fields:
+                yield fields, (start, end)
+            start = end
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise NoRows(f"the row that begins at byte {start} is none ({error})") from error
