@@ -34,6 +34,34 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "the right option stays at its letter when options are shuffled",
+        "megatron_rl/published/items.py",
+        "LETTERS[order.index(LETTERS.index(item.answer))]",
+        "item.answer",
+        "tests/published/test_readers.py -k shuffled",
+    ),
+    Mutant(
+        "directions count as three kinds of VSI-Bench",
+        "megatron_rl/published/benchmarks.py",
+        'mean_over("type", merged=DIRECTIONS)',
+        'mean_over("type")',
+        "tests/published/test_official.py -k kinds",
+    ),
+    Mutant(
+        "intervals draw items that belong together one by one",
+        "megatron_rl/published/figures.py",
+        "cut = [by_unit(scored) for scored in samples]",
+        "cut = [{str(number): [each] for number, each in enumerate(scored)} for scored in samples]",
+        "tests/published/test_official.py -k interval",
+    ),
+    Mutant(
+        "a user's row may say what it is scored by",
+        "megatron_rl/data/questions.py",
+        '**({"official": record.official} if record.official else {}),',
+        '**({"official": row["official"]} if "official" in row else {"official": record.official} if record.official else {}),',
+        "tests/published/test_official.py -k scores_by",
+    ),
+    Mutant(
         "a layer is blamed for what is added to its output in place",
         "megatron_rl/explain/layers.py",
         "return value.detach().float().cpu().clone()",

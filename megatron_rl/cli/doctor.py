@@ -17,11 +17,12 @@ from megatron_rl.cli.doctor_services import look_at_engines, look_at_services
 from megatron_rl.cli.report import Report, show
 from megatron_rl.config import JudgeSettings, SandboxSettings, Settings, service_of
 from megatron_rl.data.prompts import Prompts, around
-from megatron_rl.data.questions import Questions, open_questions
+from megatron_rl.data.questions import Questions
 from megatron_rl.data.survey import Survey, survey
 from megatron_rl.data.transcripts import transcripts
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import check_wandb
+from megatron_rl.published.benchmarks import questions_of
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rewards.client import client_of
@@ -94,9 +95,7 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
     for split in ("train", "eval"):
         try:
             if given[split]:
-                opened[split] = open_questions(
-                    given[split], images_root=data.images, image_roots=data.image_roots, name=split, columns=data.columns
-                )
+                opened[split] = questions_of(data, split)
         except ValueError as error:
             report.fail(f"data.{split}", str(error))
     beside = around_of(settings, task, opened, renderer) if renderer and task else 0

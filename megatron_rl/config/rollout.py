@@ -164,6 +164,12 @@ class ColumnSettings:
     """Column that tells which rule compares answers; empty takes data_source."""
 
 
+BENCHMARKS = (
+    "vstar", "hrbench", "mathverse", "mathvista", "vsi_bench", "tir_bench", "visualprobe", "mathvision", "wemath", "dynamath", "vlmblind",
+)  # fmt: skip
+"""Those of published/benchmarks.py."""
+
+
 @dataclass(kw_only=True, slots=True)
 class DataSettings:
     """The user's questions: files, folders or data sets in the cache of Hugging Face (docs/data.md)."""
@@ -181,9 +187,21 @@ class DataSettings:
     """Further folders below which rows may name pictures, by absolute paths, by .. or through links; nothing else of the disk is read."""
     max_eval: int = 0
     """Evaluate on the first so many examples; 0 takes all."""
+    benchmark: str = ""
+    """The published benchmark that task.data.eval holds the files of, which are then read, scored and told as it has them (docs/evaluation.md):
+    vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath or vlmblind."""
+    shuffle_options: int = 0
+    """Seed of the order in which a benchmark's options are shown; 0 shows them as they were published."""
+    frames: int = 32
+    """Pictures that a benchmark's question shows at most, spread evenly: of videos these are frames."""
 
     def __post_init__(self) -> None:
-        require(self.max_eval >= 0, "task.data.max_eval", self.max_eval, "must not be negative")
+        for key in ("max_eval", "shuffle_options"):
+            require(getattr(self, key) >= 0, f"task.data.{key}", getattr(self, key), "must not be negative")
+        require_choice("task.data.benchmark", self.benchmark, ("", *BENCHMARKS))
+        require(self.frames >= 1, "task.data.frames", self.frames, "must be at least 1")
+        remedy = "is for a published benchmark; name it in task.data.benchmark"
+        require(bool(self.benchmark) or not self.shuffle_options, "task.data.shuffle_options", self.shuffle_options, remedy)
 
 
 @dataclass(kw_only=True, slots=True)

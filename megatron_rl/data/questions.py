@@ -8,7 +8,7 @@ The user's own:  {question, answer}, with image, images or neither. For question
 
 An example's payload, whatever the shape: question (a picture's place is written <image>; pictures that have none come first), answer (out
 of <answer> and \\boxed), system (of messages that hold the question), images (a tuple of StoredImage), data_source, ability, env_name,
-index, extra (every other column and every other key of extra_info).
+index, extra (every other column and every other key of extra_info); of a published benchmark also official (published/items.py).
 """
 
 import math
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
 from megatron_rl.data.images import StoredImage
-from megatron_rl.data.records import PLACE, Record, Records
+from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
 from megatron_rl.types import Example
 
@@ -53,18 +53,20 @@ class Questions(Sequence[Example]):
 
 
 def open_questions(
-    paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None
-) -> Questions:
+    paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None,
+    read: Read | None = None,
+) -> Questions:  # fmt: skip
     """The questions of the files, not looked at yet."""
-    records = Records(paths, images_root=images_root, image_roots=image_roots, key=f"task.data.{name}", columns=columns)
+    records = Records(paths, images_root=images_root, image_roots=image_roots, key=f"task.data.{name}", columns=columns, read=read)
     return Questions(records, name=name)
 
 
 def questions(
-    paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None
-) -> Questions:
+    paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None,
+    read: Read | None = None,
+) -> Questions:  # fmt: skip
     """The same after a look at every row. ValueError names file and row of the first that cannot be used."""
-    opened = open_questions(paths, images_root=images_root, image_roots=image_roots, name=name, columns=columns)
+    opened = open_questions(paths, images_root=images_root, image_roots=image_roots, name=name, columns=columns, read=read)
     found = survey(opened)
     found.require_sound()
     given = columns or ColumnSettings()
@@ -75,11 +77,11 @@ def questions(
     return opened
 
 
-def split_of(data: DataSettings, split: str) -> Questions:
+def split_of(data: DataSettings, split: str, *, read: Read | None = None) -> Questions:
     """The questions of split train or eval, of the latter the first data.max_eval. ValueError: no files are given, or a row is no good."""
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the files of questions (docs/data.md)")
-    chosen = questions(paths, images_root=data.images, image_roots=data.image_roots, name=split, columns=data.columns)
+    chosen = questions(paths, images_root=data.images, image_roots=data.image_roots, name=split, columns=data.columns, read=read)
     return chosen[: data.max_eval] if split == "eval" and data.max_eval else chosen
 
 
@@ -101,6 +103,7 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
         **{key: record.text(row.get(key, ""), key) for key in ("data_source", "ability", "env_name")},
         "index": index,
         "extra": rest,
+        **({"official": record.official} if record.official else {}),
     }
 
 

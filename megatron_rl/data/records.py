@@ -1,7 +1,7 @@
 """Rows of several files as one sequence, and the checks that name file, row and field."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_rl.config import ColumnSettings, require
@@ -28,10 +28,14 @@ class Record:
     row: JsonRow
     where: str
     """`train.parquet row 17`."""
+    path: Path
+    """The file."""
     folder: Path
     """Where relative paths of pictures start."""
     roots: tuple[Path, ...] = ()
     """Folders below which a row may name pictures, beside that one."""
+    official: Mapping[str, object] = field(default_factory=dict)
+    """What a published benchmark scores a reply by (published/items.py). Never a row's own word."""
 
     def text(self, value: object, name: str) -> str:
         """The value, which must be text that a tokenizer takes."""
@@ -63,18 +67,23 @@ class Record:
         return ValueError(f"{self.where}: {name}: {what}")
 
 
+Read = Callable[[Record], Record]
+"""A row as a benchmark has it -> a row as questions.py reads it. ValueError, by record.error: it is none of those."""
+
+
 class Records(Sequence[Record]):
-    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them.
+    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them; `read`: what
+    makes a row that questions.py knows of one.
 
     Raises ValueError, under the setting `key`: no file, one that is not there or not of its format, no rows.
     """
 
     def __init__(
         self, paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), key: str = "task.data",
-        columns: ColumnSettings | None = None,
+        columns: ColumnSettings | None = None, read: Read | None = None,
     ) -> None:  # fmt: skip
         self._files = [(path, open_rows(path, key=key)) for name in paths for path in files_of(name, key=key)]
-        self._folder, self._columns = images_root, chosen_names(columns) if columns else {}
+        self._folder, self._columns, self._read = images_root, chosen_names(columns) if columns else {}, read
         self._roots = (*map(Path, image_roots), *(home for name in paths for home in homes_of(name, key=key)))
         require(len(self) > 0, key, list(paths), "has no rows")
 
@@ -86,8 +95,9 @@ class Records(Sequence[Record]):
         for path, rows in self._files:
             if within < len(rows):
                 folder = Path(self._folder) if self._folder else path.parent
-                record = Record(rows[within], f"{path.name} row {within}", folder, (path.parent, *self._roots))
-                return renamed(record, self._columns)
+                record = Record(rows[within], f"{path.name} row {within}", path, folder, (path.parent, *self._roots))
+                record = renamed(record, self._columns)
+                return record if self._read is None else self._read(record)
             within -= len(rows)
         raise AssertionError(f"row {index} of {len(self)} lies in no file")
 

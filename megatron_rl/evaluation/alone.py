@@ -25,6 +25,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import read
 from megatron_rl.parts import Staying, build_fleet, episode_settings
+from megatron_rl.published.benchmarks import official_interval
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import writing
@@ -160,6 +161,7 @@ def _published(
     folder, lines = Path(settings.run.dir), by_example(task, examples, rollouts)
     if "episodes" in scores:
         scores = scores | intervals(lines, samples=settings.evaluation.samples)
+    scores = scores | official_interval(settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored])
     first = read(chunk_path(folder, 0), pictures=False)[0].rollout
     prompt = first.contexts[0].token_ids[: first.turns[0].span[0]] if first.turns else []
     conditions = stated(settings, num_examples=len(examples), prompt=prompt)

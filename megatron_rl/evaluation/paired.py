@@ -8,8 +8,9 @@ import numpy as np
 from scipy.stats import binomtest
 
 from megatron_rl.evaluation.folder import EVALUATION, EXAMPLES
-from megatron_rl.evaluation.report import RESAMPLES, SEED, bootstrap
+from megatron_rl.evaluation.report import RESAMPLES, bootstrap
 from megatron_rl.jsonl import read_json, read_lines
+from megatron_rl.published.figures import SEED
 
 OWN = ("model", "weights")
 """What evaluations are compared for: these may differ."""
@@ -20,10 +21,10 @@ ROUNDING = 1e-12
 class Evaluation:
     folder: Path
     means: Mapping[str, float]
-    """By example, the share of its episodes that solved it."""
+    """By example, the mean credit of its episodes: where that is 1 or 0, the share that solved it."""
     stated: Mapping[str, str]
     has_many: bool
-    """More than one episode an example."""
+    """Means that are not 1 or 0: more than one episode an example, or half a credit."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -41,8 +42,9 @@ def read_evaluation(folder: Path) -> Evaluation:
     """ValueError: there is none, or its files are damaged."""
     try:
         lines, stated = read_lines(folder / EXAMPLES), read_json(folder / EVALUATION)["stated"]
-        means = {str(line["id"]): sum(line["solved"]) / len(line["solved"]) for line in lines}
-        many = any(len(line["solved"]) > 1 for line in lines)
+        credits = {str(line["id"]): line.get("credit", line["solved"]) for line in lines}
+        means = {name: sum(credit) / len(credit) for name, credit in credits.items()}
+        many = any(len(credit) > 1 or credit[0] not in (0, 1) for credit in credits.values())
         found = Evaluation(folder, means, {str(name): str(text) for name, text in stated.items()}, many)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

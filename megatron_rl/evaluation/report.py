@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Settings
+from megatron_rl.published.figures import LEVEL, PART, SEED
 from megatron_rl.rollout.vllm.command import VLLM
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Example, Rollout
 
-RESAMPLES, SEED = 10_000, 0
-LEVEL = (2.5, 97.5)
-"""Percentiles of a 95% interval."""
+RESAMPLES = 10_000
+COLUMNS = ("solved", "credit", "rewards", "ends", "said")
+"""What a line has of each of its example's episodes. Credit is what its accuracy came to where that is told, else whether it is solved."""
 
 
 def by_example(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
@@ -24,8 +25,10 @@ def by_example(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollo
     for rollout in rollouts:
         if not rollout.is_scored:
             continue
-        line = lines.setdefault(rollout.group, {"id": examples[rollout.group].id, "solved": [], "rewards": [], "ends": [], "said": []})
-        line["solved"].append(float(task.success(rollout)))
+        line = lines.setdefault(rollout.group, {"id": examples[rollout.group].id, **{name: [] for name in COLUMNS}})
+        solved = float(task.success(rollout))
+        line["solved"].append(solved)
+        line["credit"].append(rollout.rewards.get(PART, solved))
         line["rewards"].append(rollout.reward)
         line["ends"].append(str(rollout.end))
         line["said"].append([turn.text for turn in rollout.turns])
@@ -62,10 +65,13 @@ def stated(settings: Settings, *, num_examples: int, prompt: Sequence[int]) -> d
     task, judge, given = settings.task, settings.task.judge, settings.evaluation
     turns, length = task.eval_max_turns or task.max_turns, settings.engine.max_model_len
     digest = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:12]
+    data = task.data
+    order = f"options in an order of seed {data.shuffle_options}" if data.shuffle_options else "options as published"
     asked = f"{judge.model or 'whatever is served'} at {', '.join(judge.urls) or 'a service'}"
     return {
         "task": task.name,
         "data": ", ".join(task.data.train if given.split == "train" else task.data.eval) or "the task's own",
+        "benchmark": f"{data.benchmark}, {order}, {data.frames} pictures at most" if data.benchmark else "none",
         "examples": f"{num_examples} of split {given.split}, {given.samples} episodes each, seed {settings.run.seed}",
         "model": settings.model.path,
         "weights": f"of {', '.join(given.urls)}" if given.urls else given.weights or "the model's own",

@@ -3,20 +3,33 @@
 data_source tells which rule applies. A source that nobody knows is compared like the rest: text, choice or number, mathematics, judge.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.rewards.algebra import Algebra
 from megatron_rl.rewards.answer import NUMERIC_SOURCES, Read, decide, last_reply, relative_accuracy, unboxed, vetoes
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
+from megatron_rl.rewards.official import official
 from megatron_rl.rewards.rubric import Outcome
 
 MATHS_SOURCES = ("thinklite_eureka", "xince")
 """Mathematics by DeepEyes' rules (rubrics.py)."""
 FAMILIES = {
-    "search": ("vstar", "hrbench", "high_res", "deepeyes", "minio3", "visual_search", "vl_agent"),
+    "search": ("vstar", "hrbench", "high_res", "deepeyes", "minio3", "visual_search", "visualprobe", "vl_agent"),
     "chart": ("chart", "ecd"),
-    "maths": (*MATHS_SOURCES, "wemath", "v-interaction", "mathvision", "mathvista", "mathverse", "logicvista", "geometry3k", "geoqa"),
+    "maths": (
+        *MATHS_SOURCES,
+        "wemath",
+        "v-interaction",
+        "mathvision",
+        "mathvista",
+        "mathverse",
+        "dynamath",
+        "logicvista",
+        "geometry3k",
+        "geoqa",
+    ),
 }
 """Worked examples that the judge is shown, by how a data source begins; `general` for all others."""
 
@@ -28,11 +41,15 @@ class Accuracy:
     judge: Judge | None
 
     async def __call__(self, outcome: Outcome) -> float:
-        """1 or 0; mean relative accuracy for numeric sources. Without a judge what the rules leave open is wrong. Raises HostFault."""
+        """1 or 0; mean relative accuracy for numeric sources; by a published benchmark's own rules for its questions. Without a judge what the
+        rules leave open is wrong. Raises HostFault."""
         answer = self.read(last_reply(outcome))
         if answer is None or any(holds(outcome) for holds in vetoes(self.read).values()):
             return 0.0
         truth = unboxed(str(outcome.payload["answer"]).strip())
+        by = outcome.payload.get("official")
+        if isinstance(by, Mapping) and (credit := official(truth, answer, by)) is not None:
+            return credit
         if source_of(outcome).endswith(NUMERIC_SOURCES):
             return relative_accuracy(truth, answer)
         verdict = decide(truth, answer, question=str(outcome.payload["question"]))

@@ -8,12 +8,12 @@ import asyncio
 from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
-from megatron_rl.data.questions import split_of
+from megatron_rl.published.benchmarks import examples_of, figures
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
 from megatron_rl.tasks.base import Env, Step, Task
 from megatron_rl.tasks.visual_python.messages import place, say
-from megatron_rl.types import Example, Message
+from megatron_rl.types import Example, Message, Rollout
 
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
 PROMPT = "{question}" + ANSWER
@@ -59,11 +59,15 @@ class VqaTask(Task):
     def examples(self, split: str) -> Sequence[Example]:
         """Every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
-            self._splits[split] = split_of(self.settings.data, split)
+            self._splits[split] = examples_of(self.settings.data, split)
         return self._splits[split]
 
     def env(self, example: Example) -> VqaEnv:
         return VqaEnv(example, prompt=self.prompt, system=self.system)
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Those that are quoted of task.data.benchmark."""
+        return figures(self.settings.data.benchmark, examples, rollouts)
 
     def gold(self, example: Example) -> list[str]:
         """Replies that earn full marks."""

@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "batch": {"minibatches", *DATA},
     "gallery": DATA,
     "rewards": {"servers", "types", "config"},
-    "tasks": {"data", "jsonl", "rewards", "types", "config"},
+    "published": {"data", "types", "config"},
+    "tasks": {"data", "jsonl", "published", "rewards", "types", "config"},
     "data": {"types", "config"},
     "observe": {"jsonl", "wire", "types", "config"},
     "rollout": {"tasks", "rewards", "models", "servers", *DATA},
@@ -58,7 +59,8 @@ MAY_IMPORT = {
     "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
     "cli": {
         "attempts", "choices", "configs", "data", "evaluation", "explain", "gpus", "jsonl", "models", "nodes", "observe", "plan", "policy",
-        "recorded", "rewards", "rollout", "run", "run_folder", "run_seen", "services", "start", "stop", "sweeps", "tasks", "weights", *DATA,
+        "published", "recorded", "rewards", "rollout", "run", "run_folder", "run_seen", "services", "start", "stop", "sweeps", "tasks",
+        "weights", *DATA,
     },
     "opening": {"data", "rollout", *DATA},
     "parts": {"algo", "gallery", "policy", "rollout", "stop", "tasks", *DATA},
@@ -78,8 +80,8 @@ MAY_IMPORT = {
         "wire", *DATA,
     },
     "evaluation": {
-        "choices", "evaluate", "gallery", "jsonl", "models", "observe", "parts", "rewards", "rollout", "run", "run_folder", "servers",
-        "services", "start", "stop", "tasks", "watch", "weights", *DATA,
+        "choices", "evaluate", "gallery", "jsonl", "models", "observe", "parts", "published", "rewards", "rollout", "run", "run_folder",
+        "servers", "services", "start", "stop", "tasks", "watch", "weights", *DATA,
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and stages."""
@@ -94,6 +96,7 @@ NEVER_LOADS = {
     "rewards": [*HEAVY, "torch", "transformers"],
     "tasks": [*HEAVY, "torch", "transformers"],
     "data": [*HEAVY, "torch", "transformers"],
+    "published": [*HEAVY, "torch", "transformers"],
     "types": [*HEAVY, "transformers"],
     "algo": [*HEAVY, "transformers"],
     "observe": [*HEAVY, "transformers", "tensorboard", "wandb"],

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from PIL import Image as pil
 
@@ -25,6 +26,7 @@ from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.judges import Reply, completion, serving
 from tests.support.served import HOST, wait_for
+from tests.support.tables import png
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
 SIZES = ("model.min_pixels=3136", "model.max_pixels=4000")
@@ -208,3 +210,37 @@ def test_trouble_is_ours() -> None:
 
         with serving(lambda _: reply) as server, pytest.raises(HostFault, match="evaluation: nothing after 1 of 1 tries"):  # noqa: B023
             asyncio.run(ask(server.url))
+
+
+def test_a_published_benchmark_has_its_figures(tmp_path: Path) -> None:
+    """Two questions in two orders, shuffled besides; the policy finds the right words of the first at any letter, and always says A of the
+    second. By hand: the first is right in both cycles; the second where the right words came to stand at A."""
+    picture = base64.b64encode(png()).decode()
+    words = {"single": ("red", "blue", "green"), "cross": ("1", "2", "3")}
+    rows = [
+        {"index": number, "question": kind, **dict(zip("ABC", (given * 2)[cycle:], strict=False)), "answer": "ACB"[cycle], "category": kind,
+         "cycle_category": cycle, "image": picture}
+        for number, (kind, given, cycle) in enumerate((kind, given, cycle) for kind, given in words.items() for cycle in (0, 1))
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(tmp_path / "hr_bench.tsv", sep="\t", index=False)
+    right_at: list[str] = []
+
+    def behave(body: dict) -> Reply:
+        (message,) = body["messages"]
+        shown = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+        letters = {line[3:]: line[0] for line in shown.splitlines() if line[1:3] == ". "}
+        if "red" in letters:
+            return completion(f"<answer>{letters['red']}</answer>")
+        right_at.append(letters["1"])
+        return completion("<answer>A</answer>")
+
+    with serving(behave) as server:
+        data = ("task.data.benchmark=hrbench", "task.data.shuffle_options=3", f"task.data.eval=[{tmp_path}/hr_bench.tsv]")
+        said = evaluated(tmp_path / "out", "task=vqa", *data, "model.path=someone", f"evaluation.urls=[{server.url}]")
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    lucky = right_at.count("A")
+    assert found["scores"]["official"] == pytest.approx((2 + lucky) / 4) and "official_low" in said
+    assert (found["scores"]["category_single"], found["scores"]["category_cross"]) == (1.0, pytest.approx(lucky / 2))
+    assert found["scores"]["official_low"] <= found["scores"]["official"] <= found["scores"]["official_high"]
+    assert found["stated"]["benchmark"] == "hrbench, options in an order of seed 3, 32 pictures at most"
+    assert [line["credit"] for line in read_lines(tmp_path / "out" / "examples.jsonl")][:2] == [[1.0], [1.0]]

@@ -8,7 +8,7 @@ from PIL.Image import Image as Picture
 import sandbox
 from megatron_rl.config import SandboxSettings, TaskSettings
 from megatron_rl.data.prompts import HIDDEN
-from megatron_rl.data.questions import split_of
+from megatron_rl.published.benchmarks import examples_of, figures
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
 from megatron_rl.tasks.base import Task
@@ -18,7 +18,7 @@ from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.functions import Functions
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import PyVision
-from megatron_rl.types import Example, HostFault
+from megatron_rl.types import Example, HostFault, Rollout
 from sandbox.client import SandboxClient
 from sandbox.token import read_token
 
@@ -81,11 +81,15 @@ class VisualPythonTask(Task):
     def examples(self, split: str) -> Sequence[Example]:
         """The user's questions; every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
-            self._splits[split] = split_of(self.settings.data, split)
+            self._splits[split] = examples_of(self.settings.data, split)
         return self._splits[split]
 
     def env(self, example: Example) -> AgentEnv:
         return AgentEnv(example, protocol=PROTOCOLS[self.settings.protocol](example.payload), pool=self._pool)
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Those that are quoted of task.data.benchmark."""
+        return figures(self.settings.data.benchmark, examples, rollouts)
 
     def gold(self, example: Example) -> list[str]:
         """Replies that earn full marks: the answer; before it, where tools are rewarded and there is a picture, a look at the first one."""

@@ -1,0 +1,80 @@
+"""What a row of a published benchmark says, in one form; and the question that is asked of it."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron_rl.config import DataSettings
+from megatron_rl.data.records import PLACE, Record
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Item:
+    question: str
+    """Without its options. A picture's place may be written <image>."""
+    answer: str
+    """The letter of the right option where there are options, else what is right."""
+    options: tuple[str, ...] = ()
+    images: tuple[object, ...] = ()
+    """As data/images.py takes them."""
+    hint: str = ""
+    """What form the answer has."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What figures are told by: {"category": "single"}."""
+    unit: str = ""
+    """Items of one unit are scored together; empty: each by itself."""
+    by: Mapping[str, object] = field(default_factory=dict)
+    """What else the scoring goes by."""
+
+
+def asked(item: Item, record: Record, *, data: DataSettings) -> Record:
+    """The row that questions.py reads, its options in the order that data.shuffle_options wants; of its pictures data.frames at most."""
+    options, answer = shuffled(item, place=record.where, shuffle=data.shuffle_options)
+    lines = [item.question, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))]
+    words = "\n".join([*lines, *([item.hint] if item.hint else [])])
+    images = spread([image for image in item.images if image], num=data.frames)
+    if words.count(PLACE) != len(images):  # places that the text only talks about
+        words = words.replace(PLACE, "")
+    row = {"id": record.where, "question": words, "answer": answer, "images": images, "data_source": data.benchmark}
+    official = {"benchmark": data.benchmark, "labels": item.labels, "unit": item.unit or record.where, "options": options, **item.by}
+    return replace(record, row=row, official=official)
+
+
+def spread(images: list, *, num: int) -> list:
+    """At most `num` of them, the first and the last among them, evenly."""
+    if len(images) <= num:
+        return images
+    return [images[round(place * (len(images) - 1) / max(1, num - 1))] for place in range(num)]
+
+
+def shuffled(item: Item, *, place: str, shuffle: int) -> tuple[tuple[str, ...], str]:
+    """The options in their order, and the letter of the right one. Options that are but letters stand in the picture and stay."""
+    stay = not shuffle or not item.options or all(option in LETTERS for option in item.options)
+    if stay or item.answer not in LETTERS[: len(item.options)]:
+        return item.options, item.answer
+    order = list(range(len(item.options)))
+    random.Random(f"{shuffle} {place}").shuffle(order)
+    return tuple(item.options[old] for old in order), LETTERS[order.index(LETTERS.index(item.answer))]
+
+
+def text(record: Record, *names: str, default: str | None = None) -> str:
+    """The first of these columns that the row has, as text. ValueError: it has none."""
+    for name in names:
+        value = record.row.get(name)
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return record.text(str(value), name).strip()
+    if default is None:
+        raise record.error(names[0], f"is missing; the row has {', '.join(record.row)[:200]}")
+    return default
+
+
+def lettered(record: Record) -> tuple[str, ...]:
+    """The options of columns A, B, C and so on, up to the first that is not there."""
+    found: list[str] = []
+    for letter in LETTERS:
+        if letter not in record.row:
+            break
+        found.append(text(record, letter))
+    return tuple(found)

@@ -1,0 +1,242 @@
+"""Files of published benchmarks, small and of the same shape: what is asked of the policy, what is right, what is scored together."""
+
+import base64
+import json
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config import DataSettings
+from megatron_rl.config.rollout import BENCHMARKS as NAMES
+from megatron_rl.published.benchmarks import BENCHMARKS, examples_of
+from megatron_rl.published.items import Item, shuffled, spread
+from tests.support.tables import png
+
+RED, BLUE = base64.b64encode(png("red")).decode(), base64.b64encode(png("blue")).decode()
+PICTURE = {"bytes": png("red"), "path": "x.png"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies go to a folder of the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+def payloads(benchmark: str, *paths: Path, **data: object) -> list[dict]:
+    given = DataSettings(eval=[str(path) for path in paths], benchmark=benchmark, **data)
+    return [dict(example.payload) for example in examples_of(given, "eval")]
+
+
+def colors(payload: dict) -> list[tuple[int, int, int]]:
+    return [image.open().getpixel((0, 0)) for image in payload["images"]]
+
+
+def parquet(path: Path, rows: list[dict]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_names_are_those_of_the_setting() -> None:
+    assert list(NAMES) == list(BENCHMARKS)
+    with pytest.raises(ValueError, match="^task.data.benchmark=gqa"):
+        DataSettings(benchmark="gqa")
+    with pytest.raises(ValueError, match="^task.data.shuffle_options=3: is for a published benchmark"):
+        DataSettings(shuffle_options=3)
+
+
+def test_vstar_as_its_folders_have_it(tmp_path: Path) -> None:
+    """A JSON file a picture, on one line or on several; the first option is right."""
+    said = {"target_object": ["glove"], "bbox": [[10, 3, 5, 5]], "question": "Which color?", "options": ["red", "blue", "green"]}
+    for folder, name, indent in (("direct_attributes", "a", None), ("relative_position", "b", 2)):
+        (tmp_path / "v" / folder).mkdir(parents=True)
+        (tmp_path / "v" / folder / f"{name}.jpg").write_bytes(png("red"))
+        (tmp_path / "v" / folder / f"{name}.json").write_text(json.dumps(said, indent=indent))
+    one, two = payloads("vstar", tmp_path / "v")
+    assert one["question"] == "<image>\nWhich color?\nA. red\nB. blue\nC. green" and one["answer"] == "A" and colors(one) == [(255, 0, 0)]
+    assert [each["official"]["labels"] for each in (one, two)] == [{"category": "direct_attributes"}, {"category": "relative_position"}]
+    (tmp_path / "v" / "relative_position" / "b.jpg").unlink()
+    with pytest.raises(ValueError, match=r"b.json row 0: image: there is no picture .*relative_position/b.jpg"):
+        payloads("vstar", tmp_path / "v")
+
+
+def test_vstar_as_lines(tmp_path: Path) -> None:
+    (tmp_path / "direct_attributes").mkdir()
+    (tmp_path / "direct_attributes" / "sa_1.jpg").write_bytes(png("blue"))
+    text = "Which color has it?\n(A) red\n(B) light blue\nAnswer with a letter."
+    row = {"image": "direct_attributes/sa_1.jpg", "text": text, "category": "direct_attributes", "label": "B", "question_id": 3}
+    (found,) = payloads("vstar", lines(tmp_path / "test_questions.jsonl", [row]))
+    assert found["question"] == "<image>\nWhich color has it?\nA. red\nB. light blue"
+    assert found["answer"] == "B" and colors(found) == [(0, 0, 255)]
+
+
+def test_hrbench_as_a_table(tmp_path: Path) -> None:
+    """Four orders of a question; a picture that stood in an earlier row is named by that row's index."""
+    options = ["0.1", "x\ty", 'a "b"', "d"]
+    rows = [
+        {"index": 7 + turn, "question": "How\nmany?", **dict(zip("ABCD", options[turn:] + options[:turn], strict=True)),
+         "answer": "ADCB"[turn], "category": "single", "cycle_category": turn, "image": RED if turn == 0 else "7"}
+        for turn in range(4)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(tmp_path / "hr_bench_4k.tsv", sep="\t", index=False)
+    found = payloads("hrbench", tmp_path / "hr_bench_4k.tsv")
+    assert [colors(each) for each in found] == [[(255, 0, 0)]] * 4
+    assert found[1]["question"] == '<image>\nHow\nmany?\nA. x\ty\nB. a "b"\nC. d\nD. 0.1'
+    assert {each["official"]["options"]["ABCD".index(each["answer"])] for each in found} == {"0.1"}, "the same option in each order"
+    assert [each["official"]["labels"]["cycle"] for each in found] == ["0", "1", "2", "3"]
+    assert len({each["official"]["unit"] for each in found}) == 1
+
+
+def test_mathverse(tmp_path: Path) -> None:
+    """In its last version the question stands in the picture."""
+    row = {"sample_index": "1", "problem_index": "9", "image": PICTURE, "answer": "B", "question_type": "multi-choice"}
+    words = ["Find x.\nChoices:\nA:1\nB:2", ""]
+    versions = [{**row, "question": words[n], "problem_version": ("Text Dominant", "Vision Only")[n]} for n in range(2)]
+    one, two = payloads("mathverse", parquet(tmp_path / "testmini.parquet", versions))
+    assert one["question"] == "<image>\nFind x.\nChoices:\nA:1\nB:2" and "picture" in two["question"]
+    assert [each["official"]["unit"] for each in (one, two)] == ["9", "9"]
+
+
+def test_mathvista(tmp_path: Path) -> None:
+    """Choices, whose answer is one's words; a decimal with its unit and its precision."""
+    about = {"task": "figure question answering", "context": "x", "skills": ["a"]}
+    rows = [
+        {"pid": "1", "question": "Which?", "image": "images/1.jpg", "decoded_image": PICTURE, "choices": ["yes", "no"], "unit": None,
+         "precision": None, "answer": "no", "question_type": "multi_choice", "answer_type": "text", "metadata": about},
+        {"pid": "2", "question": "How long?", "image": "images/1.jpg", "decoded_image": PICTURE, "choices": None, "unit": "cm",
+         "precision": 1.0, "answer": "1.2", "question_type": "free_form", "answer_type": "float", "metadata": about},
+    ]  # fmt: skip
+    one, two = payloads("mathvista", parquet(tmp_path / "testmini.parquet", rows))
+    assert (one["question"], one["answer"]) == ("<image>\nWhich?\nA. yes\nB. no", "B")
+    assert (two["question"], two["answer"]) == ("<image>\nHow long? (Unit: cm)\nGive a number with 1 decimals.", "1.2")
+    assert two["official"]["labels"] == {"task": "figure question answering", "type": "float"} and two["official"]["precision"] == 1
+
+
+def test_vsi_bench_shows_frames(tmp_path: Path) -> None:
+    """So many as are asked for, evenly, in order."""
+    scene = tmp_path / "arkit" / "41"
+    scene.mkdir(parents=True)
+    for number in range(5):
+        (scene / f"{number:05d}.png").write_bytes(png((0, 0, 50 * number)))
+    row = {"id": 1, "dataset": "arkit", "scene_name": "41"}
+    rows = [
+        {**row, "question_type": "object_counting", "question": "How many?", "ground_truth": "4"},
+        {**row, "question_type": "route_planning", "question": "Where?", "options": ["A. left", "B. right"], "ground_truth": "B"},
+    ]
+    path = lines(tmp_path / "test.jsonl", rows)
+    count, route = payloads("vsi_bench", path, frames=3)
+    assert [color[2] for color in colors(count)] == [0, 100, 200]
+    assert count["question"].endswith("How many?\nGive a number.") and route["question"].endswith("Where?\nA. left\nB. right")
+    assert (count["answer"], route["answer"]) == ("4", "B")
+    path.write_text(path.read_text().replace("41", "42"))
+    with pytest.raises(ValueError, match=r"test.jsonl row 0: scene_name: there are no frames in .*arkit/42; ffmpeg -i"):
+        payloads("vsi_bench", path)
+
+
+def test_tir_bench(tmp_path: Path) -> None:
+    """A JSON list; one picture or two; an answer that its own scoring mends."""
+    (tmp_path / "images").mkdir()
+    for name in ("1.png", "2.png", "60.jpg"):
+        (tmp_path / "images" / name).write_bytes(png("red"))
+    rows = [
+        {"id": 0, "task": "spot_difference", "image_1": "images/1.png", "image_2": "images/2.png", "prompt": "Where?", "answer": "1, 3"},
+        {"id": 1, "task": "jigsaw", "image_1": "images/1.png", "image_2": None, "prompt": "Order?", "answer": "2 1 4 3",
+         "meta_data": {"difficulty": 2}},
+        {"id": 2, "task": "ocr", "image_1": "images/60.jpg", "image_2": None, "prompt": "Read.", "answer": "mob"},
+        {"id": 3, "task": "color", "image_1": "images/1.png", "image_2": None, "prompt": "Which?\nA. red\nB. blue", "answer": "A"},
+    ]  # fmt: skip
+    (tmp_path / "TIR-Bench.json").write_text(json.dumps(rows))
+    spot, jigsaw, ocr, color = payloads("tir_bench", tmp_path / "TIR-Bench.json")
+    assert [len(each["images"]) for each in (spot, jigsaw, ocr, color)] == [2, 1, 1, 1]
+    assert jigsaw["official"]["side"] == 2 and ocr["answer"] == "mobi" and spot["official"]["labels"] == {"task": "spot_difference"}
+
+
+def test_visualprobe(tmp_path: Path) -> None:
+    """Pictures whose names begin with the data set's; the level stands there, too."""
+    (tmp_path / "a.png").write_bytes(png("blue"))
+    rows = [{"images": ["VisualProbe_Hard/a.png"], "problem": "<image>What?", "solution": "<answer>a cat</answer>"}]
+    (tmp_path / "val.json").write_text(json.dumps(rows))
+    (found,) = payloads("visualprobe", tmp_path / "val.json")
+    assert (found["question"], found["answer"]) == ("<image>\nWhat?", "a cat") and colors(found) == [(0, 0, 255)]
+    assert found["official"]["labels"] == {"level": "hard"}
+
+
+def test_mathvision(tmp_path: Path) -> None:
+    """A numbered place in the words; options that are but letters stand in the picture, and are never shuffled."""
+    row = {"image": "images/1.jpg", "decoded_image": PICTURE, "level": 3, "subject": "counting"}
+    rows = [
+        {**row, "id": "1", "question": "Which?\n<image1>", "options": list("ABCDE"), "answer": "C"},
+        {**row, "id": "2", "question": "How many in <image1>?", "options": [], "answer": "12"},
+    ]
+    path = parquet(tmp_path / "test.parquet", rows)
+    for seed in (0, 5):
+        one, two = payloads("mathvision", path, shuffle_options=seed)
+        assert (one["question"], one["answer"]) == ("Which?\n<image>\nA. A\nB. B\nC. C\nD. D\nE. E", "C")
+        assert (two["question"], two["answer"]) == ("How many in <image>?", "12")
+        assert one["official"]["labels"] == {"subject": "counting", "level": "3"}
+
+
+def test_wemath(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(png("red"))
+    row = {"ID": 4, "split": "testmini", "image_path": "1.png", "question": "x?", "answer": "B"}
+    rows = [{**row, "key": key, "option": "A. 1; 2 cm; B. 3 cm; C. No correct answer"} for key in ("2steps_1", "2steps_2", "2steps_multi")]
+    (tmp_path / "testmini.json").write_text(json.dumps(rows))
+    found = payloads("wemath", tmp_path / "testmini.json")
+    assert found[0]["official"]["options"] == ("1; 2 cm", "3 cm", "No correct answer")
+    assert {each["official"]["unit"] for each in found} == {"2 4"}
+    rows[1]["key"] = "9steps_1"
+    (tmp_path / "testmini.json").write_text(json.dumps(rows))
+    with pytest.raises(ValueError, match="testmini.json row 1: key: is 9steps_1"):
+        payloads("wemath", tmp_path / "testmini.json")
+
+
+def test_dynamath(tmp_path: Path) -> None:
+    """Ten files of variants, or a table."""
+    about = {"answer_type": "float", "subject": "algebra", "knowledge_level": "high school"}
+    row = {"id": "5", "question": "What?", "decoded_image": PICTURE, **about}
+    for variant in (1, 2):
+        parquet(tmp_path / f"sample_variant{variant}-00000-of-00001.parquet", [{**row, "ground_truth": f"{variant}.5"}])
+    table = {"index": 0, "qid": 5, "varid": 1, "question": "What?", "image": BLUE, "answer": 1.5, **about}
+    pd.DataFrame([table]).to_csv(tmp_path / "d.tsv", sep="\t", index=False)
+    files = payloads("dynamath", *sorted(tmp_path.glob("*.parquet")))
+    (one,) = payloads("dynamath", tmp_path / "d.tsv")
+    assert [each["answer"] for each in files] == ["1.5", "2.5"] and {each["official"]["unit"] for each in (*files, one)} == {"5"}
+    assert one["question"] == files[0]["question"] and colors(one) == [(0, 0, 255)]
+
+
+def test_vlmblind(tmp_path: Path) -> None:
+    row = {"image": PICTURE, "prompt": "Count. Answer like {3}.", "groundtruth": "4", "metadata": "{}"}
+    rows = [{**row, "task": f"Olympic Counting - {shapes}"} for shapes in ("Circles", "Pentagons")]
+    found = payloads("vlmblind", parquet(tmp_path / "valid-0.parquet", rows))
+    assert {each["official"]["labels"]["task"] for each in found} == {"Olympic Counting"} and found[0]["answer"] == "4"
+
+
+@pytest.mark.parametrize("benchmark", NAMES)
+def test_rows_of_something_else_are_one_line(benchmark: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "mine.jsonl", [{"something": "else"}])
+    with pytest.raises(ValueError, match=r"^mine.jsonl row 0: \w+: is missing; the row has something$|^mine.jsonl row 0: \w+: "):
+        payloads(benchmark, path)
+
+
+def test_options_are_shuffled_by_seed_and_place() -> None:
+    """The right words stay right; every place of the right one is reached; another seed is another order."""
+    item = Item(question="?", answer="A", options=("right", "b", "c", "d"))
+    places = [shuffled(item, place=str(number), shuffle=1) for number in range(200)]
+    assert all(options["ABCD".index(answer)] == "right" and sorted(options) == ["b", "c", "d", "right"] for options, answer in places)
+    assert {answer for _, answer in places} == set("ABCD")
+    assert places == [shuffled(item, place=str(number), shuffle=1) for number in range(200)]
+    assert places != [shuffled(item, place=str(number), shuffle=2) for number in range(200)]
+    assert shuffled(item, place="0", shuffle=0) == (item.options, "A")
+
+
+def test_frames_are_spread_evenly() -> None:
+    assert spread(list(range(9)), num=3) == [0, 4, 8] and spread([1, 2], num=32) == [1, 2] and spread([1, 2, 3], num=1) == [1]
