@@ -188,8 +188,8 @@ class DataSettings:
     max_eval: int = 0
     """Evaluate on the first so many examples; 0 takes all."""
     benchmark: str = ""
-    """The published benchmark that task.data.eval holds the files of, which are then read, scored and told as it has them (docs/evaluation.md):
-    vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath or vlmblind."""
+    """The published benchmark that task.data.eval holds the files of, which are then read, scored and told as it has them
+    (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath, vlmblind."""
     shuffle_options: int = 0
     """Seed of the order in which a benchmark's options are shown; 0 shows them as they were published."""
     frames: int = 32

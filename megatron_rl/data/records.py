@@ -72,8 +72,8 @@ Read = Callable[[Record], Record]
 
 
 class Records(Sequence[Record]):
-    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them; `read`: what
-    makes a row that questions.py knows of one.
+    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them; `read`:
+    what makes a row that questions.py knows of one.
 
     Raises ValueError, under the setting `key`: no file, one that is not there or not of its format, no rows.
     """

@@ -1,4 +1,4 @@
-"""How published benchmarks compare an answer with the truth, on the answer that was read from the reply: nothing asks a model to extract it.
+"""How published benchmarks compare an answer with the truth, on the answer that was read from the reply: no model is asked to extract it.
 
 A rule gives None where its benchmark would ask a model: text, mathematics and the judge then decide as for any question (accuracy.py).
 """
