@@ -189,7 +189,8 @@ class DataSettings:
     """Evaluate on the first so many examples; 0 takes all."""
     benchmark: str = ""
     """The published benchmark that task.data.eval holds the files of, which are then read, scored and told as it has them
-    (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath, vlmblind."""
+    (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath or
+    vlmblind."""
     shuffle_options: int = 0
     """Seed of the order in which a benchmark's options are shown; 0 shows them as they were published."""
     frames: int = 32

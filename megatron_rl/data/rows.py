@@ -1,9 +1,9 @@
 """Rows of the user's files, one at a time: JSON lists, JSON lines, tables, Parquet and Arrow, in memory that does not grow with the file.
 
-JSON and tables (tables.py) are read where they lie: only each row's place is kept, 16 bytes a row. A page of Parquet cannot be entered in the
-middle, so a Parquet file is copied once, as one Arrow record a row, to a cache in the temporary folder (TMPDIR moves it) that the processes
-of a machine share. Memory there is a few times the file's largest page: 1,024 rows where pyarrow wrote it. What a file of a few bytes can
-stand for is bounded by its size, in memory, on the disk and in time (parquet_copy.py).
+JSON and tables (tables.py) are read where they lie: only each row's place is kept, 16 bytes a row. A page of Parquet cannot be entered in
+the middle, so a Parquet file is copied once, as one Arrow record a row, to a cache in the temporary folder (TMPDIR moves it) that the
+processes of a machine share. Memory there is a few times the file's largest page: 1,024 rows where pyarrow wrote it. What a file of a few
+bytes can stand for is bounded by its size, in memory, on the disk and in time (parquet_copy.py).
 Rows count from 0, as in pandas. Nulls are absent keys, so that a row reads alike from all formats.
 """
 
@@ -47,8 +47,8 @@ def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
 
 
 class JsonRows(Sequence[JsonRow]):
-    """A JSON list of objects, one object a line, or in a .json file one object over several. Opens the file for each row: may be pickled and
-    shared by threads.
+    """A JSON list of objects, one object a line, or in a .json file one object over several. Opens the file for each row: may be pickled
+    and shared by threads.
 
     A file that has changed since is a ValueError: the places of its rows are not what they were.
     """

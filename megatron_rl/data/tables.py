@@ -77,7 +77,7 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[tuple[list[str], tuple[int, int]]]:
-    """The fields of each record that is not blank, and its first and one-past-last byte. The reader asks for as many lines as a record has."""
+    """The fields of each record that is not blank, and its first and one-past-last byte. The reader asks for as many lines as one has."""
     at = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
     file.seek(at)
     end = start = at

@@ -193,7 +193,7 @@ def rounds_of(path: Path) -> int:
 def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
     """Some columns of a step, as SCHEMA has them. ValueError: the file is damaged, or has other columns."""
     with _naming(path):
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, pre_buffer=False)  # the whole step would be read ahead
         lacking = set(names) - set(file.schema_arrow.names)
         if lacking:
             raise ValueError(f"lacks {', '.join(sorted(lacking))}; it was written by another version of this program")
