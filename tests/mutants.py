@@ -34,6 +34,20 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "frames of a video are counted from where the last one was read",
+        "megatron_rl/tasks/visual_python/clip.py",
+        "            self._next = number\n        while",
+        "        while",
+        "tests/e2e/test_video_task.py -k written",
+    ),
+    Mutant(
+        "a video is shown in a task that has no code",
+        "megatron_rl/tasks/visual_python/task.py",
+        'videos=self.settings.protocol == "pyvision"',
+        "videos=True",
+        "tests/e2e/test_video_task.py -k only_code",
+    ),
+    Mutant(
         "the right option stays at its letter when options are shuffled",
         "megatron_rl/published/items.py",
         "LETTERS[order.index(LETTERS.index(item.answer))]",

@@ -178,18 +178,19 @@ def stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Pat
     if value.startswith("data:"):
         return StoredImage(_decoded(value.partition("base64,")[2], where), where)
     if re.fullmatch("[0-9a-f]{64}", value):
-        return StoredImage(_at_home(_named_by_hash(value, folder, where), folder, roots, where), where, sha256=value)
+        return StoredImage(at_home(_named_by_hash(value, folder, where), folder, roots, where), where, sha256=value)
     if re.match("[a-z][a-z0-9+.-]*://", value):
         raise ValueError(f"{where}: {shortened(value)} is a URL, and URLs are not read; download the picture and give its path")
     path = folder / value
     if os.path.isfile(path):  # Path.is_file raises where a name is too long
-        return StoredImage(_at_home(path, folder, roots, where), where)
+        return StoredImage(at_home(path, folder, roots, where), where)
     if content := _picture_in_base64(value):
         return StoredImage(content, where)
     raise ValueError(f"{where}: no such file {folder / shortened(value)}; task.data.images is the folder that relative paths start from")
 
 
-def _at_home(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path:
+def at_home(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path:
+    """The path, which lies below `folder` or one of `roots`, links followed. ValueError: it does not."""
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.join(os.path.realpath(home), "")) for home in (folder, *roots)):
         remedy = f"task.data.image_roots=[{os.path.dirname(real)}] lets rows name the pictures there"

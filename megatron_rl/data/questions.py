@@ -1,14 +1,15 @@
 """Questions with pictures and answers, from rows of several shapes (docs/data.md).
 
 Those of the agents' training files:  prompt, data_source, ability, env_name, reward_model {ground_truth}, extra_info {question, answer,
-    index, ...}, and pictures in images (bytes, paths or hashes) or mm_hint {hint_path, hint_type}.
+    index, ...}, and pictures in images (bytes, paths or hashes) or mm_hint {hint_path, hint_type}, which may also show videos.
 Raw validation records:  {id, question, answer, ability, data_source, image_path}.
 The user's own:  {question, answer}, with image, images or neither. For question also problem (R1-V), prompt (TRL: text or messages) or
     messages (ms-swift); for answer also solution. Other names are chosen by task.data.columns.
 
 An example's payload, whatever the shape: question (a picture's place is written <image>; pictures that have none come first), answer (out
-of <answer> and \\boxed), system (of messages that hold the question), images (a tuple of StoredImage), data_source, ability, env_name,
-index, extra (every other column and every other key of extra_info); of a published benchmark also official (published/items.py).
+of <answer> and \\boxed), system (of messages that hold the question), images (a tuple of StoredImage), videos (of StoredClip), data_source,
+ability, env_name, index, extra (every other column and every other key of extra_info); of a published benchmark also official
+(published/items.py).
 """
 
 import math
@@ -16,6 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
+from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
@@ -29,6 +31,7 @@ READ = {
     *QUESTION_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS, *IMAGE_COLUMNS,
 }  # fmt: skip
 READ_EXTRA = {"question", "answer", "index"}
+SEES_VIDEOS = "only the code of task=visual_python task.protocol=pyvision sees"
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 """With braces in braces in it."""
@@ -63,12 +66,13 @@ def open_questions(
 
 def questions(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None,
-    read: Read | None = None,
+    read: Read | None = None, videos: bool = False,
 ) -> Questions:  # fmt: skip
     """The same after a look at every row. ValueError names file and row of the first that cannot be used."""
     opened = open_questions(paths, images_root=images_root, image_roots=image_roots, name=name, columns=columns, read=read)
     found = survey(opened)
     found.require_sound()
+    require(videos or not found.video, f"task.data.{name}", list(paths), f"{found.video}, which {SEES_VIDEOS}")
     given = columns or ColumnSettings()
     files = ", ".join(paths)
     require(not given.images or found.num_images > 0, "task.data.columns.images", given.images, f"no row of {files} has pictures there")
@@ -77,11 +81,14 @@ def questions(
     return opened
 
 
-def split_of(data: DataSettings, split: str, *, read: Read | None = None) -> Questions:
-    """The questions of split train or eval, of the latter the first data.max_eval. ValueError: no files are given, or a row is no good."""
+def split_of(data: DataSettings, split: str, *, read: Read | None = None, videos: bool = False) -> Questions:
+    """The questions of split train or eval, of the latter the first data.max_eval. ValueError: no files are given, or a row is no good: one
+    with a video is, where `videos` are not for this task."""
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the files of questions (docs/data.md)")
-    chosen = questions(paths, images_root=data.images, image_roots=data.image_roots, name=split, columns=data.columns, read=read)
+    chosen = questions(
+        paths, images_root=data.images, image_roots=data.image_roots, name=split, columns=data.columns, read=read, videos=videos
+    )
     return chosen[: data.max_eval] if split == "eval" and data.max_eval else chosen
 
 
@@ -89,7 +96,8 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
     """ValueError, naming file, row and field: something is missing, of the wrong type, or does not fit together."""
     row = record.row
     extra = record.mapping(row.get("extra_info", {}), "extra_info")
-    images = _images(record) or _shown_in_messages(record, extra)
+    videos = _videos(record)
+    images = () if videos else _images(record) or _shown_in_messages(record, extra)
     index = extra.get("index", row.get("id", place))
     if not isinstance(index, str | int):
         raise record.error("index", f"must be text or a whole number, is {type(index).__name__}")
@@ -100,6 +108,7 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
         "system": system,
         "answer": _answer(record, extra),
         "images": images,
+        "videos": videos,
         **{key: record.text(row.get(key, ""), key) for key in ("data_source", "ability", "env_name")},
         "index": index,
         "extra": rest,
@@ -190,11 +199,21 @@ def unwrapped(text: str) -> str:
     return (_BOXED.findall(text) or [text])[-1].strip()
 
 
+def _videos(record: Record) -> tuple[StoredClip, ...]:
+    hint = record.mapping(record.row.get("mm_hint", {}), "mm_hint")
+    if hint.get("hint_type", "image") == "image":
+        return ()
+    pictures = [name for name in IMAGE_COLUMNS if record.row.get(name, "") not in ("", [])]
+    if hint["hint_type"] != "video" or pictures:
+        raise record.error("mm_hint", f"hint_type is image, or video without {', '.join(pictures) or 'pictures'}; is {hint['hint_type']}")
+    return stored_clips(hint, folder=record.folder, where=f"{record.where}: mm_hint.hint_path", roots=record.roots)
+
+
 def _images(record: Record) -> tuple[StoredImage, ...]:
     row = record.row
     hint = record.mapping(row.get("mm_hint", {}), "mm_hint")
-    if hint.get("hint_type", "image") != "image" or "video_path" in row:
-        raise record.error("mm_hint", "shows a video, and videos are not supported")
+    if "video_path" in row:
+        raise record.error("video_path", "is not read; name a video in mm_hint: {hint_type: video, hint_path: clip.mp4}")
     given = {name: row[name] for name in IMAGE_COLUMNS if row.get(name, "") not in ("", [])} or (
         {"mm_hint.hint_path": hint["hint_path"]} if "hint_path" in hint else {}
     )

@@ -24,6 +24,8 @@ class Survey:
     num_rows: int = 0
     num_images: int = 0
     """Of the rows that can be used; so are the sources."""
+    video: str = ""
+    """Which row is the first that shows one."""
     sources: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     """The first SHOWN rows that cannot be used, one line each."""
@@ -53,11 +55,12 @@ def survey(examples: Sequence[Example], *, look: Look | None = None) -> Survey:
         for start in range(0, len(examples), _AT_ONCE):
             read = [_read(examples, place) for place in range(start, min(start + _AT_ONCE, len(examples)))]
             for row, sizes in zip(read, pool.map(_sizes, read), strict=True):
-                broken = [broken for broken in (row, *sizes) if isinstance(broken, ValueError)]
+                broken = [broken for broken in (row, *sizes, *_clips(row)) if isinstance(broken, ValueError)]
                 if broken:
                     found.error(str(broken[0]))
                     continue
                 found.num_images += len(sizes)
+                found.video = found.video or (f"{row.where or row.id} shows a video" if row.payload["videos"] else "")
                 found.sources[row.payload["data_source"]] += 1
                 for wrong in [*bad_boxes(row.payload["extra"], sizes), *(look(row, sizes) if look else ())]:
                     found.warn(f"{row.where or row.id}: {wrong}")
@@ -73,6 +76,17 @@ def _read(examples: Sequence[Example], place: int) -> Example | ValueError:
 
 def _sizes(row: Example | ValueError) -> list[Size | ValueError]:
     return [] if isinstance(row, ValueError) else [_size(image) for image in row.payload["images"]]
+
+
+def _clips(row: Example | ValueError) -> list[ValueError]:
+    """What is wrong with its videos."""
+    wrong = []
+    for clip in () if isinstance(row, ValueError) else row.payload["videos"]:
+        try:
+            clip.require_sound()
+        except ValueError as error:
+            wrong.append(error)
+    return wrong
 
 
 def _size(image: StoredImage) -> Size | ValueError:

@@ -59,9 +59,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 
-def examples_of(data: DataSettings, split: str) -> Questions:
-    """The questions of a split; those of task.data.eval as the benchmark has them, where one is named. ValueError as data/questions.py has it."""
-    return split_of(data, split, read=reader_of(data, split))
+def examples_of(data: DataSettings, split: str, *, videos: bool = False) -> Questions:
+    """The questions of a split; those of task.data.eval as the benchmark has them, where one is named. ValueError as split_of."""
+    return split_of(data, split, read=reader_of(data, split), videos=videos)
 
 
 def questions_of(data: DataSettings, split: str) -> Questions:

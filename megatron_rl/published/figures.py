@@ -108,7 +108,7 @@ def scored_of(examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[
 
 
 def interval(samples: Sequence[Sequence[Scored]], headline: Headline) -> tuple[float, float]:
-    """95%, by bootstrap over units (Efron 1979) with a fixed seed: which items there are is chance, what belongs together stays together."""
+    """95%, by bootstrap over units (Efron 1979) with a fixed seed: which items there are is chance; what belongs together stays so."""
     cut = [by_unit(scored) for scored in samples]
     names = list(dict.fromkeys(name for units in cut for name in units))
     dice, drawn = np.random.default_rng(SEED), []

@@ -19,6 +19,8 @@ class Item:
     options: tuple[str, ...] = ()
     images: tuple[object, ...] = ()
     """As data/images.py takes them."""
+    videos: tuple[str, ...] = ()
+    """Paths, in the place of pictures."""
     hint: str = ""
     """What form the answer has."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -38,6 +40,8 @@ def asked(item: Item, record: Record, *, data: DataSettings) -> Record:
     if words.count(PLACE) != len(images):  # places that the text only talks about
         words = words.replace(PLACE, "")
     row = {"id": record.where, "question": words, "answer": answer, "images": images, "data_source": data.benchmark}
+    if item.videos:
+        row["mm_hint"] = {"hint_type": "video", "hint_path": list(item.videos)}
     official = {"benchmark": data.benchmark, "labels": item.labels, "unit": item.unit or record.where, "options": options, **item.by}
     return replace(record, row=row, official=official)
 

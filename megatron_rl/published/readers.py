@@ -1,4 +1,4 @@
-"""Rows of the published files -> items. Each reader says which files it knows; its columns are those of the files' own cards (2024 to 2026)."""
+"""Rows of the published files -> items. Each reader says which files it knows; columns are those of the files' cards (2024 to 2026)."""
 
 import re
 from pathlib import Path
@@ -71,14 +71,17 @@ def mathvista(record: Record) -> Item:
 
 
 def vsi_bench(record: Record) -> Item:
-    """test.jsonl, or Parquet, beside folders DATASET/SCENE of the frames of each video, in the order of their names."""
+    """test.jsonl, or Parquet, beside folders DATASET/SCENE of the frames of each video, in the order of their names; where there is no such
+    folder, beside DATASET/SCENE.mp4."""
     kind = text(record, "question_type")
     options = tuple(re.sub(r"^[A-Z]\.\s*", "", str(option)) for option in record.items(record.row.get("options", []), "options"))
+    frames, video = _frames(record)
     return Item(
-        question=f"The pictures are frames of a video, in order.\n{text(record, 'question')}",
+        question=("" if video else "The pictures are frames of a video, in order.\n") + text(record, "question"),
         options=options,
         answer=text(record, "ground_truth"),
-        images=tuple(_frames(record)),
+        images=tuple(frames),
+        videos=(video,) if video else (),
         hint="" if options else "Give a number.",
         labels={"type": kind},
     )
@@ -167,14 +170,15 @@ def _beside(record: Record) -> str:
     return str(found)
 
 
-def _frames(record: Record) -> list[str]:
-    """Of the folder of a scene, all."""
+def _frames(record: Record) -> tuple[list[str], str]:
+    """Of the folder of a scene, all; without a folder the video."""
     folder: Path = record.folder / text(record, "dataset") / text(record, "scene_name")
     found = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES[1:]) if folder.is_dir() else []
-    if not found:
+    video = folder.with_name(f"{folder.name}.mp4")
+    if not found and not video.is_file():
         remedy = f"ffmpeg -i {folder}.mp4 -vf fps=1 {folder}/%05d.jpg makes them, task.data.images is the folder of the data sets"
-        raise record.error("scene_name", f"there are no frames in {folder}; {remedy}")
-    return [str(path) for path in found]
+        raise record.error("scene_name", f"there are no frames in {folder}, and no {video.name} beside it; {remedy}")
+    return [str(path) for path in found], "" if found else str(video)
 
 
 def _without_home(record: Record, image: object) -> object:

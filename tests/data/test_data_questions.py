@@ -41,7 +41,7 @@ def training_row(**changes: object) -> dict:
 
 PAYLOAD = {
     "question": "<image>\nWhich color?", "answer": "red", "system": "", "data_source": "vstar", "ability": "visual_search",
-    "env_name": "visual_toolbox_v2", "index": 7, "extra": {"split": "train", "bbox": [1, 2, 3, 4]},
+    "env_name": "visual_toolbox_v2", "index": 7, "extra": {"split": "train", "bbox": [1, 2, 3, 4]}, "videos": (),
 }  # fmt: skip
 
 
@@ -151,7 +151,7 @@ BAD = {
     "images": ([{"path": "no.png"}], r"images\[0\]: no such file .*no.png; task.data.images is the folder"),
     "env_name": ("<|image_pad|>", r"env_name: holds <\|image_pad\|>; a picture's place is written <image>"),
     "image": ("a.png", r"images and image: name the pictures twice"),
-    "mm_hint": ({"hint_type": "video", "hint_path": "a.mp4"}, r"mm_hint: shows a video"),
+    "mm_hint": ({"hint_type": "video", "hint_path": "a.mp4"}, r"mm_hint: hint_type is image, or video without images; is video"),
 }
 
 

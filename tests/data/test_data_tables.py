@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.rows import open_rows
@@ -17,6 +17,7 @@ from megatron_rl.data.tables import NoRows, TableRows
 FIELD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(FIELD, min_size=3, max_size=3), max_size=8), st.sampled_from([".tsv", ".csv"]), st.booleans())
 def test_every_table_is_read_as_it_was_written(rows: list[list[str]], suffix: str, marked: bool) -> None:
     """Quotation marks, tabs and line ends in fields, with a byte order mark or without; empty fields are absent."""

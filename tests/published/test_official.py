@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import DataSettings, TaskSettings
@@ -56,6 +56,7 @@ def test_vsi_numbers(truth: str, answer: str, right: float) -> None:
     assert credit("vsi_bench", truth, answer) == pytest.approx(right)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(0, 1000))
 def test_vsi_numbers_are_those_of_its_formula(truth: int, answer: int) -> None:
     """In numpy as lmms-eval writes it; where floats round a threshold, one step apart."""
@@ -137,6 +138,7 @@ def test_vlmblind(truth: str, answer: str, right: float) -> None:
     assert credit("vlmblind", truth, answer) == right
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(BENCHMARKS)), st.text(max_size=60), st.sampled_from(["ocr", "jigsaw", "spot_difference", "word_search", "color"])
 )

@@ -138,8 +138,30 @@ def test_vsi_bench_shows_frames(tmp_path: Path) -> None:
     assert count["question"].endswith("How many?\nGive a number.") and route["question"].endswith("Where?\nA. left\nB. right")
     assert (count["answer"], route["answer"]) == ("4", "B")
     path.write_text(path.read_text().replace("41", "42"))
-    with pytest.raises(ValueError, match=r"test.jsonl row 0: scene_name: there are no frames in .*arkit/42; ffmpeg -i"):
+    with pytest.raises(
+        ValueError, match=r"test.jsonl row 0: scene_name: there are no frames in .*arkit/42, and no 42.mp4 beside it; ffmpeg -i"
+    ):
         payloads("vsi_bench", path)
+
+
+def test_vsi_bench_has_videos_for_code(tmp_path: Path) -> None:
+    """Where there are no frames; a task that shows pictures says what to do."""
+    (tmp_path / "arkit").mkdir()
+    (tmp_path / "arkit" / "41.mp4").write_bytes(b"\0\0\0\x18ftypisom")
+    row = {
+        "id": 1,
+        "dataset": "arkit",
+        "scene_name": "41",
+        "question_type": "object_counting",
+        "question": "How many?",
+        "ground_truth": "4",
+    }
+    given = DataSettings(eval=[str(lines(tmp_path / "test.jsonl", [row]))], benchmark="vsi_bench")
+    (found,) = (example.payload for example in examples_of(given, "eval", videos=True))
+    assert [clip.source for clip in found["videos"]] == [tmp_path / "arkit" / "41.mp4"] and found["images"] == ()
+    assert found["question"] == "How many?\nGive a number."
+    with pytest.raises(ValueError, match=r"^task.data.eval=.*test.jsonl row 0 shows a video, which only the code of task=visual_python"):
+        examples_of(given, "eval")
 
 
 def test_tir_bench(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ picture of the data set that cannot be read, a box that cannot be had, a box or 
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from PIL.Image import Image as Picture
 
 import sandbox
+from megatron_rl.data.clips import StoredClip
 from megatron_rl.tasks.base import Env, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
+from megatron_rl.tasks.visual_python.pyvision import CLIP
 from megatron_rl.types import Example, HostFault, LastingFault, Message, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
 from sandbox.images import encode
@@ -27,6 +30,8 @@ import PIL
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 """
 """Names that are there before the first line of the policy's code, beside those of its pictures."""
+CLIPS = (Path(__file__).parent / "clip.py").read_text()
+"""What its videos are read by, where it has some."""
 STATE_LOST = "The interpreter was started anew: variables, imports and files of earlier calls are gone; the images are there."
 NO_OUTPUT = "The code ran and gave nothing back: print values, or show a picture."
 
@@ -40,7 +45,7 @@ class AgentEnv(Env):
         self.protocol = protocol
         self.pool = pool
         self._names: list[str] = []
-        """By which code finds the question's pictures."""
+        """By which code finds the question's pictures and videos."""
         self.num_shown = 0
         """Pictures in the context so far."""
         self._box: sandbox.Box | RemoteBox | None = None
@@ -54,7 +59,7 @@ class AgentEnv(Env):
             messages = self.protocol.prompt(question, pictures)
         except ValueError as error:
             raise LastingFault(f"{self.example}: {error}") from error
-        self._names = list(self.protocol.inputs(pictures))
+        self._names = [*self.protocol.inputs(pictures), *(CLIP.format(number) for number in range(len(self._stored_clips)))]
         self.num_shown = _num_pictures(messages)
         return messages
 
@@ -95,11 +100,27 @@ class AgentEnv(Env):
             pictures = [self._picture(number) for number in range(len(self.example.payload["images"]))]
             return {name: encode(picture) for name, picture in self.protocol.inputs(pictures).items()}
 
-        encoded = await asyncio.to_thread(encoded_inputs)
+        encoded, clips = await asyncio.to_thread(lambda: (encoded_inputs(), self._clips()))
+        preload = PRELOAD + (CLIPS + "".join(f"{Path(name).stem} = Clip({name!r})\n" for name in clips) if clips else "")
         try:
-            return await self.pool.open(images=encoded, preload=PRELOAD)
+            return await self.pool.open(images=encoded, files=clips, preload=preload)
         except ValueError as error:  # a name, a picture: all of it is the data set's
             raise LastingFault(f"{self.example}: sandbox: {error}") from error
+
+    def _clips(self) -> dict[str, bytes]:
+        """The question's videos, by the names of their files in the box. HostFault: one cannot be read."""
+        try:
+            return {
+                f"{CLIP.format(number)}{stored.source.suffix.lower()}": stored.read() for number, stored in enumerate(self._stored_clips)
+            }
+        except HostFault as fault:
+            raise type(fault)(f"{self.example}: {fault}") from fault
+
+    @property
+    def _stored_clips(self) -> Sequence[StoredClip]:
+        clips = self.example.payload.get("videos", ())
+        assert isinstance(clips, tuple), f"example {self.example.id}: {dict(self.example.payload)}"
+        return clips
 
     def _picture(self, number: int) -> Picture:
         """One of the question's, opened each time that it is looked at: as they are stored, those of a step's episodes are larger than

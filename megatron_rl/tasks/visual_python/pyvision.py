@@ -5,8 +5,9 @@ r"""PyVision-RL's protocol: Python in <code> with a fence, the answer boxed, pic
     observation   <tool_response> <interpreter> Text Result: ... Image Result: <image_clue_2> picture </image_clue_2> ...
 
 Its environments `pyvision_gym_w_image_hint` (pictures shown, and there as image_clue_i) and `pyvision_gym_wo_image_hint` (not shown, only
-there as image_hint_i) are the two values of `shown`. Differs from the original: code and answer in one reply, and an answer without box,
-are errors that the policy may mend; there, either ends the episode. Video is out of scope.
+there as image_hint_i) are the two values of `shown`; in `pyvision_gym_wo_video_hint` videos are there as video_clue_i and are not shown,
+so that the policy's code fetches the frames that it wants to see. Differs from the original: code and answer in one reply, and an answer
+without box, are errors that the policy may mend; there, either ends the episode.
 """
 
 from collections.abc import Sequence
@@ -36,11 +37,20 @@ When you are sure, end with the answer alone, nothing behind it:
 SHOWN = "Image i, counted from 0, is the global variable image_clue_i already (a PIL image)."
 HIDDEN = "Image i, counted from 0, is the global variable image_hint_i already (a PIL image); you do not see it before your code shows it."
 
+CLIP = "video_clue_{}"
+VIDEOS = """Video i, counted from 0, is the global variable video_clue_i already; you do not see it. len(video_clue_0) is how many frames it
+has, video_clue_0.get_avg_fps() how many of them are a second, video_clue_0[n].asnumpy() is frame n as an array (height, width, RGB), and
+video_clue_0.get_batch([n, ...]).asnumpy() is several. Show the frames that you need, and no more."""
+PLACE = "<video>"
+"""Where a question speaks of a video."""
+
 
 @dataclass(slots=True, frozen=True)
 class PyVision:
     shown: bool = True
     """The policy sees the pictures of the question; otherwise only its code does."""
+    num_videos: int = 0
+    """That only its code sees."""
     rules: str = RULES
     """The system message; IMAGES in it becomes how pictures are named."""
     name = "pyvision"
@@ -48,8 +58,8 @@ class PyVision:
 
     def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         names = list(self.inputs(pictures))
-        parts = place(question, pictures, self._frame)
-        rules = self.rules.replace("IMAGES", SHOWN if self.shown else HIDDEN)
+        parts = place(self._named(question), pictures, self._frame)
+        rules = self.rules.replace("IMAGES", VIDEOS if self.num_videos else SHOWN if self.shown else HIDDEN)
         return [say("system", rules), say("user", *parts, *(["\n", sizes(names, pictures)] if names else []))]
 
     def read(self, reply: str) -> Reply:
@@ -74,6 +84,15 @@ class PyVision:
     def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         name = "image_clue" if self.shown else "image_hint"
         return {f"{name}_{index}": picture for index, picture in enumerate(pictures)}
+
+    def _named(self, question: str) -> str:
+        """With the names of its videos, at their places or in front."""
+        names = [f"[{CLIP.format(number)}]" for number in range(self.num_videos)]
+        if question.count(PLACE) == len(names):
+            for name in names:
+                question = question.replace(PLACE, name, 1)
+            return question
+        return "\n".join([*names, question.replace(PLACE, "")])
 
     def write_code(self, source: str) -> str:
         return code_block(source)

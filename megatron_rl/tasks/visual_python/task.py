@@ -17,7 +17,7 @@ from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.functions import Functions
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.pyvision import CLIP, PyVision
 from megatron_rl.types import Example, HostFault, Rollout
 from sandbox.client import SandboxClient
 from sandbox.token import read_token
@@ -30,7 +30,9 @@ OBSERVED_CHARACTERS = 8192
 
 
 def pyvision(payload: Payload) -> PyVision:
-    return PyVision(shown=payload["env_name"] != HIDDEN)
+    videos = payload["videos"]
+    assert isinstance(videos, tuple), f"{payload}"
+    return PyVision(shown=payload["env_name"] != HIDDEN, num_videos=len(videos))
 
 
 def codev(payload: Payload) -> CodeV:
@@ -61,7 +63,7 @@ class VisualPythonTask(Task):
         super().__init__(settings)
         settings.require_no_words()
         self.reward = settings.reward or "accuracy"
-        self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}})
+        self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}, "videos": ()})
         self.stop = self.protocol.stop
         self.judge = judge_of(settings.judge)
         self.rubric = rubrics.build(self.reward, judge=self.judge, protocol=settings.protocol)
@@ -81,7 +83,7 @@ class VisualPythonTask(Task):
     def examples(self, split: str) -> Sequence[Example]:
         """The user's questions; every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
-            self._splits[split] = examples_of(self.settings.data, split)
+            self._splits[split] = examples_of(self.settings.data, split, videos=self.settings.protocol == "pyvision")
         return self._splits[split]
 
     def env(self, example: Example) -> AgentEnv:
@@ -97,6 +99,8 @@ class VisualPythonTask(Task):
         images, answer = example.payload["images"], example.payload["answer"]
         assert isinstance(images, tuple) and isinstance(answer, str), f"{example}"
         look = [look_at_first(protocol, images[0].open())] if images and self.reward != "accuracy" else []
+        if example.payload["videos"] and self.reward != "accuracy":
+            look = [protocol.write_code(f"plt.imshow({CLIP.format(0)}[0].asnumpy())\nplt.show()")]
         return [*look, protocol.write_answer(answer)]
 
 

@@ -1,0 +1,56 @@
+"""A video where it lies: a file that only a box ever decodes (tasks/visual_python/clip.py)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.data.images import at_home, shortened
+from megatron_rl.types import HostFault, LastingFault
+
+MAX_CLIP_BYTES = 256 << 20
+"""Of a video as it is stored: each episode's box gets a copy."""
+FORMATS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm")
+MPEG4, MATROSKA, AVI = (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI ")
+"""Where in a file stands what its format is told by."""
+
+
+@dataclass(slots=True, frozen=True)
+class StoredClip:
+    source: Path
+    where: str
+    """For messages: `train.jsonl row 17: mm_hint.hint_path`."""
+
+    def require_sound(self) -> None:
+        """ValueError: it is too large, or no video by its first bytes."""
+        size = self.source.stat().st_size
+        if size > MAX_CLIP_BYTES:
+            raise ValueError(f"{self.where}: {size} bytes, more than {MAX_CLIP_BYTES}; cut it, or save it smaller")
+        with self.source.open("rb") as file:
+            first = file.read(16)
+        if not any(first[at:].startswith(mark) for at, mark in (MPEG4, MATROSKA, AVI)):
+            raise ValueError(f"{self.where}: {shortened(str(self.source))} begins like no MP4, Matroska, WebM or AVI file")
+
+    def read(self) -> bytes:
+        """HostFault: the disk is in trouble. LastingFault: the file is gone since the start, or another."""
+        try:
+            self.require_sound()
+            return self.source.read_bytes()
+        except (FileNotFoundError, ValueError) as error:
+            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
+        except OSError as error:
+            raise HostFault(f"{self.where}: cannot be read ({error})") from error
+
+
+def stored_clips(hint: Mapping[str, object], *, folder: Path, where: str, roots: Sequence[Path]) -> tuple[StoredClip, ...]:
+    """Those of an mm_hint of type video: a path, or several. ValueError: no such file, no video's name, or one that lies elsewhere."""
+    values = hint.get("hint_path")
+    paths = values if isinstance(values, list) else [values]
+    clips = []
+    for value in paths:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{where}: must be the path of a video, is {type(value).__name__}")
+        path = folder / value
+        if path.suffix.lower() not in FORMATS or not path.is_file():
+            raise ValueError(f"{where}: no such video {shortened(str(path))}; files that end in {', '.join(FORMATS)} are read")
+        clips.append(StoredClip(at_home(path, folder, roots, where), where))
+    return tuple(clips)

@@ -1,0 +1,57 @@
+"""A video in a box, with the names that decord's VideoReader has for it (decord 0.6). Its text is run in the box, which has OpenCV."""
+
+import cv2
+import numpy as np
+
+NEAR = 64
+"""Frames that are decoded one by one rather than sought."""
+
+
+class Frames:
+    """What asnumpy() is asked of: one frame (height, width, RGB), or several (frames, height, width, RGB)."""
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        self.shape, self._pixels = pixels.shape, pixels
+
+    def asnumpy(self) -> np.ndarray:
+        return self._pixels
+
+
+class Clip:
+    """Frames by their number, which are decoded when they are asked for."""
+
+    def __init__(self, path: str) -> None:
+        """ValueError: no video that OpenCV can decode."""
+        self._path, self._video, self._next = path, cv2.VideoCapture(path), 0
+        self._length = int(self._video.get(cv2.CAP_PROP_FRAME_COUNT))
+        if not self._video.isOpened() or self._length < 1 or not self._video.grab():
+            raise ValueError(f"{path} is no video that can be decoded")
+        self._next = 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"a video of {len(self)} frames, {self.get_avg_fps():.2f} a second"
+
+    def get_avg_fps(self) -> float:
+        return float(self._video.get(cv2.CAP_PROP_FPS))
+
+    def __getitem__(self, index: int) -> Frames:
+        """IndexError: there is no such frame, or it is broken."""
+        return Frames(self._frame(range(len(self))[int(index)]))
+
+    def get_batch(self, indices: list[int]) -> Frames:
+        return Frames(np.stack([self[index].asnumpy() for index in indices]))
+
+    def _frame(self, number: int) -> np.ndarray:
+        if not self._next <= number < self._next + NEAR:
+            self._video.set(cv2.CAP_PROP_POS_FRAMES, number)
+            self._next = number
+        while self._next < number and self._video.grab():
+            self._next += 1
+        found, pixels = self._video.read()
+        self._next += 1
+        if not found:
+            raise IndexError(f"frame {number} of {self._path} cannot be decoded")
+        return cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
