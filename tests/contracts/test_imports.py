@@ -65,8 +65,8 @@ MAY_IMPORT = {
     "opening": {"data", "rollout", *DATA},
     "parts": {"algo", "gallery", "policy", "rollout", "stop", "tasks", *DATA},
     "recorded": {
-        "algo", "choices", "data", "gallery", "jsonl", "models", "observe", "opening", "parts", "rewards", "rollout", "run", "run_folder",
-        "services", "step_metrics", "stop", "tasks", "train", "weights", *DATA,
+        "algo", "choices", "data", "gallery", "jsonl", "models", "observe", "opening", "parts", "published", "rewards", "rollout", "run",
+        "run_folder", "services", "step_metrics", "stop", "tasks", "train", "weights", *DATA,
     },
     "stages": {
         "algo", "gallery", "opening", "parts", "policy", "recorded", "rollout", "run", "run_states", "sft", "stop", "tasks", "train", *DATA,
