@@ -10,7 +10,7 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,8 +77,19 @@ async def read(request: Request, kind: type[B]) -> B:
 
 
 def documented(kind: type[BaseModel]) -> dict[str, Any]:
-    """For the OpenAPI page: what the route reads by itself."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+    """For the OpenAPI page: what the route reads by itself, without references, which would lead into the page and not into the schema."""
+    schema = kind.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema.get("$defs", {}))}}}}
+
+
+def _inlined(value: Any, definitions: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_inlined(each, definitions) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "$ref" in value:
+        return _inlined(definitions[value["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(each, definitions) for name, each in value.items() if name != "$defs"}
 
 
 async def told(_request: Request, error: StarletteException) -> JSONResponse:

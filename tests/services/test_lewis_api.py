@@ -1,6 +1,7 @@
 """What strangers send to listener and speaker: bodies made from their own OpenAPI pages and then spoilt. No answer is a 500.
 
-A stand-in for schemathesis, which is not among our packages: it, too, draws from the page's schemas and looks at the statuses.
+A stand-in for schemathesis, which is not among our packages and was run by hand (benchmarks/lewis_2026-11-23.md): it, too, draws from the
+page's schemas and looks at the statuses.
 """
 
 import asyncio
@@ -32,19 +33,17 @@ TEXTS = st.sampled_from(
 )
 
 
-def drawn(schema: dict[str, Any], top: dict[str, Any]) -> st.SearchStrategy[Any]:
+def drawn(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Bodies of a schema, most of which it allows."""
-    if "$ref" in schema:
-        return drawn(top["$defs"][schema["$ref"].rpartition("/")[2]], top)
     if "anyOf" in schema:
-        return st.one_of(*(drawn(each, top) for each in schema["anyOf"]))
+        return st.one_of(*(drawn(each) for each in schema["anyOf"]))
     kind = schema.get("type")
     if kind == "object":
-        properties = {name: drawn(each, top) for name, each in schema.get("properties", {}).items()}
+        properties = {name: drawn(each) for name, each in schema.get("properties", {}).items()}
         needed = {name: properties.pop(name) for name in schema.get("required", [])}
         return st.fixed_dictionaries(needed, optional=properties)
     if kind == "array":
-        return st.lists(drawn(schema["items"], top), min_size=schema.get("minItems", 0), max_size=3)
+        return st.lists(drawn(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
     if kind == "integer":
         return st.integers(-2, 5)
     return TEXTS | st.text(max_size=30) if kind == "string" else ANYTHING
@@ -52,7 +51,7 @@ def drawn(schema: dict[str, Any], top: dict[str, Any]) -> st.SearchStrategy[Any]
 
 @st.composite
 def spoilt(draw: st.DrawFn, schema: dict[str, Any]) -> bytes:
-    body = draw(drawn(schema, schema))
+    body = draw(drawn(schema))
     how = draw(st.sampled_from(["as it is", "as it is", "a value", "a key", "a cut", "bytes", "anything"]))
     if how == "a value" and body:
         body[draw(st.sampled_from(sorted(body)))] = draw(ANYTHING)
@@ -131,6 +130,14 @@ def test_what_is_drawn_comes_through_and_is_refused(apps: dict[str, Any]) -> Non
     statuses = {path: status(apps[path.split("/")[0]], "POST", f"/{path.split('/')[1]}", json.dumps(body).encode(), "application/json")
                 for path, body in good.items()}  # fmt: skip
     assert statuses == {"listener/score": 422, "listener/weights": 200, "speaker/describe": 200, "speaker/batch_describe": 200}
+
+
+def test_the_page_has_no_reference_that_leads_nowhere(apps: dict[str, Any]) -> None:
+    """The listener's candidates are described where they stand: tools leave out what they cannot resolve."""
+    pages = [app.openapi() for app in apps.values()]
+    assert all('"$ref": "#/$defs' not in json.dumps(page) for page in pages)
+    score = pages[0]["paths"]["/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "path" in json.dumps(score["properties"]["candidates"]["items"])
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "POST"])
