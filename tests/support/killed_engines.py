@@ -3,7 +3,8 @@
     python killed_engines.py MODEL_FOLDER RUN_FOLDER SEED KILLS [WORD ...]
 
 A moment is a phase (generation, pause, transfer), a way (killed, stopped, core killed, core stopped, ended), a server and a place in the
-phase; all pairs of phase and way come in turn, in a shuffled order. With each update at most one comes, when both servers serve.
+phase; all pairs of phase and way come in turn, in a shuffled order. With each update at most one comes, when both servers serve. One that
+serves again is steady at once: kills come faster than a run gives up a server that ends in a row (services/engines.py).
 RUN_FOLDER/kills.jsonl has what was done, and what became of it.
 """
 
@@ -23,6 +24,7 @@ import psutil
 from megatron_rl.rollout.asking import Asking
 from megatron_rl.rollout.remote import RemoteEngine
 from megatron_rl.rollout.sender import Line
+from megatron_rl.services import engines
 from megatron_rl.services.engines import Engines
 from tests.support.remote_run import REMOTE, play
 
@@ -120,13 +122,14 @@ if __name__ == "__main__":
     model, folder, seed, num, *more = sys.argv[1:]
     killer = Killer(Path(folder), seed=int(seed), num=int(num))
 
-    def started(engines: Engines) -> None:
-        killer.household = engines
-        start(engines)
+    def started(household: Engines) -> None:
+        killer.household = household
+        start(household)
 
     RemoteEngine.load_weights = lambda engine, tensors, *, version: killer.load_weights(engine, tensors, version=version)
     Line.begin, Line.send = lambda line: killer.begin(line), lambda line, bucket, flat: killer.send(line, bucket, flat)
     Asking.ask = lambda asking, server, turn, said, **labels: killer.ask(asking, server, turn, said, **labels)
     Engines.start = started
+    engines.STEADY_S = 0.0
     sys.argv[1:] = [model, folder, *REMOTE, "engine.servers=2", "engine.bucket_mib=0.5", *more]
     play()
