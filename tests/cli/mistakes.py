@@ -132,7 +132,7 @@ MISTAKES = {
     "task=vqa": "task.data.eval=[]: give the files of questions that are held out",
     "task=vqa task.data.eval=[{tmp}/good.jsonl]": "task.data.train=[]: give the files of questions...",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/nowhere.jsonl]": "task.data.train={tmp}/nowhere.jsonl: no such file",
-    "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/table.csv]": "...table.csv row 0: is no JSON ...",
+    "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/table.csv]": "...table.csv: row 0 has 3 fields...",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/half.jsonl]": "...half.jsonl row 1: is no JSON ...",
     "task=vqa task.data.eval=[{tmp}/true.jsonl] task.data.train=[{tmp}/good.jsonl]": "...true.jsonl row 0: answer: is true...",
     "task=vqa task.data.eval=[{tmp}/nan.jsonl] task.data.train=[{tmp}/good.jsonl]": "...nan.jsonl row 0: answer: is nan...",

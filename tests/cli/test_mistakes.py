@@ -51,7 +51,7 @@ def broken(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     (folder / "nan.jsonl").write_text('{"question": "?", "answer": NaN}\n')
     (folder / "web.jsonl").write_text('{"question": "?", "answer": "a", "image": "https://example.com/a.png"}\n')
     (folder / "half.jsonl").write_text(QUESTION + QUESTION[:20])
-    (folder / "table.csv").write_text("question,answer\nHow many?,4\n")
+    (folder / "table.csv").write_text("question,answer\nHow many?,4,5\n")
     (folder / "file").touch()
     return folder
 
