@@ -132,10 +132,10 @@ def alternating(home: Home, speaker: Path, listener: Path, frozen: str, heard: l
     """Turns of the two runs, each against what the other has become; an optimizer begins anew with each turn."""
     for turn in range(ROUNDS):
         with serving("listener", listener) as url:
-            words = [*heard, f"task.listener.urls=[{url}]", *half(home)]
+            words = [*heard, f"task.listener.urls=[{url}]", *half(home, of=50)]
             speaker = home.run(f"alternating_speaker_{turn}", "lewis_cpu", speaker, *words, *sheets(home, "alternating")) / "final"
         with serving("speaker", speaker) as url:
-            words = [*ALONE[1:], f"task.speaker.urls=[{url}]", *half(home)]
+            words = [*ALONE[1:], f"task.speaker.urls=[{url}]", *half(home, of=26)]
             listener = home.run(f"alternating_listener_{turn}", "lewis_listener_cpu", listener, *words) / "final"
     with serving("listener", listener) as url:
         judged(home, "alternating", speaker, heard, url)
@@ -161,8 +161,8 @@ def judged(home: Home, name: str, speaker: Path, heard: list[str], url: str) -> 
     home.run(name, "lewis_cpu", speaker, *heard, f"task.listener.urls=[{url}]", *still, *sheets(home, name))
 
 
-def half(home: Home) -> list[str]:
-    return [] if home.tiny else ["run.steps=13"]
+def half(home: Home, *, of: int) -> list[str]:
+    return [] if home.tiny else [f"run.steps={of // ROUNDS}"]
 
 
 def sheets(home: Home, name: str) -> list[str]:

@@ -20,7 +20,8 @@ words=(
 if [[ -n $host ]]; then
     words+=("task.listener.urls=[http://$host:$port]")
 elif [[ -n ${LISTENER_URL-} ]]; then
-    words+=("task.listener.urls=[$LISTENER_URL]")
+    address=${LISTENER_URL//\/batch_score/} # the game's own names an endpoint, we ask several
+    words+=("task.listener.urls=[${address//\/score/}]")
 elif [[ -n ${LISTENER_MODEL-} ]]; then
     words+=("services.listener={kind: listener, model: '$LISTENER_MODEL', port: $port}" "task.listener.urls=[service:listener]")
 else

@@ -123,7 +123,7 @@ def is_named_rightly(name: str) -> bool:
         name.startswith("task.options.")
         or name in keys(Settings())
         or name.rpartition(".")[0] == "optim.part_lr"
-        or inner in ("py", "md", "yaml", "json", "jsonl", "sh")
+        or inner in ("py", "md", "yaml", "json", "jsonl", "sh", "onnx")
     ):
         return True
     try:

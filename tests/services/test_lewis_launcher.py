@@ -60,6 +60,8 @@ def test_the_seeds_words(tree: Path) -> None:
 
 def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None:
     assert settings_of(tree, "", LISTENER_URL="http://a:1,http://b:1")["task.listener.urls"] == "[http://a:1,http://b:1]"
+    seeds = settings_of(tree, "", LISTENER_URL="http://a:1/batch_score,http://b:1/score")
+    assert seeds["task.listener.urls"] == "[http://a:1,http://b:1]", "as the game's own has it"
     own = settings_of(tree, "", "9100", LISTENER_MODEL="runs/l")
     assert own["services.listener"] == "{kind: listener, model: 'runs/l', port: 9100}"
     assert own["task.listener.urls"] == "[service:listener]"

@@ -232,6 +232,20 @@ def test_a_sheet_shows_what_was_heard_where_it_was(built: tuple[Path, Path], tmp
     assert "#{:02x}{:02x}{:02x}".format(*sheet.getpixel((first + wrong * (sheets.SIDE + sheets.EDGE) - 1, below))) == sheets.PLAIN
 
 
+def test_a_narrow_sheet_shows_the_target_and_the_pick(built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a game has more candidates than a row has places: by their frames, left to right."""
+    from megatron_rl.tasks.lewis import sheets
+
+    monkeypatch.setattr(sheets, "MOST_SHOWN", 2)
+    example = speaker_of(built).examples("eval")[0]
+    example.payload["target"] = 2
+    first = 2 * sheets.EDGE + sheets.SIDE + 7 * sheets.WIDE
+    for logprobs, frames in (([-0.1, -5.0, -5.0], [RED, GREEN]), ([-5.0, -0.1, -5.0], [RED, GREEN]), (None, [sheets.PLAIN, GREEN])):
+        sheet = sheets.sheet_of([(example, REPLY, heard(logprobs) if logprobs else None)])
+        lefts = [first + place * (sheets.SIDE + sheets.EDGE) for place in range(2)]
+        assert ["#{:02x}{:02x}{:02x}".format(*sheet.getpixel((left - 1, sheets.EDGE + 50))) for left in lefts] == frames
+
+
 def test_options_come_from_the_command_line() -> None:
     """As launch/lewis.sh gives them: they are the task's own dataclass, and what it has not is refused."""
     given = composed(["task=lewis_speaker", "task.options.accuracy=binary", "task.options.log=x", "model.path=m", "run.dir=r"])

@@ -59,7 +59,7 @@ def test_no_concept_is_in_both_splits(pictures: Path) -> None:
 
 def test_distractors_are_hard_and_the_target_is_another_view(pictures: Path) -> None:
     """Embeddings by hand on an arc: the two nearest concepts of the category are the distractors, each by its nearest picture; the target
-    is the farthest view. With a cross share of 1 a nearer concept of the other category comes first."""
+    is the farthest view. With a cross share of 1 a concept of the other category comes first."""
     catalogue = {"x": {name: [f"{name}{view}" for view in range(3)] for name in "abc"}, "y": {"d": ["d0", "d1"]}}
     angles = {"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.2}
     embeddings = {
@@ -74,6 +74,10 @@ def test_distractors_are_hard_and_the_target_is_another_view(pictures: Path) -> 
     assert set(by_query["d0"].candidates) == {"d1", "a2", "b0"}
     crossed = {each.query: each for each in Dealer(catalogue=catalogue, embeddings=embeddings, cross_share=1.0).rounds(seed=0, queries=3)}
     assert set(crossed["a0"].candidates) == {"a2", "d0", "b0"}
+    far = embeddings | {name: -embeddings[name] for name in ("d0", "d1")}
+    for distractors in ("nearest", "random"):
+        crossed = Dealer(catalogue=catalogue, embeddings=far, cross_share=1.0, distractors=distractors).rounds(seed=0, queries=3)
+        assert all({"d0", "d1"} & set(each.candidates) for each in crossed), "however far it is"
     similar = Dealer(catalogue=catalogue, embeddings=embeddings, positive="most_similar", num_candidates=2)
     (first,) = [each for each in similar.rounds(seed=0, queries=3) if each.query == "a0"]
     assert set(first.candidates) == {"a1", "b0"}

@@ -93,7 +93,7 @@ class Dealer:
     positive: str = "most_dissimilar"
     distractors: str = "nearest"
     cross_share: float = 0.0
-    """Of the rounds whose distractors are of any category, as near as may be."""
+    """Of the rounds whose distractors are of other categories, as near as may be; of their own, where there are too few others."""
 
     def __post_init__(self) -> None:
         num = sum(map(len, self.catalogue.values()))
@@ -132,15 +132,15 @@ class Dealer:
         self, category: str, concept: str, query: str, means: Mapping[tuple[str, str], np.ndarray], *, is_cross: bool,
         drawn: random.Random | None,
     ) -> list[str]:  # fmt: skip
-        """With `drawn`, any pictures of other concepts, those of the same category first, too."""
+        """With `drawn`, any pictures of other concepts; those of the same category first, of other categories if it is_cross."""
         if drawn is not None:
             keys = drawn.sample([key for key in means if key != (category, concept)], len(means) - 1)
-            keys.sort(key=lambda key: key[0] != category and not is_cross)
+            keys.sort(key=lambda key: (key[0] != category) != is_cross)
             return [drawn.choice(list(self.catalogue[of][name])) for of, name in keys[: self.num_candidates - 1]]
         own = means[category, concept]
         near = sorted(
             (key for key in means if key != (category, concept)),
-            key=lambda key: (key[0] != category and not is_cross, -float(means[key] @ own), key),
+            key=lambda key: ((key[0] != category) != is_cross, -float(means[key] @ own), key),
         )
         return [
             max(self.catalogue[of][name], key=lambda path: float(self.embeddings[path] @ self.embeddings[query]))

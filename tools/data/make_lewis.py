@@ -14,13 +14,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from megatron_rl.config import require
 from megatron_rl.tasks.lewis.demonstrations import words_of
 from tools.commands import ended
 from tools.data import dataset_dict
 from tools.data.dataset_dict import IMAGE, STRING, STRINGS
+from tools.data.encoders import encoded_by
 from tools.data.lewis_rounds import (
     DISTRACTORS,
     POSITIVES,
@@ -30,7 +29,6 @@ from tools.data.lewis_rounds import (
     speaker_row,
     split_by_concept,
     thumbnails,
-    unit,
 )
 
 SPEAKER = {
@@ -41,23 +39,6 @@ LISTENER = {
     "query_image": IMAGE, "query_image_path": STRING, "reference_image": IMAGE, "reference_image_path": STRING, "listener_problem": STRING,
     "listener_solution": STRING, "category": STRING, "concept": STRING,
 }  # fmt: skip
-
-
-def encoded_by(folder: Path, paths: list[Path]) -> np.ndarray:
-    """float32 [N, D] of length 1: what the tower of a transformers model makes of the pictures, its mean over a picture's patches."""
-    import torch
-    from PIL import Image
-    from transformers import AutoImageProcessor, AutoModel
-
-    processor, model = AutoImageProcessor.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = []
-    for path in paths:
-        with Image.open(path) as picture, torch.no_grad():
-            inputs = processor(images=[picture.convert("RGB")], return_tensors="pt")
-            features = model.get_image_features(**inputs)
-        pooled = features.pooler_output
-        rows.append((pooled[0] if isinstance(pooled, tuple | list) else pooled).float().reshape(-1, pooled[0].shape[-1]).mean(0).numpy())
-    return unit(np.stack(rows))
 
 
 def make(
@@ -128,12 +109,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--pictures", type=Path, required=True, metavar="DIR", help="folders <category>/<concept>/ of two views at least")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--encoder", type=Path, metavar="DIR", help="a transformers model that tells what is alike; default: colors")
+    kinds = "a transformers model, or model.onnx beside its preprocessor_config.json"
+    parser.add_argument("--encoder", type=Path, metavar="DIR", help=f"tells what is alike: {kinds}; default: colors")
     parser.add_argument("--candidates", type=int, default=3, metavar="K", help="pictures of a round (default %(default)s)")
     parser.add_argument("--queries", type=int, default=4, metavar="N", help="rounds of a concept at most (default %(default)s)")
     parser.add_argument("--positive", choices=POSITIVES, default=POSITIVES[0], help="which other view is the target (default %(default)s)")
     parser.add_argument("--distractors", choices=DISTRACTORS, default=DISTRACTORS[0], help="which other concepts (default %(default)s)")
-    parser.add_argument("--cross-share", type=float, default=0.0, help="rounds with distractors of any category (default %(default)g)")
+    parser.add_argument("--cross-share", type=float, default=0.0, help="rounds with distractors of other categories (default %(default)g)")
     parser.add_argument("--train-share", type=float, default=0.65, help="concepts of a category for training (default %(default)g)")
     parser.add_argument("--least-concepts", type=int, default=3, metavar="N", help="of a category that is kept (default %(default)s)")
     parser.add_argument("--seed", type=int, default=23)

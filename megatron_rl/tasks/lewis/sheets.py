@@ -6,8 +6,9 @@ the games that it played.
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 from PIL.Image import Image as Picture
@@ -75,14 +76,20 @@ def sheet_of(games: Sequence[tuple[Example, str, Heard | None]]) -> Picture:
         lines = textwrap.wrap(f"{payload['category']}: {said.coarse} | {said.detailed or '(nothing)'}", WIDE)
         text = _latin("\n".join(lines[: SIDE // LINE]))
         pen.multiline_text((2 * EDGE + SIDE, top), text, fill="black", font=font)
-        for place, image in enumerate(payload["candidates"][:shown]):
-            left = 2 * EDGE + SIDE + words + place * (SIDE + EDGE)
-            sheet.paste(_small(image.open()), (left, top))
+        for column, place in enumerate(_places(payload, heard, shown)):
+            left = 2 * EDGE + SIDE + words + column * (SIDE + EDGE)
+            sheet.paste(_small(payload["candidates"][place].open()), (left, top))
             color = GREEN if place == payload["target"] else RED if heard and place == heard.predicted_index else PLAIN
             pen.rectangle((left - 2, top - 2, left + SIDE + 1, top + SIDE + 1), outline=color, width=3)
             mark = " <-" if heard and place == heard.predicted_index else ""
             pen.text((left, top + SIDE + 2), f"{heard.yes_probabilities[place]:.3f}{mark}" if heard else "-", fill=color, font=font)
     return sheet
+
+
+def _places(payload: Mapping[str, Any], heard: Heard | None, shown: int) -> list[int]:
+    """Of the candidates that have room, in their order: the target and what was picked are among them."""
+    first = [payload["target"], *([heard.predicted_index] if heard else [])]
+    return sorted(list(dict.fromkeys([*first, *range(len(payload["candidates"]))]))[:shown])
 
 
 def _small(picture: Picture) -> Picture:

@@ -1,0 +1,64 @@
+"""What share of a speaker's steps waits for scores alone: from the traces of a run (run.trace=N).
+
+    python launch/train.py experiment=lewis_cpu run.trace=25
+    .venv/bin/python benchmarks/lewis_waits.py runs/lewis/speaker
+
+A moment counts where an answer of the listener is awaited and nothing else is under way: no reply, no step of an environment, and no span
+of the trainer but the one in which it waits for episodes.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_rl.observe.trace import FOLDER, STEP
+
+WAITS = {"environment"}
+"""The span of a step in which the trainer waits for its episodes."""
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in union(intervals))
+
+
+def waits(file: Path) -> tuple[float, float]:
+    """Seconds of a traced step that wait for scores alone, and all its seconds."""
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == STEP]
+    first, last = min(begin for begin, _ in spans), max(end for _, end in spans)  # an episode may have begun in the step before
+    scoring, busy = [], []
+    for event in events:
+        interval = (max(first, event["ts"]), min(last, event["ts"] + event["dur"]))
+        if event["name"] == "scoring":
+            scoring.append(interval)
+        elif event["cat"] != STEP or event["name"] not in WAITS:
+            busy.append(interval)
+    return (length([*scoring, *busy]) - length(busy)) / 1e6, (last - first) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--skip", type=int, default=2, help="steps of the beginning (default %(default)s)")
+    given = parser.parse_args()
+    steps = [waits(file) for file in sorted((given.run / FOLDER).glob("step_*.json"))[given.skip :]]
+    if not steps:
+        parser.error(f"{given.run} has traces of no more than {given.skip} steps; run it with run.trace=25")
+    alone, whole = (sum(column) for column in zip(*steps, strict=True))
+    print(f"{len(steps)} steps, {whole / len(steps):.2f} s each; waiting for scores alone {alone / whole:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""How an encoder sees pictures, for tools/data/make_lewis.py: a transformers model, or an ONNX file beside what prepares its pictures."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from megatron_rl.config import require
+from tools.data.lewis_rounds import unit
+
+ONNX = "model.onnx"
+PREPARES = ("preprocessor_config.json", "processor_config.json")
+
+
+def encoded_by(folder: Path, paths: list[Path]) -> np.ndarray:
+    """float32 [N, D] of length 1. ValueError: the folder holds no encoder of pictures."""
+    from transformers import AutoImageProcessor
+
+    is_there = any((folder / name).exists() for name in PREPARES)
+    require(is_there, "--encoder", folder, f"has no {PREPARES[0]}, which says how pictures are prepared; a transformers folder has one")
+    processor = AutoImageProcessor.from_pretrained(folder)
+    encode = _onnx(folder / ONNX) if (folder / ONNX).exists() else _transformers(folder)
+    rows = []
+    for path in paths:
+        with Image.open(path) as picture:
+            rows.append(encode(dict(processor(images=[picture.convert("RGB")], return_tensors="pt"))))
+    return unit(np.stack(rows).astype(np.float32))
+
+
+def _onnx(file: Path) -> Callable[[dict], np.ndarray]:
+    """By OpenCV: the graph has one input, pixel_values; its first output is a picture's embedding, or one of each of its patches."""
+    import cv2
+
+    try:
+        net = cv2.dnn.readNetFromONNX(str(file))
+    except cv2.error as error:
+        raise ValueError(f"--encoder={file.parent}: OpenCV cannot read {file.name} ({_last_line(error)})") from error
+    output = net.getUnconnectedOutLayersNames()[0]
+
+    def encode(prepared: dict) -> np.ndarray:
+        net.setInput(prepared["pixel_values"].numpy())
+        try:
+            return _mean(net.forward(output)[0])
+        except cv2.error as error:
+            shape = list(prepared["pixel_values"].shape)
+            raise ValueError(f"--encoder={file.parent}: OpenCV cannot run {file.name} on {shape} ({_last_line(error)})") from error
+
+    return encode
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]
+
+
+def _transformers(folder: Path) -> Callable[[dict], np.ndarray]:
+    """A model of pictures alone (ViT, ResNet) says what it makes of each patch; one of pictures and text (CLIP, Qwen-VL)
+    has features of a picture for it."""
+    import torch
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    is_of_pictures = model.main_input_name == "pixel_values"
+
+    @torch.no_grad()
+    def encode(prepared: dict) -> np.ndarray:
+        if is_of_pictures:
+            return _mean(model(**prepared).last_hidden_state[0].numpy())
+        pooled = model.get_image_features(**prepared).pooler_output
+        return _mean(pooled[0].numpy())
+
+    return encode
+
+
+def _mean(features: np.ndarray) -> np.ndarray:
+    """[D] of [D], of [patches, D], or of [D, rows, columns]."""
+    match features.ndim:
+        case 1:
+            return features
+        case 2:
+            return features.mean(0)
+        case _:
+            return features.mean((1, 2))
