@@ -49,8 +49,9 @@ async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: st
             reply = await http.get(f"{url}/health")
         if reply.status_code == 401:
             return Greeting(trouble=f"asks for its token: {key}=FILE")
+        require_answered(reply)
         return Greeting(served=[_Health.model_validate_json(reply.content).version])
     except TimeoutError:
         return Greeting(trouble=f"no answer within {GREETING_S:.0f} s")
-    except (httpx2.HTTPError, httpx2.InvalidURL, Unread, ValidationError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, Unread, Refused, ServerFault, ValidationError) as error:
         return Greeting(trouble=told(error, secret=token))

@@ -32,7 +32,7 @@ class EngineRoom:
         renderer = self.renderer
         self._engine = LocalEngine(
             model.path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
-            group=None, pixels=(renderer.min_pixels, renderer.max_pixels),
+            group=None, pixels=renderer.final_pixels,
         )  # fmt: skip
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -86,12 +86,14 @@ class EngineRoom:
         it has others."""
         version = await asyncio.to_thread(version_of_tensors, tensors, *self._words)
         async with self._standing.changing():
-            self._is_whole = False
+            taken = False
             try:
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._take(tensors), self._loop))
+                self.version, taken = version, True
             except RuntimeError as error:
                 raise HostFault(f"the engine has not taken the weights ({error})") from error
-            self.version, self._is_whole = version, True
+            finally:
+                self._is_whole = taken
 
     async def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._engine.load_weights(iter(tensors.items()), version=self._engine.weight_version + 1)

@@ -177,6 +177,8 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
         with pytest.raises(HostFault, match="asks for its token: task.listener.token_file=FILE"):
             held(settings(url), nothing)
         held(settings(url, token_file=str(word)), nothing)
+    with listener_of(Room(is_well=False)) as url, pytest.raises(HostFault, match="ServerFault: HTTP 503: .*the engine has failed; start"):
+        held(settings(url), nothing)
 
 
 def test_proxies_are_used_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
