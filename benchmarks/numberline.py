@@ -1,6 +1,7 @@
 """The quickstart's recipe on several seeds: tiny checkpoint, warm start, GRPO, each from the seed; prints one table and draws one picture.
 
     .venv/bin/python benchmarks/numberline.py --seeds 0 1 2 --out runs/seeds
+    .venv/bin/python benchmarks/numberline.py --staleness 0 1 --beyond algo.correction=bypass optim.lr=1e-4  # GRPO that waits, and does not
     .venv/bin/python benchmarks/numberline.py --seeds 0 --out runs/tiny --tiny      # two steps a stage: tries the script, says nothing
 
 A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Success is an episode with return above 0, over
@@ -20,8 +21,6 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.plot import reward_curves
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPROVES = ["run.require_improvement=true"]
-"""Of the GRPO stage, unless it is tiny."""
 TINY = {
     "sft": ["sft.steps=[1,1]", "sft.num_demonstrations=8", "sft.batch_size=4", "task.eval_samples=1"],
     "grpo": ["run.steps=2", "batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=1", "task.max_turns=1"],
@@ -36,50 +35,61 @@ def train(*overrides: str) -> float:
     return time.perf_counter() - started
 
 
-def run_seed(seed: int, out: Path, *, tiny: bool) -> dict[str, float]:
-    """One seed from nothing; what exists is used again."""
+def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: bool) -> dict[str, float]:
+    """One seed from nothing; what exists is used again: checkpoint and warm start are the same for every staleness."""
     folder = out / f"seed{seed}"
     if not (folder / "nano").exists():
         maker = [sys.executable, "tools/data/make_tiny_qwen2_5_vl.py", "--out", str(folder / "nano"), "--seed", str(seed)]
         subprocess.run(maker, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    row: dict[str, float] = {"seed": seed}
+    row: dict[str, float] = {"seed": seed, "staleness": staleness}
+    folders = {"sft": folder / "sft", "grpo": grpo_folder(out, seed, staleness)}
+    asynchronous = [f"run.max_staleness={staleness}", *beyond] if staleness else []
     start = folder / "nano"
-    for stage in ("sft", "grpo"):
-        run = folder / stage
+    for stage, run in folders.items():
         if not (run / "eval.json").exists():
-            overrides = TINY[stage] if tiny else IMPROVES if stage == "grpo" else []
+            overrides = (TINY[stage] if tiny else []) + (asynchronous if stage == "grpo" else [])
             seconds = train(f"experiment=numberline_{stage}_cpu", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}", *overrides)
             (run / "seconds").write_text(f"{seconds:.1f}\n")
         result = json.loads((run / "eval.json").read_text())
         row |= {f"{stage} greedy": result["greedy_success"], f"{stage} sampled": result["sampled_success"]}
         row[f"{stage} s"] = float((run / "seconds").read_text())
         start = run / "final"
-    steps = [step for step in read_metrics(folder / "grpo" / "metrics.jsonl") if "reward/mean" in step]
+    steps = [step for step in read_metrics(folders["grpo"] / "metrics.jsonl") if "reward/mean" in step]
     row["gap max"] = max(step["engine/logprob_gap_max"] for step in steps)
     row["s/step"] = statistics.median(step["time/total"] for step in steps)
+    row["stale"] = statistics.mean(step.get("rollout/staleness", 0.0) for step in steps)
     row["sync ms"] = 1e3 * statistics.median(step["time/sync"] for step in steps)
     row["outside"] = sum(step["time/outside"] for step in steps) / sum(step["time/total"] for step in steps)
     return row
 
 
+def grpo_folder(out: Path, seed: int, staleness: int) -> Path:
+    return out / f"seed{seed}" / (f"grpo_staleness{staleness}" if staleness else "grpo")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0], help="values of run.max_staleness for GRPO")
+    parser.add_argument("--beyond", nargs="+", default=[], metavar="KEY=VALUE", help="settings of GRPO where the staleness is above 0")
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--tiny", action="store_true", help="a step or two a stage")
     arguments = parser.parse_args()
     rows = []
-    for seed in arguments.seeds:
-        rows.append(run_seed(seed, arguments.out, tiny=arguments.tiny))
+    cells = [(seed, staleness) for seed in arguments.seeds for staleness in arguments.staleness]
+    for seed, staleness in cells:
+        rows.append(run_seed(seed, staleness, arguments.beyond, arguments.out, tiny=arguments.tiny))
         print(json.dumps(rows[-1]), flush=True)
     stages = "after SFT greedy | temperature 1 | after GRPO greedy | temperature 1"
-    print(f"| seed | {stages} | SFT s | GRPO s | s a step | sync ms | gap max | outside spans |")
-    print("|" + "---|" * 11)
+    print(f"| seed | staleness: allowed | seen | {stages} | SFT s | GRPO s | s a step | sync ms | gap max | outside spans |")
+    print("|" + "---|" * 13)
     for row in rows:
         shares = " | ".join(f"{row[f'{stage} {kind}']:.1%}" for stage in ("sft", "grpo") for kind in ("greedy", "sampled"))
         times = f"{row['sft s']:.0f} | {row['grpo s']:.0f} | {row['s/step']:.2f} | {row['sync ms']:.0f}"
-        print(f"| {row['seed']:.0f} | {shares} | {times} | {row['gap max']:.1e} | {row['outside']:.2%} |")
-    curves = {f"seed {seed}": arguments.out / f"seed{seed}" / "grpo" / "metrics.jsonl" for seed in arguments.seeds}
+        head = f"{row['seed']:.0f} | {row['staleness']:.0f} | {row['stale']:.2f}"
+        print(f"| {head} | {shares} | {times} | {row['gap max']:.1e} | {row['outside']:.2%} |")
+    names = {cell: f"seed {cell[0]}" + (f", staleness {cell[1]}" if cell[1] else "") for cell in cells}
+    curves = {name: grpo_folder(arguments.out, *cell) / "metrics.jsonl" for cell, name in names.items()}
     reward_curves(curves, arguments.out / "reward_curve.png")
     print(f"reward curves: {arguments.out / 'reward_curve.png'}")
 

@@ -1,11 +1,13 @@
 """Visual search whose tools are slow: seconds a step with run.max_staleness 0 and 1, on two ranks, each engine beside its trainer.
 
+A trainer and an engine of its own: --ranks 1 engine.kind=remote engine.servers=1.
+
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model runs/visual_search_seeds/seed0/sft/final --out runs/staleness
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model FOLDER --out runs/tiny --tiny       # tries the script, says nothing
 
 The runs are launch/train.py with a real sandbox server. Between them stands a server that hands everything on, and keeps each answer of a
-tool for a while: log-normal (median 0.5 s, sigma 1), or as long for all (--sigma 0). Steps are those in which as much is under way as the
-staleness allows: not the first two, and not the last.
+tool for a while: log-normal (median 0.5 s, sigma 1), or as long for all (--sigma 0). Means are over the steps in which as much is under way
+as the staleness allows: not the first two, and not the last.
 """
 
 import argparse
@@ -40,7 +42,8 @@ class SlowTools:
     """A sandbox server whose calls take longer, by a generator that every run starts anew."""
 
     def __init__(self, target: str, *, median: float, sigma: float) -> None:
-        self.client = httpx.AsyncClient(base_url=target, timeout=600)
+        limits = httpx.Limits(max_connections=None)  # those who wait for a box must not keep others from giving theirs back
+        self.client = httpx.AsyncClient(base_url=target, timeout=600, limits=limits)
         self.median, self.sigma = median, sigma
         self.random = np.random.default_rng(0)
         self.app = Starlette(routes=[Route("/{path:path}", self.hand_on, methods=["GET", "POST", "DELETE"])])
@@ -78,9 +81,9 @@ def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
             behind.terminate()
 
 
-def played(folder: Path, *overrides: str) -> list[dict[str, float]]:
+def played(folder: Path, ranks: int, *overrides: str) -> list[dict[str, float]]:
     """The steps of a run."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "launch/train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "launch/train.py"]
     given = ["experiment=visual_search_python_cpu", f"run.dir={folder}", "task.data.max_eval=4", "task.eval_samples=1", *overrides]
     with folder.with_suffix(".log").open("w") as log:
         subprocess.run([*command, *given], cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -90,7 +93,7 @@ def played(folder: Path, *overrides: str) -> list[dict[str, float]]:
 def row(steps: list[dict[str, float]]) -> list[str]:
     counted = steps[2:-1]
     names = ("time/total", "time/update", "rollout/staleness", "rollout/stale_fraction", "reward/mean")
-    total, update, staleness, stale, reward = (statistics.median(step.get(name, 0.0) for step in counted) for name in names)
+    total, update, staleness, stale, reward = (statistics.fmean(step.get(name, 0.0) for step in counted) for name in names)
     return [f"{total:.2f}", f"{update:.2f}", f"{staleness:.2f}", f"{stale:.1%}", f"{reward:.2f}", f"{os.getloadavg()[0]:.1f}"]
 
 
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--median", type=float, default=0.5, help="seconds of a tool")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm; 0: every tool takes as long")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--size", type=int, default=128, help="boxes")
     parser.add_argument("--tiny", action="store_true", help="four small steps")
     parser.add_argument("overrides", nargs="*", help="further settings of the runs, KEY=VALUE")
@@ -109,8 +113,9 @@ def main() -> None:
     print("| staleness | s a step | update s | staleness seen | stale | reward | load |\n|" + "---|" * 7, flush=True)
     for staleness in given.staleness:
         with slow_sandbox(given.size, median=given.median, sigma=given.sigma) as url:
-            words = [f"model.path={given.model}", f"task.sandbox.url={url}", f"run.max_staleness={staleness}", "run.steps=12"]
-            steps = played(given.out.resolve() / f"staleness{staleness}", *words, *(TINY if given.tiny else []), *given.overrides)
+            words = [f"model.path={given.model}", f"task.sandbox.url={url}", f"run.max_staleness={staleness}", "run.steps=30"]
+            folder = given.out.resolve() / f"staleness{staleness}"
+            steps = played(folder, given.ranks, *words, *(TINY if given.tiny else []), *given.overrides)
         print(f"| {' | '.join([str(staleness), *row(steps)])} |", flush=True)
 
 

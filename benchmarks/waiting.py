@@ -4,10 +4,10 @@
     .venv/bin/python benchmarks/waiting.py --gpus 8 --steps 4 --spread 0.3
 
 Events, not formulas: episodes of log-normal lengths stand in line for the slots of their engine, an engine's step takes what
-plan/seconds.py says of as many as run, a group is played when its last episode is, a step trains on the groups that were played first.
-Groups are dealt, and dropped as stale, as rollout/admission.py does it. Colocated, engines stand still while the weights change and are
-given out; apart, some of the GPUs only train, and the others stand still for the sync alone. An episode that goes on is prefilled again.
-The batch grows with the GPUs. Left out is what scale.py's model of time leaves out.
+plan/seconds.py says of as many as run, a group is played when its last episode is. Groups are dealt, trained on and waited for as
+rollout/admission.py does it: those that were played first, and all that would be too old for the next step. Colocated, engines stand still
+while the weights change and are given out; apart, some of the GPUs only train, and the others stand still for the sync alone. An episode
+that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time leaves out.
 """
 
 import argparse
@@ -78,14 +78,14 @@ class Engines:
             engine.line.insert(0, (steps, group))
             engine.fill()
 
-    def play(self, start: float, *, until: float, num_groups: float) -> float:
-        """From `start` to `until`, or to when so many groups have been played; returns when."""
+    def play(self, start: float, *, until: float, num_groups: float, due: Set[int] = frozenset()) -> float:
+        """From `start` to `until`, or to when so many groups have been played, those that are due among them; returns when."""
         for engine in self.each:
             engine.now = start
         ends = [(engine.next_end(), number) for number, engine in enumerate(self.each)]
         heapq.heapify(ends)
-        now = start
-        while len(self.played) < num_groups and ends[0][0] <= until:
+        now, lacking = start, set(due).difference(self.played)
+        while (len(self.played) < num_groups or lacking) and ends[0][0] <= until:
             now, number = heapq.heappop(ends)
             engine = self.each[number]
             engine.until(now)
@@ -95,19 +95,17 @@ class Engines:
             self.left[group] -= 1
             if not self.left[group]:
                 self.played.append(group)
-        now = now if len(self.played) >= num_groups else until
+                lacking.discard(group)
+        now = now if len(self.played) >= num_groups and not lacking else until
         for engine in self.each:
             engine.until(now)
         return now
 
-    def drop(self, groups: Set[int]) -> None:
-        """Nobody trains on these."""
-        for engine in self.each:
-            engine.line = [each for each in engine.line if each[1] not in groups]
-            engine.running = [each for each in engine.running if each[1] not in groups]
-            heapq.heapify(engine.running)
-            engine.fill()
-        self.played = [group for group in self.played if group not in groups]
+    def take(self, num: int, due: Set[int]) -> list[int]:
+        """Groups that are trained on: those that are due, and those that were played first."""
+        taken = sorted(self.played, key=lambda group: group not in due)[:num]
+        self.played = [group for group in self.played if group not in taken]
+        return taken
 
     def prefill_again(self, steps: float) -> None:
         """What has begun takes so many steps more."""
@@ -122,8 +120,8 @@ class Told:
     seconds: float
     idle: float
     """Share of all GPUs' time in which they neither play, nor train, nor take weights."""
-    stale: float
-    """Groups that were dropped, of those that were trained on."""
+    staleness: float
+    """Updates between dealing and training, of a group in the mean."""
 
 
 def lengths(case: Case, *, num_groups: int, seed: int, full: float) -> list[list[float]]:
@@ -151,33 +149,30 @@ def simulate(case: Case, *, staleness: int, trainers: int = 0, steps: int, seed:
     training = sum(update(replace(case, world_size=trainers or case.world_size)).values())
     syncing = sum(sync(case).values())
     again = 2 * case.sizes.language * case.episode.length / 2 / (case.settings.engine.tp * case.gpu.flops * case.speeds.prefill_share)
-    now, warm, waited, num_stale = 0.0, (0.0, 0.0), 0.0, 0
+    now, warm, waited, ages = 0.0, (0.0, 0.0), 0.0, []
     dealt_at: dict[int, int] = {}
     waiting: set[int] = set()
     for step in range(steps):
         if step == 2:
             warm = now, sum(engine.idle for engine in engines.each) * players / engines_of + waited * trainers
-        stale = {group for group in waiting if dealt_at[group] < step - staleness}
-        engines.drop(stale)
-        num_stale += len(stale)
-        waiting -= stale
         while len(waiting) < (staleness + 1) * batch.prompts_per_step:
             group = len(dealt_at)
             engines.deal(group, given[group % len(given)])
             dealt_at[group] = step
             waiting.add(group)
-        began, now = now, engines.play(now, until=float("inf"), num_groups=batch.prompts_per_step)
+        due = {group for group in waiting if dealt_at[group] <= step - staleness}
+        began, now = now, engines.play(now, until=float("inf"), num_groups=batch.prompts_per_step, due=due)
         waited += now - began
-        waiting -= set(engines.played[: batch.prompts_per_step])
-        del engines.played[: batch.prompts_per_step]
+        taken = engines.take(batch.prompts_per_step, due)
+        ages += [step - dealt_at[group] for group in taken]
+        waiting.difference_update(taken)
         if trainers:
             engines.play(now, until=now + training, num_groups=float("inf"))
         engines.prefill_again(again * fmean(len(engine.running) for engine in engines.each) / seconds_of[per_engine])
         waited += syncing * bool(trainers)
         now += training + syncing
     lost = sum(engine.idle for engine in engines.each) * players / engines_of + waited * trainers - warm[1]
-    trained = steps * batch.prompts_per_step
-    return Told(seconds=(now - warm[0]) / (steps - 2), idle=lost / case.world_size / (now - warm[0]), stale=num_stale / trained)
+    return Told(seconds=(now - warm[0]) / (steps - 2), idle=lost / case.world_size / (now - warm[0]), staleness=fmean(ages))
 
 
 def rows(case: Case, size: int, *, steps: int) -> list[str]:
@@ -196,7 +191,7 @@ def rows(case: Case, size: int, *, steps: int) -> list[str]:
 
 
 def told(step: Told, first: float) -> list[str]:
-    return [f"{step.seconds:.0f}", f"{first / step.seconds:.2f}", f"{step.idle:.0%}", f"{step.stale:.1%}"]
+    return [f"{step.seconds:.0f}", f"{first / step.seconds:.2f}", f"{step.idle:.0%}", f"{step.staleness:.2f}"]
 
 
 def main() -> None:
@@ -209,7 +204,7 @@ def main() -> None:
     case = case_for(given)
     if given.spread is not None:
         case = replace(case, speeds=replace(case.speeds, spread=given.spread))
-    kinds = (f"{kind}, s | times as fast | idle | stale" for kind in ("colocated", "apart"))
+    kinds = (f"{kind}, s | times as fast | idle | staleness" for kind in ("colocated", "apart"))
     print(f"| GPUs | episodes | staleness | {' | trainers | '.join(kinds)} |\n|{'---|' * 12}", flush=True)
     for size in given.gpus:
         print("\n".join(rows(case, size, steps=given.steps)), flush=True)

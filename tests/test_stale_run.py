@@ -41,7 +41,7 @@ def alone() -> Iterator[None]:
 
 @dataclass
 class SlowTask(HeldTask):
-    """The tools of two examples take their time: of one as long as a step or two take, of the other as long as the run."""
+    """The tools of two examples take their time: of one as long as a step or two take, of the other longer, so that a step waits."""
 
     began: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
     assert max(line["rollout/staleness_max"] for line in lines) <= max_staleness
     assert lines[0]["rollout/staleness"] == 0 and (ends or sum(line["rollout/staleness"] for line in lines) > 0)
     for line in lines:
-        assert line["rollout/stale_fraction"] == line["rollout/dropped_stale"] / (6 + line["rollout/dropped_stale"])
+        assert line["rollout/stale_fraction"] == line["rollout/dropped_stale"] == 0, "whatever is due is waited for"
         assert 0 <= line["engine/idle_fraction"] <= 1 and 0 <= line["trainer/idle_fraction"] <= 1
 
 

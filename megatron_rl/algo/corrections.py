@@ -15,8 +15,24 @@ import torch
 
 from megatron_rl.algo.kl import MAX_LOG_RATIO
 from megatron_rl.algo.surrogates import segment_mean, segment_sum
-from megatron_rl.config import AlgoSettings, require, require_choice
+from megatron_rl.config import AlgoSettings, Settings, require, require_choice
 from megatron_rl.types import Rows
+
+
+def uncorrected(settings: Settings) -> list[str]:
+    """A line each for why what was sampled is not quite what is trained, where nothing is done about it: engine and trainer round
+    differently in bfloat16, and weights may be older."""
+    rounds, staleness = "bfloat16" in (settings.model.dtype, settings.engine.dtype), settings.run.max_staleness
+    correction, lines = settings.algo.correction, []
+    if settings.stage != "rl" or correction not in ("none", "opsm"):  # opsm lets all pass but what has drifted far
+        return lines
+    if staleness > 0:
+        told = "trains on what older weights sampled, which may end in collapse; use algo.correction=bypass, and a lower learning rate"
+        lines.append(f"algo.correction={correction}: run.max_staleness={staleness} {told}")
+    if rounds:
+        told = "engine and trainer round to bfloat16 differently; use algo.correction=token_tis, and watch engine/logprob_gap"
+        lines.append(f"algo.correction={correction}: {told}")
+    return lines
 
 
 def one(rows: Rows, algo: AlgoSettings) -> torch.Tensor:

@@ -10,6 +10,7 @@ from rich.console import Console
 import sandbox
 import sandbox.doctor
 import sandbox.layers
+from megatron_rl.algo.corrections import uncorrected
 from megatron_rl.choices import Own, build_task
 from megatron_rl.cli.doctor_job import examine_together, look_at_time
 from megatron_rl.cli.doctor_machine import look_at_machine, look_at_plan
@@ -21,7 +22,7 @@ from megatron_rl.data.questions import Questions
 from megatron_rl.data.survey import Survey, survey
 from megatron_rl.data.transcripts import transcripts
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.observe.metrics import check_wandb
+from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.published.benchmarks import questions_of
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
@@ -171,20 +172,6 @@ async def _greet_judges(judge: JudgeSettings) -> dict[str, Greeting]:
         return await greet(clients, model=judge.model)
 
 
-def look_at_correction(settings: Settings, report: Report) -> None:
-    """What was sampled is not quite what is trained: engine and trainer round differently in bfloat16, and weights may be older."""
-    rounds, staleness = "bfloat16" in (settings.model.dtype, settings.engine.dtype), settings.run.max_staleness
-    correction = settings.algo.correction
-    if settings.stage != "rl" or correction not in ("none", "opsm"):  # opsm lets all pass but what has drifted far
-        return
-    if staleness > 0:
-        told = f"run.max_staleness={staleness} trains on what older weights sampled; use algo.correction=token_tis"
-        report.warnings.append(f"algo.correction={correction}: {told}")
-    if rounds:
-        told = "engine and trainer round to bfloat16 differently; use algo.correction=token_tis, and watch engine/logprob_gap"
-        report.warnings.append(f"algo.correction={correction}: {told}")
-
-
 def look_at_sandbox(settings: Settings, report: Report) -> None:
     """The server answers, or this machine can wall code in."""
     chosen = settings.task.sandbox
@@ -227,6 +214,10 @@ def look_at_wandb(settings: Settings, report: Report) -> None:
         report.fail("wandb", str(error))
     else:
         report.say("wandb", settings.wandb.mode)
+    try:
+        check_trackio(settings.trackio)
+    except ValueError as error:
+        report.fail("trackio", str(error))
 
 
 async def _greet_sandbox(chosen: SandboxSettings) -> None:
@@ -249,7 +240,7 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
         look_at_plan(settings, report, own)
     task = look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer, task=task)
-    look_at_correction(settings, report)
+    report.warnings += uncorrected(settings)
     look_at_engines(settings, report)
     look_at_services(settings, report)
     look_at_judges(settings, report)

@@ -21,8 +21,9 @@ from megatron_rl.types import HostFault, LastingFault
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 89_478_485
 """Of a picture as it is stored; Pillow warns of a decompression bomb above it."""
-MAX_ASPECT = 200
-"""Qwen's image processor refuses longer pictures (smart_resize, transformers 5.19)."""
+MAX_ASPECT = 100
+"""Qwen's image processor refuses pictures of more than 200 (smart_resize, transformers 5.19), and what it rounds down may be twice as long
+as before: a server of vLLM looks at its result again."""
 SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 MAX_FILE_BYTES = 256 << 20
 """Of a picture as it is stored: 89 million pixels without compression."""

@@ -26,7 +26,7 @@ class LiveEngine:
         self._patches, self._image_token_id = patches, renderer.image_token_id
         self._engine = LocalEngine(
             model_path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
-            group=None, pixels=(renderer.min_pixels, renderer.max_pixels), reads_weights=False,
+            group=None, pixels=renderer.final_pixels, reads_weights=False,
         )  # fmt: skip
         self._engine.load_weights(tensors_of(source), version=0)
 

@@ -25,7 +25,7 @@ from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, encoded_by
 from megatron_rl.policy.transformer import Heads
-from megatron_rl.types import Batch, Image, Loss, LossMetrics
+from megatron_rl.types import Batch, Image, Loss, LossMetrics, Rows
 from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.stream import Export
@@ -127,8 +127,12 @@ class Policy(Learner):
     def _logprob_R(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
         return self._tokens(batch, rows_R, hidden_RH)[0]
 
-    def update(self, batches: list[Batch], loss: Loss, *, step: int, head_alone: bool = False) -> dict[str, float]:
-        """One optimizer update of this loss; see Network.update. head_alone: what is of the value head alone, and nothing else moves."""
+    def update(
+        self, batches: list[Batch], loss: Loss, *,
+        step: int, head_alone: bool = False, see: Callable[[Batch, torch.Tensor, Rows], None] | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """One optimizer update of this loss; see Network.update. head_alone: what is of the value head alone, and nothing else moves.
+        `see` is shown every micro-batch with its rows_R and their Rows, on the ranks of the last stage."""
         has_values = self._has_values
 
         def on_hidden(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
@@ -136,6 +140,8 @@ class Policy(Learner):
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if head_alone else hidden_RH
             values = self._value_rows(batch, rows_R, seen_RH) if has_values else None
             rows = loss_rows(batch, rows_R, *self._tokens(batch, rows_R, hidden_RH), values=values)
+            if see is not None:
+                see(batch, rows_R, rows)
             value, metrics = loss(rows)
             metrics.checks.update(rows.are_finite())
             return value, metrics

@@ -1,8 +1,8 @@
 """Which prompts are under way, on every rank the same: how many are dealt in a step, in which order, and what is dealt again.
 
-A round is num_prompts of them. A step begins with max_staleness + 1 rounds under way and ends when one of them is played, whichever prompts
-these are; what remains goes on under the next weights: the capacity of AReaL (arXiv 2505.24298, eq. 3), in whole groups. With
-max_staleness 0 every step plays its own round, and nothing else.
+A round is num_prompts of them. A step begins with max_staleness + 1 rounds under way: the capacity of AReaL (arXiv 2505.24298, eq. 3), in
+whole groups. It ends when a round's number of prompts is played, among them all that would be too old for the next step; what remains goes
+on under the next weights. With max_staleness 0 every step plays its own round, and nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,9 +54,16 @@ class Admission:
         """Under way, by group."""
         self._next = 0
 
+    def due(self, step: int, oldest: Mapping[int, int | None]) -> set[int]:
+        """The groups that this step is the last to be trained on. `oldest` as in drop_stale. At most a round: each step takes one's number,
+        and begins no more than that."""
+        limit = step - self._settings.max_staleness
+        return {group for group in self.waiting if oldest.get(group) is not None and oldest[group] <= limit}
+
     def drop_stale(self, step: int, oldest: Mapping[int, int | None]) -> list[int]:
         """The groups that must not be trained on in this step or later; their prompts are owed. `oldest` has the version of each group's
-        oldest weights, None where none were asked yet."""
+        oldest weights, None where none were asked yet. A step waits for those that are due: what is left was asked of a server whose answer
+        told its version too late."""
         if not self.waiting:
             self._next = 0
         limit = step - self._settings.max_staleness

@@ -18,7 +18,7 @@ from megatron_rl.rollout.dealing import Begin, Seat
 from megatron_rl.rollout.engine import TrainedEngine
 from megatron_rl.rollout.episode import EpisodeSettings, Timed, run_episode, seed_of
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.table import Goal, Report, Table
+from megatron_rl.rollout.table import DUE, Goal, Report, Table
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Context, End, Example, HostFault, Rollout, Stopped
 
@@ -87,7 +87,7 @@ class Fleet:
         Groups are numbered through from round to round. With round_settings.max_staleness those come first that were begun first.
         """
         rollouts: list[Rollout] = []
-        stale = self.admission.drop_stale(step, {group: oldest for each in self._reports for group, oldest in each.oldest.items()})
+        stale = self.admission.drop_stale(step, self._oldest())
         self.num_stale = len(stale) * self.round_settings.group_size
         for _ in range(self.round_settings.max_rounds):
             rollouts += self._round(step, stale)
@@ -95,13 +95,16 @@ class Fleet:
                 break
         return rollouts
 
+    def _oldest(self) -> dict[int, int | None]:
+        return {group: oldest for each in self._reports for group, oldest in each.oldest.items()}
+
     def _round(self, step: int, stale: Sequence[int]) -> list[Rollout]:
         """The rollouts of a round's number of groups: of those under way, which all play on, those that are played to their end."""
         assert not self.is_away, "the device is the trainer's: serve weights before episodes"
         num, samples = self.round_settings.num_prompts, range(self.round_settings.group_size)
         new, waiting = self.admission.admit(step), self.admission.waiting
         if len(waiting) > num:
-            chosen, rollouts = self._play_some(new, num, stale)
+            chosen, rollouts = self._play_some(new, num, stale, step=step)
         else:
             begun, self._reports = waiting.keys() - new, []
             chosen = dict(waiting)
@@ -109,15 +112,18 @@ class Fleet:
         self.admission.take(list(chosen))
         return self._mended(chosen, rollouts)
 
-    def _play_some(self, new: Mapping[int, Dealt], num: int, stale: Sequence[int]) -> tuple[dict[int, Dealt], list[Rollout]]:
-        """The first `num` groups of those under way that are played. What every engine has is told once, when all together have enough, so
-        that all choose the same; an engine that has played all that it has waits there for the others."""
+    def _play_some(
+        self, new: Mapping[int, Dealt], num: int, stale: Sequence[int], *, step: int
+    ) -> tuple[dict[int, Dealt], list[Rollout]]:  # fmt: skip
+        """The first `num` groups of those under way that are played, those that are due among them. What every engine has is told once,
+        when all together have enough, so that all choose the same; an engine that has played all that it has waits there for the others."""
         size, waiting = self.round_settings.group_size, self.admission.waiting
         self._num_dealings += 1
         loads = [len([group for group in each.playing if group in waiting]) for each in self._reports] or [0] * self.seat.num_engines
         hand = self.seat.deal_by_load(list(new), size=size, loads=loads)
         ready = {group for each in self._reports for group in each.played if group in waiting}
-        goal = Goal(num=num - len(ready), name=f"played/{self._num_dealings}", counter=self.seat.counter)
+        due = self.admission.due(step, self._oldest())
+        goal = Goal(num=num - len(ready), name=f"played/{self._num_dealings}", counter=self.seat.counter, due=frozenset(due - ready))
         begin = self._begin(new, dict.fromkeys(new, range(size)), self._table)
 
         async def mine() -> Report:
@@ -128,11 +134,12 @@ class Fleet:
         report = self.engine.run(self.grace(mine))
         self._reports = [each for each in self.share(report) if each is not None]
         if self.seat.index == 0 and self.seat.counter is not None:
-            self.seat.counter.delete_key(goal.name)
+            for name in (goal.name, f"{goal.name}/{DUE}"):
+                self.seat.counter.delete_key(name)
         played = sorted(group for each in self._reports for group in each.played)
         if len(self._reports) < self.seat.num_engines or len(played) < num:
             raise Stopped
-        chosen = {group: waiting[group] for group in played[:num]}
+        chosen = {group: waiting[group] for group in sorted(sorted(played, key=lambda group: group not in due)[:num])}
         return chosen, self.gather(None if report is None else self._table.take(chosen))
 
     def play(self, examples: Sequence[Example], *, samples: int, settings: EpisodeSettings, first_group: int = 0) -> list[Rollout]:

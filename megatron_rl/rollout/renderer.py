@@ -6,6 +6,7 @@ A picture is resized here, once, to its final grid; neither the engine nor the t
 import asyncio
 import codecs
 import hashlib
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -134,6 +135,17 @@ class Renderer:
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         rows, columns = smart_resize(height, width, factor=self.vision_pixels, **limits)
         return columns, rows
+
+    @property
+    def final_pixels(self) -> tuple[int, int]:
+        """Pixels of a picture after the resize, at the least and at the most: what it has made stays as it is in a resize within these.
+
+        It rounds up what is too small and down what is too large, and so leaves its own limits where these are close to each other. At the
+        most: (a + side)(b + side) of a picture that is enlarged to ab = min_pixels, one token times the longer side of one that is made
+        smaller; a : b is 200 at the most (smart_resize of transformers 5.19)."""
+        side, longest = self.vision_pixels, 200**0.5
+        enlarged = self.min_pixels + side * (longest + 1 / longest) * self.min_pixels**0.5 + side**2
+        return side**2, max(self.max_pixels, math.ceil(enlarged), math.ceil(side * longest * self.max_pixels**0.5))
 
     def num_tokens(self, text: str) -> int:
         return len(self._ids(text))

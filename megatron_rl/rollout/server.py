@@ -104,22 +104,21 @@ def label_of(body: bytes) -> str:
 
 def wanted_of(settings: Settings, renderer: Renderer) -> dict[str, str]:
     """What an engine of this run must be."""
-    pixels = renderer.min_pixels, renderer.max_pixels
-    return nature_of(settings.engine, settings.model.path, banned_ids=renderer.banned_ids, pixels=pixels)
+    return nature_of(settings.engine, settings.model.path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
 
 
 def command_of(settings: Settings) -> str:
     """The shell's line that starts an engine of this run."""
     renderer = Renderer(settings.model)
-    pixels, cuda = (renderer.min_pixels, renderer.max_pixels), is_on_gpu(settings.engine)
-    return shell_line(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=pixels, cuda=cuda)
+    cuda = is_on_gpu(settings.engine)
+    return shell_line(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
 
 
 def words_of(settings: Settings) -> list[str]:
     """The same for a server beside this process, without its place and its seed."""
     renderer = Renderer(settings.model)
     given = server_arguments(
-        settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=(renderer.min_pixels, renderer.max_pixels),
+        settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels,
         cuda=is_on_gpu(settings.engine), seed=None, timeout_s=settings.parallel.timeout_s,
     )  # fmt: skip
     return [*PROGRAM, *given]

@@ -13,6 +13,7 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.dealing import Begin, Counter, Hand
 from megatron_rl.types import Rollout
 
+DUE = "due"
 LOOK_S = 0.1
 """After so long at most an engine sees what others have played."""
 
@@ -26,15 +27,22 @@ class Goal:
     """This goal's alone."""
     counter: Counter | None
     """None: an engine plays alone."""
+    due: frozenset[int] = frozenset()
+    """Groups that must be among them."""
     reached: int = 0
+    due_reached: int = 0
 
-    async def is_met(self, num_more: int) -> bool:
-        """Whether enough are played, num_more further ones by this engine."""
+    async def is_met(self, more: Collection[int]) -> bool:
+        """Whether enough are played, these further ones by this engine."""
+        num_due = len(self.due.intersection(more))
         if self.counter is None:
-            self.reached += num_more
+            self.reached += len(more)
+            self.due_reached += num_due
         else:
-            self.reached = await asyncio.to_thread(self.counter.add, self.name, num_more)
-        return self.reached >= self.num
+            self.reached = await asyncio.to_thread(self.counter.add, self.name, len(more))
+            if self.due:
+                self.due_reached = await asyncio.to_thread(self.counter.add, f"{self.name}/{DUE}", num_due)
+        return self.reached >= self.num and self.due_reached >= len(self.due)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -86,10 +94,10 @@ class Table:
 
     async def _until(self, goal: Goal) -> None:
         while True:
-            num_more = len(set(self._played()) - self._told)
-            self._told.update(self._played())
+            more = set(self._played()) - self._told
+            self._told.update(more)
             playing = [episode for episode in self._episodes() if not episode.done()]
-            if await goal.is_met(num_more) or not playing:
+            if await goal.is_met(more) or not playing:
                 return
             done, _ = await asyncio.wait(playing, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             for episode in done:

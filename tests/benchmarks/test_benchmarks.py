@@ -23,6 +23,7 @@ from starlette.routing import Route
 from megatron_rl.batch import pack
 from megatron_rl.config import TaskSettings
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.observe.trace import write
 from megatron_rl.rollout.admission import choose_prompts
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from tests.conftest import ROOT, SUPPORT
@@ -193,7 +194,6 @@ def test_the_tiny_runs_compose() -> None:
         assert settings_of(f"experiment=numberline_{stage}_cpu", *numberline.TINY[stage]).stage == ("sft" if stage == "sft" else "rl")
     for stage, experiment in search.STAGES.items():
         assert settings_of(f"experiment={experiment}", *search.TINY[stage]).task.data.max_eval == 4
-    assert settings_of("experiment=numberline_grpo_cpu", *numberline.IMPROVES).run.require_improvement
 
 
 @pytest.mark.long
@@ -286,11 +286,12 @@ def test_waiting() -> None:
         engines.deal(group, episodes)
     assert engines.play(0.0, until=math.inf, num_groups=1) == 5.0 and engines.played == [0]  # 1 + 2 + 2 of 9 on the first engine
     engines.prefill_again(0.5)
-    engines.drop({2})
     assert engines.play(7.0, until=math.inf, num_groups=2) == 9.5 and engines.played == [0, 1]  # the second: 2 + 0.5
-    assert [engine.idle for engine in engines.each] == [2.5, 0.0]
+    assert engines.play(9.5, until=math.inf, num_groups=1, due={2}) == 14.5 and engines.played == [0, 1, 2]  # the first: 9.5 from 5 on
+    assert engines.take(2, due={2}) == [2, 0] and engines.played == [1]
+    assert [engine.idle for engine in engines.each] == [0.0, 4.0]  # the second, from 10.5 on
     synchronous, stale = rows(said_by("waiting", "--gpus", 8, "--steps", 3, timeout_s=240))[:2]
-    assert synchronous[:3] == ["8", "1,024", "0"] and synchronous[4] == "1.00" and synchronous[6] == synchronous[11] == "0.0%"
+    assert synchronous[:3] == ["8", "1,024", "0"] and synchronous[4] == "1.00" and synchronous[6] == synchronous[11] == "0.00"
     assert stale[2] == "1" and float(stale[4]) > 1.2 and float(stale[5].strip("%")) < float(synchronous[5].strip("%"))
 
 
@@ -323,7 +324,25 @@ async def echo(request: Request) -> Response:
 def test_staleness(random_model: Path, tmp_path: Path) -> None:
     given = ("--model", random_model, "--out", tmp_path / "runs", "--tiny", "--size", 4)
     zero, one = rows(said_by("staleness", *given, timeout_s=600))
+    logs = [(tmp_path / "runs" / f"staleness{number}.log").read_text() for number in (0, 1)]
+    assert ["algo.correction=none: run.max_staleness=1" in log for log in logs] == [False, True]
     assert (zero[0], zero[3], one[0]) == ("0", "0.00", "1") and float(one[3]) > 0 and min(float(zero[1]), float(one[1])) > 0
+
+
+def test_many_episodes() -> None:
+    """Two engines of their own play both groups to their ends at once."""
+    (row,) = rows(said_by("many_episodes", "--tiny", timeout_s=400))
+    assert row[:4] == ["16", "16", "0", "16"] and float(row[6]) < float(row[7]) <= float(row[8])
+
+
+def test_lewis_waits_for_scores_alone(tmp_path: Path) -> None:
+    """A step of 10 s, in which scores are awaited from 1 to 5 (an episode that began before it) and from 7 to 9; a reply lies over one of
+    these seconds, the update over another. The earlier steps are left out."""
+    step = [("step", "environment", 0.0, 6.0), ("step", "update", 6.0, 8.0), ("step", "record", 9.5, 10.0)]
+    episodes = [("episode 0#0", "scoring", -3.0, 5.0), ("episode 0#1", "scoring", 7.0, 9.0), ("episode 0#2", "reply", -3.0, 1.0)]
+    for number in range(3):
+        write(tmp_path, number, [[*step, *episodes, ("episode 0#3", "reply", 4.0, 5.0)]] if number else [step])
+    assert said_by("lewis_waits", tmp_path, "--skip", 1) == "2 steps, 10.00 s each; waiting for scores alone 40.0%\n"
 
 
 def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

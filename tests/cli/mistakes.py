@@ -111,6 +111,7 @@ MISTAKES = {
     "engine.kind=remote": "engine.urls=[]: is needed by engine.kind=remote; name its servers, or have the run start some: engine.servers=2",
     "engine.kind=remote engine.servers=2 engine.start_s=0": "engine.start_s=0.0: must be a number of seconds",
     "wandb.mode=onlin": "wandb.mode=onlin: choose one of disabled, offline, online",
+    "trackio.mode=online": "trackio.mode=online: choose one of disabled, local",
     "stage=rll": "stage=rll: choose one of rl, sft",
     # what does not fit the model, the machine or the number of processes
     "engine.max_model_len=100000": "engine.max_model_len=100000: the model has at most 4096 (max_position_embeddings)",

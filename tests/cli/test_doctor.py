@@ -22,8 +22,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import sandbox.doctor
+from megatron_rl.algo.corrections import uncorrected
 from megatron_rl.cli import doctor
-from megatron_rl.cli.doctor import examine, look_at_correction, look_at_judges, look_at_sandbox
+from megatron_rl.cli.doctor import examine, look_at_judges, look_at_sandbox
 from megatron_rl.cli.report import Report, show
 from megatron_rl.config import Settings
 from megatron_rl.data.questions import questions
@@ -320,9 +321,9 @@ def test_tasks_are_named_as_they_are() -> None:
 
 def test_staleness_without_a_correction_is_warned_of() -> None:
     for words, num in ((["run.max_staleness=2"], 1), (["run.max_staleness=2", "algo.correction=token_tis"], 0), (["stage=sft"], 0)):
-        look_at_correction(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words), report := Report())
-        told = "run.max_staleness=2 trains on what older weights sampled; use algo.correction=token_tis"
-        assert report.warnings == [f"algo.correction=none: {told}"] * num
+        lines = uncorrected(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
+        told = "algo.correction=none: run.max_staleness=2 trains on what older weights sampled, which may end in collapse; use "
+        assert lines == [f"{told}algo.correction=bypass, and a lower learning rate"] * num
 
 
 @pytest.mark.parametrize(
@@ -339,7 +340,6 @@ def test_staleness_without_a_correction_is_warned_of() -> None:
     ],
 )
 def test_bfloat16_without_a_correction_is_warned_of(words: list[str], warned: int) -> None:
-    report = Report()
-    look_at_correction(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words), report)
+    lines = uncorrected(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
     told = ("algo.correction=none: engine and trainer", "algo.correction=opsm: engine and trainer")
-    assert len(report.warnings) == warned and all(line.startswith(told) for line in report.warnings)
+    assert len(lines) == warned and all(line.startswith(told) for line in lines)

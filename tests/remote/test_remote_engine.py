@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.asking import Asking
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.remote import RemoteEngine
@@ -25,7 +27,7 @@ from tests.parity.test_engine import (
 from tests.parity.test_engine import test_frequencies_follow_the_probabilities as frequencies_follow_the_probabilities
 from tests.support.packed import picture, prompts, user
 from tests.support.sampled import BOUND, engine_of, generate
-from tests.support.served import remote_engine
+from tests.support.served import SETTINGS, remote_engine, servers
 
 __all__ = [
     "test_a_full_context_is_unfinished", "test_a_refused_request_leaves_the_others_alone", "test_a_stop_text_ends_a_turn_and_stays_in_it",
@@ -63,6 +65,25 @@ def test_it_samples_what_the_engine_in_this_process_does(engine: RemoteEngine, r
         assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finished)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         assert ours.versions == [4] * len(ours.token_ids)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, tmp_path: Path) -> None:
+    """Where limits are close to each other, a second resize, as the server's would be, makes it smaller (5 x 4 tokens of 7 x 5). By a
+    server of one process, and by one of two that halve the model."""
+    limits = {"min_pixels": 19_600, "max_pixels": 20_000}
+    renderer = Renderer(ModelSettings(path=str(random_model), **limits))
+    context = renderer.prompt([user("what is this?", picture(0, 168, 112).resize((150, 100)))])
+    assert context.images[0].num_tokens == 35
+    sampling = Sampling(max_tokens=12, temperature=1.0, seed=5)
+    with engine_of(random_model, renderer) as local:
+        (expected,) = generate(local, [context], [sampling])
+    given = {"settings": replace(SETTINGS, tp=tp)}
+    started = servers(random_model, tmp_path, num=1, limits=limits, **given)
+    with started as urls, remote_engine(urls, renderer, name="narrow", **given) as engine:
+        engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=0)
+        (completion,) = generate(engine, [context], [sampling])
+    assert completion.token_ids == expected.token_ids and completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_a_picture_is_sent_once_to_each_server(engine: RemoteEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 from transformers import AutoProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout import renderer as renderer_module
@@ -25,6 +26,38 @@ from megatron_rl.types import Context, Image
 @pytest.fixture(scope="module")
 def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
+
+
+LIMITS = st.integers(784, 200_000)
+
+
+@pytest.fixture(scope="module")
+def limited(random_model: Path) -> Renderer:
+    """Whose limits a test sets."""
+    return Renderer(ModelSettings(path=str(random_model)))
+
+
+@settings(max_examples=2_000, deadline=None)
+@given(short=st.integers(1, 4_000), ratio=st.floats(1, 100), fewest=LIMITS, spread=st.floats(1, 20), turned=st.booleans())
+def test_what_was_resized_stays_within_the_final_limits(
+    limited: Renderer, short: int, ratio: float, fewest: int, spread: float, turned: bool
+) -> None:
+    """By transformers' own rule, whatever the limits: as a server of vLLM resizes again what it is sent."""
+    limited.min_pixels, limited.max_pixels = fewest, int(fewest * spread)
+    size = (int(short * ratio), short)[:: -1 if turned else 1]
+    width, height = limited.final_size(*size)
+    least, most = limited.final_pixels
+    assert smart_resize(height, width, factor=28, min_pixels=least, max_pixels=most) == (height, width)
+
+
+def test_the_rule_leaves_its_own_limits(limited: Renderer) -> None:
+    """By hand: 150 x 100 is 5 x 4 tokens, 15,680 pixels; enlarged to 19,600 it would be 171 x 114, and rounded up 7 x 5 tokens."""
+    limited.min_pixels, limited.max_pixels = 19_600, 20_000
+    assert limited.final_size(150, 100) == (196, 140)
+    assert smart_resize(140, 196, factor=28, min_pixels=19_600, max_pixels=20_000) == (112, 140)
+    assert limited.final_pixels == (784, 76_099)
+    limited.min_pixels, limited.max_pixels = 3_136, 1_003_520
+    assert limited.final_pixels == (784, 1_003_520), "an engine makes room for no more than there is"
 
 
 def user(text: str, *pictures: Pillow.Image) -> dict:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +20,16 @@ from tests.conftest import ROOT
 HOST = "127.0.0.1"
 SETTINGS = EngineSettings(kind="remote", urls=["http://127.0.0.1:1"], kv_cache_mib=32, probe_s=60)
 """Of the servers; the addresses are known once they are started."""
+NO_LIMITS: Mapping[str, int] = {}
 
 
-def start_server(model: Path, *, seed: int, log: Path, port: int = 0, settings: EngineSettings = SETTINGS) -> tuple[str, Kept]:
-    renderer = Renderer(ModelSettings(path=str(model)))
-    pixels, port = (renderer.min_pixels, renderer.max_pixels), port or free_port(HOST)
-    arguments = server_arguments(str(model), settings, banned_ids=renderer.banned_ids, pixels=pixels, cuda=False, seed=seed, timeout_s=60)
+def start_server(
+    model: Path, *, seed: int, log: Path, port: int = 0, settings: EngineSettings = SETTINGS, limits: Mapping[str, int] = NO_LIMITS
+) -> tuple[str, Kept]:
+    """`limits`: settings of the model, min_pixels and max_pixels."""
+    renderer = Renderer(ModelSettings(path=str(model), **limits))
+    port, given = port or free_port(HOST), {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels}
+    arguments = server_arguments(str(model), settings, **given, cuda=False, seed=seed, timeout_s=60)
     environment = {**os.environ, **server_environment(settings), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return f"http://{HOST}:{port}", Kept([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
 
@@ -43,27 +47,32 @@ def wait_for(url: str, kept: Kept, log: Path, *, within_s: float = 240.0) -> Non
 
 
 @contextmanager
-def servers(model: Path, folder: Path, *, num: int) -> Iterator[list[str]]:
+def servers(
+    model: Path, folder: Path, *, num: int, settings: EngineSettings = SETTINGS, limits: Mapping[str, int] = NO_LIMITS
+) -> Iterator[list[str]]:
     """Their addresses."""
-    started = [(*start_server(model, seed=number, log=folder / f"{number}.log"), folder / f"{number}.log") for number in range(num)]
+    logs = [folder / f"{number}.log" for number in range(num)]
+    started = [(*start_server(model, seed=number, log=log, settings=settings, limits=limits), log) for number, log in enumerate(logs)]
     try:
         for url, kept, log in started:
             wait_for(url, kept, log)
         yield [url for url, _, _ in started]
     finally:
         for _, kept, _ in started:
-            kept.kill()
+            kept.end()  # one of several processes that is killed leaves shared memory
 
 
 @contextmanager
-def remote_engine(urls: Sequence[str], renderer: Renderer, *, name: str = "test", bucket_bytes: int = 1 << 20) -> Iterator[RemoteEngine]:
+def remote_engine(
+    urls: Sequence[str], renderer: Renderer, *, name: str = "test", settings: EngineSettings = SETTINGS, bucket_bytes: int = 1 << 20
+) -> Iterator[RemoteEngine]:
     """A run's way to these servers, which have no weights before the first load_weights."""
-    own, pixels = [Server(url) for url in urls], (renderer.min_pixels, renderer.max_pixels)
-    wanted = nature_of(SETTINGS, renderer.tokenizer.name_or_path, banned_ids=renderer.banned_ids, pixels=pixels)
+    own = [Server(url) for url in urls]
+    wanted = nature_of(settings, renderer.tokenizer.name_or_path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
     sender = Sender(own, wanted=wanted, owner=f"{name} of a test", kind="gloo", bucket_bytes=bucket_bytes, timeout_s=20)
     sender.claim()
     engine = RemoteEngine(
-        own, SETTINGS, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids, decode=renderer.tokenizer.decode,
+        own, settings, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids, decode=renderer.tokenizer.decode,
         meet=lambda mine: [mine], sender=sender,
     )  # fmt: skip
     try:

@@ -1,0 +1,154 @@
+"""A thousand episodes at once, with pictures, on two engines of other processes: whether they hold, and how long a callback keeps the loop.
+
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py --tiny       # tries the script, says nothing
+
+The run is launch/train.py's (run.rollout_only, engine.kind=remote, engine.servers=2) with a task of this file: a picture, a reply, a part
+of it that is every episode's own, a reply, and so on. Callbacks are those of the event loop in which the episodes live, each timed by its
+thread's processor time: what other programs take of the cores is not in it.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+import threading
+import time
+from asyncio import events
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image as pil
+from PIL.Image import Image as Picture
+
+from megatron_rl.choices import Own
+from megatron_rl.cli.composed import composed
+from megatron_rl.observe.bank import read_rollouts, steps
+from megatron_rl.observe.recorder import FOLDER
+from megatron_rl.rollout import fleet
+from megatron_rl.start import run
+from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.types import Example, Message
+from tools.data.make_tiny_qwen2_5_vl import make
+
+LOOKS = 3
+"""Pictures of an episode: the whole, then parts."""
+SIDE = 280
+"""Of the whole, in pixels."""
+
+
+class Looks(Env):
+    def __init__(self, whole: Picture, seed: int) -> None:
+        self._whole, self._dice, self._num = whole, np.random.default_rng(seed), 0
+
+    async def reset(self, seed: int) -> list[Message]:
+        return [self._asked(self._whole)]
+
+    async def step(self, text: str) -> Step:
+        self._num += 1
+        if self._num == LOOKS:
+            return Step(messages=[], reward=0.0, done=True, reason="looked")
+        left, top = self._dice.integers(0, SIDE // 4, 2).tolist()
+        part = await asyncio.to_thread(self._whole.crop, (left, top, left + SIDE * 3 // 4, top + SIDE * 3 // 4))
+        return Step(messages=[self._asked(part)], reward=0.0, done=False)
+
+    def _asked(self, picture: Picture) -> Message:
+        return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]}
+
+
+class LooksTask(Task):
+    """Examples are noise of another seed each."""
+
+    num_made = 0
+
+    def examples(self, split: str) -> Sequence[Example]:
+        return [Example(str(number), {}) for number in range(1024)]
+
+    def env(self, example: Example) -> Looks:
+        self.num_made += 1
+        pixels = np.random.default_rng(int(example.id)).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+        return Looks(pil.fromarray(pixels), self.num_made)
+
+
+@dataclass
+class Seen:
+    """What the loop did, and how many episodes were under way in it."""
+
+    seconds: list[float] = field(default_factory=list)
+    slow: Counter[str] = field(default_factory=Counter)
+    """Callbacks of more than 50 ms, by what they ran."""
+    most: int = 0
+    now: int = 0
+
+
+@contextmanager
+def watched() -> Iterator[Seen]:
+    """Every callback of the thread of the episodes is timed, and every episode counted from its beginning to its end."""
+    seen, run_handle, play = Seen(), events.Handle._run, fleet.run_episode
+
+    def timed(handle: events.Handle) -> None:
+        if threading.current_thread().name != "episodes":
+            return run_handle(handle)
+        begin = time.thread_time()
+        run_handle(handle)
+        seen.seconds.append(time.thread_time() - begin)
+        if seen.seconds[-1] > 0.05:
+            seen.slow[repr(handle)[:120]] += 1
+        return None
+
+    async def counted(*given: object, **more: object) -> object:
+        seen.now += 1
+        seen.most = max(seen.most, seen.now)
+        try:
+            return await play(*given, **more)
+        finally:
+            seen.now -= 1
+
+    events.Handle._run, fleet.run_episode = timed, counted
+    try:
+        yield seen
+    finally:
+        events.Handle._run, fleet.run_episode = run_handle, play
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=125, help="of 8 episodes each")
+    parser.add_argument("--tiny", action="store_true", help="two groups")
+    given = parser.parse_args()
+    groups = 2 if given.tiny else given.groups
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder) / "nano", preset="nano", seed=0)
+        words = [f"model.path={folder}/nano", "model.max_pixels=100000"]
+        words += ["task=vqa", "task.name=looks", f"task.max_turns={LOOKS}", "task.max_tokens_per_turn=24"]
+        words += ["engine.kind=remote", "engine.servers=2", "engine.probe_s=60", f"engine.max_num_seqs={4 * groups}"]
+        words += ["engine.kv_cache_mib=512", "engine.max_model_len=2048", "engine.max_images=3"]
+        words += [f"batch.prompts_per_step={groups}", "batch.group_size=8", "run.rollout_only=true"]
+        words += ["run.record=all", "run.steps=1", f"run.dir={folder}/run", "run.eval_every=0"]
+        begin = time.perf_counter()
+        with watched() as seen:
+            run(composed(words), Own(tasks={"looks": LooksTask}))
+        seconds = time.perf_counter() - begin
+        (path,) = steps(Path(folder) / "run" / FOLDER)
+        rollouts = list(read_rollouts(path, pictures=False))
+    failed = [rollout.reason for rollout in rollouts if not rollout.is_scored]
+    whole = sum(len(rollout.turns) == LOOKS and len(rollout.images) >= LOOKS for rollout in rollouts)
+    p50, p99 = np.percentile(np.array(seen.seconds) * 1000, [50, 99])
+    print("| episodes | at once | failed | of three pictures | s | callbacks | median, ms | p99, ms | longest, ms | above 50 ms | load |")
+    print("|" + "---|" * 11)
+    print(
+        f"| {len(rollouts)} | {seen.most} | {len(failed)} | {whole} | {seconds:.0f} | {len(seen.seconds)} | {p50:.3f} | {p99:.2f} "
+        f"| {max(seen.seconds) * 1000:.1f} | {seen.slow.total()} | {os.getloadavg()[0]:.1f} |"
+    )
+    for name, num in seen.slow.most_common(5):
+        print(f"{num} times: {name}")
+    for reason in sorted({*failed})[:3]:
+        print(f"failed: {reason}")
+
+
+if __name__ == "__main__":
+    main()
