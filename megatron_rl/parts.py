@@ -118,7 +118,7 @@ def build_remote(
     servers, sender = [Server(url) for url in given.urls], None
     if world.is_main:
         sender = Sender(
-            servers, wanted=wanted_of(settings, renderer), owner=f"{settings.run.dir} ({os.getpid()} on {socket.gethostname()})",
+            servers, wanted=wanted_of(settings, renderer), owner=f"{settings.run.dir} ({os.getpid()} on {socket.gethostname()}, {name})",
             kind="nccl" if world.device.type == "cuda" else "gloo", bucket_bytes=int(given.bucket_mib * 2**20),
             timeout_s=settings.parallel.timeout_s,
         )  # fmt: skip
@@ -139,7 +139,7 @@ def build_engine(settings: Settings, renderer: Renderer, world: World) -> LocalE
         group = groups[world.rank // size]
     return LocalEngine(
         settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, pixels=(renderer.min_pixels, renderer.max_pixels),
+        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, pixels=renderer.final_pixels,
         reads_weights=False, timeout_s=timeout_s,
     )  # fmt: skip
 

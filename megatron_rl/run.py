@@ -18,7 +18,7 @@ from megatron_rl.observe.bank import Bank
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
-from megatron_rl.observe.recorder import Recorder, best_and_worst, store_pictures
+from megatron_rl.observe.recorder import PICTURES, Recorder, best_and_worst, store_pictures
 from megatron_rl.observe.recorder import write as write_rollouts
 from megatron_rl.observe.trace import STEP, Trace
 from megatron_rl.observe.trace import write as write_trace
@@ -95,7 +95,9 @@ class Run:
             (self.folder / EVALUATION).unlink(missing_ok=True)  # the run is not finished from here on
             config = asdict(settings)
             replace_bytes(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
-            self.log = MetricsLog(self.folder, settings.wandb, config, start_step=first_step - bool(self.history.owed))
+            self.log = MetricsLog(
+                self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_step - bool(self.history.owed)
+            )  # fmt: skip
             self.recorder = Recorder(self.folder, **self._recorded, start_step=first_step)
             self.bank = Bank(self.folder, limit_gb=settings.run.record_gb, start_step=first_step)
 
@@ -162,6 +164,7 @@ class Run:
             self._told.add(name)
         with writing(self.folder):
             self.recorder.record(step, rollouts)
+            self.log.show(step, best_and_worst(rollouts, **self._recorded), pictures=self.folder / ROLLOUTS / PICTURES)
             if self._keeps_all:
                 self.bank.record(step, rollouts, rounds=int(metrics["rollout/rounds"]))
 

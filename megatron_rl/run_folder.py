@@ -31,8 +31,8 @@ LOCK = ".lock"
 ENDED = "ended.json"
 """How the run's last life ended where it did not finish: {"state": "stopped" or "failed", "line": why}. A kill leaves none."""
 FREE = (
-    "parallel.", "engine.", "checkpoint.", "wandb.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry", "run.overwrite",
-    "run.grace_s", "run.max_failed", "run.patience_s", "run.host_gb", "run.record", "run.record_gb", "run.record_best",
+    "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry",
+    "run.overwrite", "run.grace_s", "run.max_failed", "run.patience_s", "run.host_gb", "run.record", "run.record_gb", "run.record_best",
     "run.record_worst", "run.trace", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url", "task.sandbox.token_file",
     "task.options.processes", "task.options.call_s", "evaluation.urls", "evaluation.timeout_s", "evaluation.patience_s",
     "evaluation.tries", "evaluation.concurrency",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.corrections import uncorrected
 from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_boxes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
@@ -18,7 +19,7 @@ from megatron_rl.gpus import check_gpus, seen
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.nodes import check_nodes
-from megatron_rl.observe.metrics import check_wandb
+from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.parts import build_critic, build_policy
 from megatron_rl.plan.devices import at_hand
 from megatron_rl.plan.dry import dry_run
@@ -139,6 +140,7 @@ def prepared(settings: Settings, own: Own, *, world: World, needed: int | ValueE
     check(settings, world.size, own)
     if world.is_main:
         check_wandb(settings.wandb)
+        check_trackio(settings.trackio)
         if settings.run.replay:
             check_recorded(settings)
         else:
@@ -169,8 +171,9 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
         closing.callback(critic.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
-    if trouble := transformer_engine_trouble():
-        record.tell(trouble)
+    for line in (transformer_engine_trouble(), *uncorrected(settings)):
+        if line:
+            record.tell(line)
     checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, group=group)
     return Parts(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,

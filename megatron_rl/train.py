@@ -20,11 +20,12 @@ from megatron_rl.algo.objective import objective
 from megatron_rl.algo.select import kept_groups, select
 from megatron_rl.algo.thoughts import weigh_thoughts
 from megatron_rl.algo.value import head_alone, joint, value_objective
-from megatron_rl.batch import read_back, take
+from megatron_rl.batch import take
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.gallery import Gallery
 from megatron_rl.minibatches import Shares, cut_minibatches
+from megatron_rl.noted import Notes, attach, notes_of
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.recorded.replay import Replay
@@ -35,7 +36,6 @@ from megatron_rl.run_states import Checkpoints
 from megatron_rl.step_metrics import merge_updates, rollout_metrics, staleness_metrics, value_metrics
 from megatron_rl.stop import Stop
 from megatron_rl.types import Batch, Image, Rollout
-from megatron_rl.world import gather
 
 
 def train(
@@ -63,8 +63,11 @@ def train(
             minibatches = credited(rollouts, now, policy, critic, algorithm=algorithm, show=show, step=step)
             if algorithm.needs_values and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
-            update = partial(kept, run, policy, updates_of(now, policy, critic, algorithms), step)
+            notes = notes_of(settings)
+            update = partial(kept, run, policy, updates_of(now, policy, critic, algorithms, notes), step)
             updates = [update(batches) for batches in minibatches * settings.batch.epochs]
+            if notes is not None:
+                notes.attach(rollouts)
             gallery.forget()
             told = audience.serve(policy.hf_weights, step=step + 1) if audience else {}
 
@@ -153,9 +156,10 @@ def is_enough(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm)
 
 
 def updates_of(
-    settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm]
+    settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm], notes: Notes | None = None
 ) -> Callable[[list[Batch], int], dict[str, float]]:
     """(batches, step) -> metrics of one optimizer update of whatever learns in that step: the policy, and a critic where there is one."""
+    see = notes.see if notes is not None else None
     of_policy = objective(settings.algo, algorithms)
     of_values = value_objective(settings.critic, over=settings.algo.gae_over)
     has_values = algorithms[settings.algo.name].needs_values
@@ -164,8 +168,9 @@ def updates_of(
     def update(batches: list[Batch], step: int) -> dict[str, float]:
         warms_up = has_values and step < settings.critic.warmup_steps
         if critic is None:
-            return policy.update(batches, head_alone(of_policy, of_values) if warms_up else together, step=step, head_alone=warms_up)
-        metrics = {} if warms_up else policy.update(batches, of_policy, step=step)
+            loss = head_alone(of_policy, of_values) if warms_up else together
+            return policy.update(batches, loss, step=step, head_alone=warms_up, see=see)
+        metrics = {} if warms_up else policy.update(batches, of_policy, step=step, see=see)
         return metrics | critic.update(batches, of_values, step=step)
 
     return update
@@ -256,10 +261,3 @@ def fill(minibatches: list[list[Batch]], say: Callable[[list[Batch]], list[torch
         for batch, numbers in zip(batches, say(batches), strict=True):
             for name, number_T in zip(names, numbers.view(len(names), -1), strict=True):
                 setattr(batch, name, number_T)
-
-
-def attach(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
-    """Write what a network said of this rank's tokens, and of all others', to the contexts they are of."""
-    for columns in gather(read_back(rollouts, batches, numbers)):
-        for (rollout, context), values in columns.items():
-            rollouts[rollout].contexts[context].attach(column, values)

@@ -158,6 +158,8 @@ class Context:
     """What a critic should have expected there: its target."""
     coefficients: list[float] = field(default_factory=list)
     """Factor on each sampled token's logprob in the surrogate (algo.thought_coef); empty: 1 everywhere."""
+    entropies: list[float] = field(default_factory=list)
+    """Entropy, in nats, of the distribution that the trainer gave each sampled token when it was first trained on (noted.py)."""
 
     def extend(
         self, token_ids: list[int], *,
@@ -186,7 +188,7 @@ class Context:
         setattr(self, column, numbers)
 
 
-ATTACHED = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns", "coefficients")
+ATTACHED = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns", "coefficients", "entropies")
 """Columns of Context that networks and credit fill."""
 
 
@@ -204,6 +206,22 @@ class ToolCall:
     """Why it went wrong, by the policy's own doing; empty when it did not."""
     ran: bool = True
     """It was executed: the reply could be read and the tool exists."""
+    frame: tuple[int, int] | None = None
+    """Width and height of the picture in whose pixels a box of `source` is given, which the policy may have been shown smaller. None for
+    tools that take no box."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Verdict:
+    """What a judge said of an episode: its prompts let it say nothing but a number."""
+
+    judge: str
+    """The model."""
+    prompt: str
+    """Name and version."""
+    value: float
+    turn: int | None = None
+    """Index into Rollout.turns of the one that it is about; None: of the whole."""
 
 
 @dataclass(slots=True)
@@ -253,6 +271,8 @@ class Rollout:
     """Why a rollout that was scored is not trained on (algo/select.py); empty when it is."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The reward by named part, unweighted."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """What judges were asked for the reward and said: the turns' first, in their order."""
     wall_s: float = 0.0
     """Seconds of the episode, from its prompt to the end of its environment, with those of the tries before it that failed."""
     environment_s: float = 0.0

@@ -1,10 +1,10 @@
 """The one codec of a rollout: `to_record` makes plain JSON values of it, and `from_record` the same rollout of them, bit for bit.
 
-What travels is read off types.py: every field of Rollout, Context, Turn and ToolCall under its own name, so that a field that is added
-there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller hands in; their
+What travels is read off types.py: every field of Rollout, Context, Turn, ToolCall and Verdict under its own name, so that a field that is
+added there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller hands in; their
 patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes a record; NaN and infinities are strings in the line.
 
-    {"version": 2, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
+    {"version": 3, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
      "contexts": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}], "turns": [{"context": 0, "span": [2, 3], ...}]}
 """
 
@@ -17,16 +17,16 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron_rl.jsonl import LACKING
-from megatron_rl.types import ATTACHED, Context, Image, Rollout, ToolCall, Turn
+from megatron_rl.types import ATTACHED, Context, Image, Rollout, ToolCall, Turn, Verdict
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-VERSION = 2
+VERSION = 3
 """Of the fields and their meaning. A record of another version is refused."""
 MAX_PATCHES = 1 << 24
 """Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
-FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, Context, Turn, ToolCall)}
+FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, Context, Turn, ToolCall, Verdict)}
 """Of the records that travel: names and annotations."""
 
 

@@ -17,6 +17,10 @@ SUPPORT = ROOT / "tests" / "support"
 """Helpers of several tests, and the scripts that tests run as processes."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", type=Path, help="folder that the viewer's pictures in a browser are copied to")
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A nano Qwen2.5-VL whose random weights are large enough that no parameter is a no-op."""

@@ -34,6 +34,20 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a server resizes again what was enlarged",
+        "megatron_rl/rollout/renderer.py",
+        "return side**2, max(self.max_pixels, math.ceil(enlarged), ",
+        "return side**2, max(self.max_pixels, ",
+        "tests/rollout/test_renderer.py -k final_limits",
+    ),
+    Mutant(
+        "a server resizes again what was made smaller than the least",
+        "megatron_rl/rollout/renderer.py",
+        "return side**2, max(self.max_pixels",
+        "return self.min_pixels, max(self.max_pixels",
+        "tests/rollout/test_renderer.py -k final_limits",
+    ),
+    Mutant(
         "frames of a video are counted from where the last one was read",
         "megatron_rl/tasks/visual_python/clip.py",
         "            self._next = number\n        while",
@@ -858,6 +872,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "oldest[group] < limit]",
         "oldest[group] < limit - 1]",
         "tests/rollout/test_staleness.py",
+    ),
+    Mutant(
+        "no step waits for what the next one could not train on",
+        "megatron_rl/rollout/table.py",
+        " and self.due_reached >= len(self.due)",
+        "",
+        "tests/rollout/test_staleness.py",
+    ),
+    Mutant(
+        "what is due is played and left for the next step",
+        "megatron_rl/rollout/fleet.py",
+        "sorted(played, key=lambda group: group not in due)[:num]",
+        "played[:num]",
+        "tests/rollout/test_staleness.py",
+    ),
+    Mutant(
+        "a later look at a token is taken for the first",
+        "megatron_rl/noted.py",
+        "        whose = tuple(batch.origin_S)\n",
+        "        whose = id(batch)\n",
+        "tests/test_noted.py",
+    ),
+    Mutant(
+        "the size that a box is measured in is that of what was shown",
+        "megatron_rl/observe/viewer/static/episode.js",
+        "[width, height] = frame || [",
+        "[width, height] = [",
+        "tests/observe/test_viewer.py",
     ),
     Mutant(
         "what was dealt is lost with its run",

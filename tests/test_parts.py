@@ -48,7 +48,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     monkeypatch.setattr(parts, "LocalEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
     monkeypatch.setattr(parts, "meeting_store", lambda: "store")
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
-    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], min_pixels=111, max_pixels=222)
+    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], final_pixels=(111, 222))
     policy = object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
     stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather="gather", share="share")

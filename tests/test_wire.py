@@ -15,17 +15,20 @@ from hypothesis import strategies as st
 from PIL import Image as pil
 
 from megatron_rl.jsonl import to_line
-from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Turn
+from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Turn, Verdict
 from megatron_rl.wire import VERSION, from_record, to_record
 
 FIELDS = {
-    Rollout: "task example_id group sample contexts turns status end reason reward outcome dropped rewards wall_s environment_s scoring_s",
-    Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages returns coefficients",
+    Rollout: "task example_id group sample contexts turns status end reason reward outcome dropped rewards verdicts "
+    "wall_s environment_s scoring_s",
+    Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages returns coefficients "
+    "entropies",
     Turn: "context span text action reward score gain call images state",
-    ToolCall: "tool source text error ran",
+    ToolCall: "tool source text error ran frame",
+    Verdict: "judge prompt value turn",
     Image: "picture patch_PC grid key merge",
 }
-"""Of version 2."""
+"""Of version 3."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -119,15 +122,16 @@ def full() -> Rollout:
     context = Context(
         token_ids=[5, 6, 7], loss_mask=[0, 0, 1], engine_logprobs=[0.0, 0.0, -0.1], versions=[-1, -1, 4], images=[image],
         old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0],
-        returns=[0.0, 0.0, 0.7], coefficients=[0.0, 0.0, 0.5],
+        returns=[0.0, 0.0, 0.7], coefficients=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
     )  # fmt: skip
-    call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False)
+    call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False, frame=(80, 60))
     turn = Turn(
         context=0, span=(2, 3), text="\u4e2d\ud800\n", action=2, reward=0.5, score=0.25, gain=0.125, call=call, images=[image], state="2 5"
     )
     return Rollout(
         task="mine", example_id="e-1", group=3, sample=4, contexts=[context], turns=[turn], status=Status.TRUNCATED, end=End.MAX_TURNS,
         reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
+        verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0)],
         wall_s=3.0, environment_s=2.0, scoring_s=1.0,
     )  # fmt: skip
 
@@ -141,6 +145,7 @@ def test_every_field_is_carried() -> None:
         Context: (rollout.contexts[0], back.contexts[0]),
         Turn: (rollout.turns[0], back.turns[0]),
         ToolCall: (rollout.turns[0].call, back.turns[0].call),
+        Verdict: (rollout.verdicts[0], back.verdicts[0]),
         Image: (rollout.contexts[0].images[0], back.contexts[0].images[0]),
     }.items():
         for field in fields(kind):
@@ -154,7 +159,7 @@ def test_every_field_is_carried() -> None:
 
 def test_other_fields_are_another_version() -> None:
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (2, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
+    assert (VERSION, now) == (3, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
@@ -172,8 +177,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
     "turns\\[0\\].action: 3: not within the span \\(2, 3\\)": (("turns", 0, "action"), 3),
-    "version: 1: this program reads 2": (("version",), 1),
-    "version: None: this program reads 2": (("version",), None),
+    "version: 1: this program reads 3": (("version",), 1),
+    "version: None: this program reads 3": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': no number": (("reward",), "nan"),
     "rollout.reward: True: no number": (("reward",), True),

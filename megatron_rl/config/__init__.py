@@ -21,7 +21,7 @@ from megatron_rl.config.rollout import (
     SandboxSettings,
     TaskSettings,
 )
-from megatron_rl.config.run import CheckpointSettings, RunSettings, WandbSettings
+from megatron_rl.config.run import CheckpointSettings, RunSettings, TrackioSettings, WandbSettings
 from megatron_rl.config.select import DROPS, ENDS, SelectSettings
 from megatron_rl.config.services import ServiceSettings, ServicesSettings, service_of
 from megatron_rl.config.sft import SftSettings
@@ -31,8 +31,8 @@ __all__ = [
     "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "AudienceSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings",
     "CriticSettings", "DataSettings", "EngineSettings", "EvaluationSettings", "JudgeSettings", "ListenerSettings", "LoraSettings",
     "ModelSettings", "OptimSettings", "ParallelSettings", "RunSettings", "SandboxSettings", "SelectSettings", "ServiceSettings",
-    "ServicesSettings", "Settings", "SftSettings", "SlurmSettings", "SpeakerSettings", "TaskSettings", "WandbSettings", "require",
-    "require_choice", "service_of",
+    "ServicesSettings", "Settings", "SftSettings", "SlurmSettings", "SpeakerSettings", "TaskSettings", "TrackioSettings", "WandbSettings",
+    "require", "require_choice", "service_of",
 ]  # fmt: skip
 
 
@@ -55,6 +55,7 @@ class Settings:
     run: RunSettings = field(default_factory=RunSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
+    trackio: TrackioSettings = field(default_factory=TrackioSettings)
     services: ServicesSettings = field(default_factory=ServicesSettings)
     audience: AudienceSettings = field(default_factory=AudienceSettings)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)

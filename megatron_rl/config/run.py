@@ -112,3 +112,16 @@ class WandbSettings:
 
     def __post_init__(self) -> None:
         require_choice("wandb.mode", self.mode, ("disabled", "offline", "online"))
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackioSettings:
+    """Metrics in trackio, whose page is on this machine (trackio show), beside metrics.jsonl and TensorBoard."""
+
+    mode: str = "disabled"
+    """What trackio gets: nothing (disabled), or all of it in its own folder on this machine (local; TRACKIO_DIR, else in HF_HOME)."""
+    project: str = "megatron-rl"
+    """The trackio project that the run belongs to."""
+
+    def __post_init__(self) -> None:
+        require_choice("trackio.mode", self.mode, ("disabled", "local"))

@@ -1,26 +1,34 @@
-"""What a run measures: metrics.jsonl, TensorBoard and W&B written together, and the spans that say where a step's time went."""
+"""What a run measures: metrics.jsonl, TensorBoard, W&B and trackio written together, and the spans that say where a step's time went."""
 
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.config import WandbSettings, require
+from megatron_rl.config import TrackioSettings, WandbSettings, require
 from megatron_rl.jsonl import read_lines, replace_bytes, replace_lines, to_line, to_number
+from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
+PREDICTIONS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
+"""Columns of W&B's table of rollouts: the first picture, and all that the policy said."""
 
 
 class MetricsLog:
-    """One line a step in metrics.jsonl, the same numbers in TensorBoard files and, if wandb.mode says so, in W&B.
+    """One line a step in metrics.jsonl, the same numbers in TensorBoard files and, if wandb.mode and trackio.mode say so, there.
 
     Only the main rank makes one. A log that starts at step k forgets everything an earlier life of the run wrote about steps >= k
-    (metrics.jsonl is replaced atomically; TensorBoard readers are told to purge), so a resumed run leaves what an unbroken one would have.
+    (metrics.jsonl is replaced atomically; TensorBoard readers are told to purge; trackio's run is written anew), so a resumed run leaves
+    what an unbroken one would have.
     """
 
-    def __init__(self, run_dir: Path, wandb_settings: WandbSettings, config: dict[str, object], *, start_step: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, wandb_settings: WandbSettings, config: dict[str, object], *,
+        trackio_settings: TrackioSettings | None = None, start_step: int = 0,
+    ) -> None:  # fmt: skip
         from torch.utils.tensorboard import SummaryWriter  # here: it loads TensorBoard, which ranks without a log do not need
 
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -30,6 +38,8 @@ class MetricsLog:
         self._lines = path.open("a", encoding="ascii")
         self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step)
         self._wandb = None if wandb_settings.mode == "disabled" else _start_wandb(run_dir, wandb_settings, config)
+        has_trackio = trackio_settings is not None and trackio_settings.mode == "local"
+        self._trackio = _start_trackio(run_dir, trackio_settings, config, past=read_metrics(path)) if has_trackio else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step. metrics.jsonl is flushed to the operating system before this returns: a killed run loses nothing.
@@ -44,12 +54,32 @@ class MetricsLog:
             self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log({"step": step, **metrics})
+        if self._trackio is not None:
+            self._trackio.log(dict(metrics), step=step)
+
+    def show(self, step: int, chosen: Mapping[str, Sequence[Rollout]], *, pictures: Path) -> None:
+        """Rollouts of a step by kind (best, worst), for W&B alone: a table, `predictions`. `pictures` holds KEY.png of Image.key; one that
+        is not there, because another node has it, is left out."""
+        if self._wandb is None or not any(chosen.values()):
+            return
+        import wandb
+
+        def row(kind: str, rollout: Rollout) -> list[object]:
+            files = [pictures / f"{image.key}.png" for image in rollout.images[:1]]
+            first = next((wandb.Image(str(file)) for file in files if file.exists()), None)
+            said = "\n".join(turn.text for turn in rollout.turns)
+            return [step, kind, rollout.example_id, rollout.sample, rollout.reward, str(rollout.end), first, said]
+
+        rows = [row(kind, rollout) for kind, rollouts in chosen.items() for rollout in rollouts]
+        self._wandb.log({"step": step, "predictions": wandb.Table(columns=list(PREDICTIONS), data=rows)})
 
     def close(self) -> None:
         self._lines.close()
         self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        if self._trackio is not None:
+            self._trackio.finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -87,6 +117,7 @@ def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, objec
     """A W&B run whose id lives in the run folder, so that a resumed run continues it. Its x axis is our step: re-run steps overwrite."""
     import wandb
 
+    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))  # else the pictures of offline tables wait in the home folder
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
         replace_bytes(id_file, uuid.uuid4().hex[:8].encode("ascii"))
@@ -95,6 +126,30 @@ def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, objec
         id=id_file.read_text(encoding="ascii"), resume="allow" if settings.mode == "online" else None,
     )  # fmt: skip
     run.define_metric("*", step_metric="step")
+    return run
+
+
+def check_trackio(settings: TrackioSettings) -> None:
+    """ValueError where trackio is asked for and not installed."""
+    is_there = settings.mode == "disabled" or find_spec("trackio") is not None
+    require(is_there, "trackio.mode", settings.mode, "the package is not installed: pip install trackio==0.43.0, or bash launch/install.sh")
+
+
+def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, object], *, past: list[dict[str, float]]):  # noqa: ANN202
+    """A local trackio run (0.43.0) with the steps that the run has behind it. That of an earlier life, whose id lies in the run folder, is
+    removed: trackio keeps every line that it was ever given for a step."""
+    import trackio
+
+    run = trackio.init(project=settings.project, name=run_dir.name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    id_file = run_dir / "trackio_id"
+    if id_file.exists():
+        earlier = id_file.read_text(encoding="ascii")
+        for each in trackio.Api().runs(settings.project):
+            if each.id == earlier:
+                each.delete()
+    replace_bytes(id_file, run.id.encode("ascii"))
+    for line in past:
+        run.log({name: value for name, value in line.items() if name != "step"}, step=int(line["step"]))
     return run
 
 

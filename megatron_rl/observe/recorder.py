@@ -23,9 +23,11 @@ from megatron_rl.types import Image, Rollout
 from megatron_rl.wire import from_record, to_record
 
 FOLDER = "rollouts"
+PICTURES = "images"
+"""In the folder of a file."""
 THREADS = 4
 """That write pictures: each waits until the disk has its own."""
-_NAME = re.compile(r"images/[0-9A-Za-z]+\.png")
+_NAME = re.compile(PICTURES + r"/[0-9A-Za-z]+\.png")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -142,7 +144,7 @@ def _entry(line: object, load: Callable[[str], Picture | None]) -> Entry:
 def name_of(key: str) -> str:
     """Of the file of the picture with this Image.key."""
     assert key.isalnum() and key.isascii(), f"Image.key {key!r} cannot name a file"
-    return f"images/{key}.png"
+    return f"{PICTURES}/{key}.png"
 
 
 def _load(folder: Path, name: str) -> Picture:

@@ -110,7 +110,7 @@ async def scored_anew(task: Task, example: Example, rollout: Rollout, image_toke
     if not rollout.is_scored:
         return rollout
     turns = [replace(turn, score=None, gain=0.0) for turn in rollout.turns]
-    bare = replace(as_played(rollout), turns=turns, reward=None, outcome=0.0, rewards={}, scoring_s=0.0)
+    bare = replace(as_played(rollout), turns=turns, reward=None, outcome=0.0, rewards={}, verdicts=[], scoring_s=0.0)
     clock = asyncio.get_running_loop().time
     for tried in range(1, TRIES + 1):
         started = clock()

@@ -58,7 +58,7 @@ class Accuracy:
         if verdict is None and answer.strip() and self.judge is not None:
             prompt = load("answer_equivalence", examples=family(source_of(outcome)))
             fields = {"question": str(outcome.payload["question"]), "reference": truth, "answer": answer}
-            return await self.judge.verdict(prompt, fields=fields)
+            return await self.judge.judged(outcome.rollout, prompt, fields=fields)
         return float(verdict is True)
 
 

@@ -26,7 +26,7 @@ from megatron_rl.rewards.greeting import greet, served_by, warning_of
 from megatron_rl.rewards.judge_prompt import JudgePrompt, Malformed
 from megatron_rl.rewards.verdicts import Verdicts
 from megatron_rl.servers import Endpoint, Refused, Servers
-from megatron_rl.types import LastingFault
+from megatron_rl.types import LastingFault, Rollout, Verdict
 
 LONGEST_SIDE, SHORTEST_SIDE = 1024, 28
 """Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
@@ -70,6 +70,17 @@ class Judge:
         self._clients.clear()
         if self._verdicts is not None:
             self._verdicts.close()
+
+    async def judged(
+        self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
+    ) -> float:  # fmt: skip
+        """`verdict`, which the rollout keeps: of this turn, or of the whole."""
+        value = await self.verdict(prompt, fields=fields, images=images)
+        said = Verdict(judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn)
+        if said not in rollout.verdicts:  # by another part of the reward
+            rollout.verdicts.append(said)
+            rollout.verdicts.sort(key=lambda each: (each.turn is None, each.turn or 0, each.prompt))  # whoever answered first
+        return value
 
     async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
         """Raises HostFault, naming server and reason, after the last try."""

@@ -22,7 +22,6 @@ from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric, TurnPart
 from megatron_rl.rewards.tool_use import RED_LINE, codev_format, deepeyes_format, executed_code, image_returned, red_lines
-from megatron_rl.types import Turn
 
 SEARCH_SOURCES = ("vstar", "chart", "high_res", "visual_search")
 COUNTING_SOURCES = ("iconqa",)
@@ -86,9 +85,8 @@ class Process:
             return 0.0  # a red flag of these two that needs no judge
         made = [image.picture for turn in outcome.turns for image in turn.images][:NUM_PROCESS_IMAGES]
         fields = {"question": str(outcome.payload["question"]), "response": "\n".join(outcome.replies)[-RESPONSE_LENGTH:]}
-        return await self.judge.verdict(
-            load(f"process_{kind}"), fields=fields, images=[*(image.picture for image in outcome.images[:1]), *made]
-        )
+        shown = [*(image.picture for image in outcome.images[:1]), *made]
+        return await self.judge.judged(outcome.rollout, load(f"process_{kind}"), fields=fields, images=shown)
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,9 +97,10 @@ class Evidence:
 
     async def __call__(self, outcome: Outcome) -> list[float | None]:
         crossed = red_lines(outcome)
-        return await asyncio.gather(*(self._step(outcome, turn, crossed=cross) for turn, cross in zip(outcome.turns, crossed, strict=True)))
+        return await asyncio.gather(*(self._step(outcome, number, crossed=cross) for number, cross in enumerate(crossed)))
 
-    async def _step(self, outcome: Outcome, turn: Turn, *, crossed: bool) -> float | None:
+    async def _step(self, outcome: Outcome, number: int, *, crossed: bool) -> float | None:
+        turn = outcome.turns[number]
         if turn.call is None:
             return None
         if crossed:
@@ -114,4 +113,4 @@ class Evidence:
             "metadata": f"{turn.call.tool}; pictures that came back: {len(turn.images)}, of {sizes} pixels",
         }
         pictures = [image.picture for image in (*outcome.images[:1], *turn.images)]
-        return await self.judge.verdict(load("step_evidence"), fields=fields, images=pictures)
+        return await self.judge.judged(outcome.rollout, load("step_evidence"), fields=fields, images=pictures, turn=number)

@@ -148,6 +148,12 @@ def test_best_and_worst_rollouts_are_left_behind(run: Finished) -> None:
         assert [entry.kind for entry in entries] == kinds and {entry.num_rollouts for entry in entries} == {16}
         rollouts = [entry.rollout for entry in entries]
         assert rollouts[0].reward >= step["reward/mean"] >= rollouts[-1].reward or kinds == ["best"]
+        if run.has("wandb.mode=offline"):
+            waiting = [path.read_bytes() for path in run.folder.glob("wandb/artifacts/staging/*")]
+            tables = [json.loads(data)["data"] for data in waiting if data.startswith(b"{")]
+            (row,) = next(rows for rows in tables if rows[0][0] == step["step"])
+            said = "\n".join(turn.text for turn in rollouts[0].turns)
+            assert (row[2], row[7], row[6]["width"]) == (rollouts[0].example_id, said, 112), "of either rank"
         for rollout in rollouts:
             assert len(rollout.contexts) == len(rollout.turns), "every turn is its own context"
             assert [turn.text for turn in rollout.turns] and rollout.oldest_version == step["step"]

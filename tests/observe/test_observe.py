@@ -1,8 +1,10 @@
 """Metrics, spans, progress and curves. Oracles: TensorBoard's own reader, the json module, a clock that we move, numbers by hand."""
 
+import hashlib
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from megatron_rl.jsonl import read_lines, replace_lines, to_line
 from megatron_rl.observe.metrics import MetricsLog, Spans, read_metrics
 from megatron_rl.observe.plot import main, reward_curve, smooth
 from megatron_rl.observe.progress import Progress
+from tests.observe.test_recorder import picture
 
 DISABLED = WandbSettings(mode="disabled")
 
@@ -156,6 +159,80 @@ for mode in ("disabled", "offline"):
     (run_file,) = (tmp_path / "offline").glob("wandb/offline-run-*/run-*.wandb")
     assert (tmp_path / "offline" / "wandb_id").read_text() in run_file.name
     assert b"reward/mean" in run_file.read_bytes()
+
+
+def test_wandb_is_shown_what_the_best_and_the_worst_said(tmp_path: Path):
+    """As the real package lays it out: a table a step, a rollout's first picture beside its words, none for a picture that is not here."""
+    script = """
+import sys
+from pathlib import Path
+from megatron_rl.config import WandbSettings
+from megatron_rl.observe.metrics import MetricsLog
+from megatron_rl.observe.recorder import FOLDER, PICTURES, store_pictures
+from tests.observe.test_recorder import picture, rollout
+run = Path(sys.argv[1])
+said = ((0, 1.0, "+"), (1, -1.0, "<b>"), (2, 0.5, "-"))
+seen, absent, mute = (rollout(number, reward, images=(picture(number),), text=text) for number, reward, text in said)
+store_pictures(run / FOLDER, [seen])
+log = MetricsLog(run, WandbSettings(mode="offline"), {})
+log.show(7, {"best": [seen], "worst": [absent]}, pictures=run / FOLDER / PICTURES)
+log.show(8, {"best": [], "worst": []}, pictures=run / FOLDER / PICTURES)
+log.show(9, {"best": [mute]}, pictures=run / FOLDER / PICTURES)
+log.close()
+"""
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], check=True, timeout=200, capture_output=True, cwd=Path(__file__).parents[2]
+    )
+    waiting = [path.read_bytes() for path in (tmp_path / "wandb/artifacts/staging").iterdir()]
+    tables = {table["data"][0][0]: table for table in (json.loads(data) for data in waiting if data.startswith(b"{"))}
+    (_, first), (_, second) = sorted(tables.items())
+    assert first["columns"] == second["columns"] == ["step", "kind", "example", "sample", "reward", "end", "picture", "content"]
+    (best, worst), (last,) = ([row[:6] + row[7:] for row in table["data"]] for table in (first, second))
+    assert best == [7, "best", "1-4", 0, 1.0, "done", "+"] and worst == [7, "worst", "1-4", 1, -1.0, "done", "<b>"]
+    assert last == [9, "best", "1-4", 2, 0.5, "done", "-"]
+    shown, *others = [row[6] for table in (first, second) for row in table["data"]]
+    assert others == [None, None] and (shown["width"], shown["height"]) == (56, 28)
+    (stored,) = {data for data in waiting if hashlib.sha256(data).hexdigest() == shown["sha256"]}
+    with Image.open(io.BytesIO(stored)) as file:
+        assert file.convert("RGB").tobytes() == picture(0).picture.tobytes()
+
+
+def test_trackio_has_what_an_unbroken_run_would_have_given_it(tmp_path: Path):
+    """By the real package, offline: a life of three steps, one that goes on at step 1, and a run of another folder of the same name."""
+    script = """
+import sys
+from pathlib import Path
+from megatron_rl.config import TrackioSettings, WandbSettings
+from megatron_rl.observe.metrics import MetricsLog
+mode, folder, start_step, *losses = sys.argv[1:]
+settings = TrackioSettings(mode=mode, project="mine")
+log = MetricsLog(Path(folder), WandbSettings(), {"algo": {"lr": 1e-3}}, trackio_settings=settings, start_step=int(start_step))
+for step, loss in enumerate(losses, int(start_step)):
+    log.log(step, {"loss": float(loss), "reward/mean": float("nan")})
+log.close()
+assert ("trackio" in sys.modules) == (mode == "local")
+"""
+    kept = tmp_path / "kept"
+    environment = {**os.environ, "TRACKIO_DIR": str(kept), "HF_HUB_OFFLINE": "1"}
+
+    def ran(code: str, *arguments: object) -> str:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        return subprocess.run(command, env=environment, check=True, timeout=200, capture_output=True, text=True).stdout
+
+    ran(script, "disabled", tmp_path / "off" / "run", 0, 1.0)
+    assert not kept.exists()
+    ran(script, "local", tmp_path / "one" / "run", 0, 1.0, 2.0, 3.0)
+    ran(script, "local", tmp_path / "two" / "run", 0, 7.0)
+    ran(script, "local", tmp_path / "one" / "run", 1, 2.5, 3.5)
+    reading = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage as storage
+lines = {run.id: storage.get_logs("mine", run.name, run_id=run.id) for run in trackio.Api().runs("mine")}
+print(json.dumps({run: [[line["step"], line["loss"], repr(line["reward/mean"])] for line in each] for run, each in lines.items()}))
+"""
+    ids = [(tmp_path / name / "run" / "trackio_id").read_text() for name in ("one", "two")]
+    expected = {ids[0]: [[0, 1.0, "nan"], [1, 2.5, "nan"], [2, 3.5, "nan"]], ids[1]: [[0, 7.0, "nan"]]}
+    assert json.loads(ran(reading).splitlines()[-1]) == expected
 
 
 def test_spans_count_each_second_once():

@@ -24,7 +24,7 @@ from megatron_rl.observe.viewer.demo import COLORS, make
 from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import labelled
 from megatron_rl.services.kept import free_port
-from megatron_rl.types import Context, End, Rollout, Status, ToolCall, Turn
+from megatron_rl.types import Context, End, Rollout, Status, ToolCall, Turn, Verdict
 from tests.observe.test_recorder import picture
 
 ATTACKS = (
@@ -40,12 +40,16 @@ def rollout(sample: int, reward: float | None, *, step: int, said: str = "one", 
     context.extend([4, 5], logprobs=[-0.5, -1.5], versions=[max(0, step - sample)] * 2)
     context.attach("old_logprobs", [0.0, 0.0, 0.0, 0.0, -0.25, -1.5])
     context.attach("advantages", [0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
-    call = ToolCall(tool=tool, source='{"bbox_2d": [2, 4, 10, 20]}', text=f"told {said[:9]}", error="" if sample else "no such thing")
+    context.attach("entropies", [0.0, 0.0, 0.0, 0.0, 0.75, 0.5])
+    call = ToolCall(
+        tool=tool, source='{"bbox_2d": [2, 4, 10, 20]}', text=f"told {said[:9]}", error="" if sample else "no such thing", frame=(56, 80)
+    )
     turn = Turn(context=0, span=(4, 6), text=said, reward=0.5, call=call, images=[picture(1)])
     status = Status.FAILED if reward is None else Status.COMPLETED
     return Rollout(
         task="t", example_id=f"e{group}", group=group, sample=sample, contexts=[context], turns=[turn], status=status, reward=reward,
         end=End.DONE if sample % 2 else End.MAX_TURNS, rewards={"part": math.nan} if sample == 1 else {},
+        verdicts=[Verdict(judge="j", prompt="evidence 2", value=0.25, turn=0), Verdict(judge="<b>j", prompt="whole 1", value=1.0)],
     )  # fmt: skip
 
 
@@ -131,6 +135,8 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     )
     assert [image["key"] for image in one["first"]] == [picture(0, width=28, height=28).key]
     assert [image["key"] for image in one["turns"][0]["images"]] == [picture(1).key] and one["turns"][0]["call"]["tool"] == "zoom"
+    assert one["turns"][0]["call"]["frame"] == [56, 80] and one["contexts"][0]["columns"]["entropies"][4:] == [0.75, 0.5]
+    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None}
     shown = client.get(f"/picture/run/{picture(1).key}.png")
     assert shown.headers["content-type"] == "image/png" and shown.content.startswith(b"\x89PNG")
     assert found(client, "curves")[1] == {"step": 1, "reward/mean": 0.5, "loss": None, "time/total": 2.0}
@@ -212,7 +218,7 @@ def test_the_demo(tmp_path: Path) -> None:
 def served(run: Path) -> Iterator[str]:
     port = free_port("127.0.0.1")
     page = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--port", str(port)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--demo", "--port", str(port)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert page.stdout.readline() == f"http://127.0.0.1:{port}/\n"
@@ -232,7 +238,11 @@ VIEWS = {
     "rollouts?run=run": ["27 rollouts, 1 to 27", "said 1 2", "javascript:alert(1)"],
     "group?run=run&step=0&group=1": ["group 1", "standard deviation", "said 0 2"],
     "episode?run=run&step=0&place=1&color=engine_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
+    "episode?run=run&step=0&place=1&color=entropies": ["judge j, evidence 2 0.25", "judge &lt;b&gt;j, whole 1 1", "entropy"],
+    "episode?run=demo&step=11&place=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],
 }
+BOX = 'class="box" style="left: 3.57143%; top: 5%; width: 14.2857%; height: 20%;"'
+"""[2, 4, 10, 20] of 56 x 80 pixels, drawn on a picture of 28 x 28."""
 HOSTILE = [f"episode?run=run&step=2&place={6 + number}" for number in range(len(ATTACKS))]
 
 
@@ -240,7 +250,7 @@ HOSTILE = [f"episode?run=run&step=2&place={6 + number}" for number in range(len(
 @pytest.mark.parametrize(
     ("view", "width"), [*((view, width) for view in VIEWS for width in (1280, 400)), *((view, 1280) for view in HOSTILE)]
 )
-def test_in_a_browser(view: str, width: int, served: str, tmp_path: Path) -> None:
+def test_in_a_browser(view: str, width: int, served: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Its words are there, nothing of an attacker has run, the console is silent, and the page is no wider than the window."""
     shot = tmp_path / "shot.png"
     command = [
@@ -252,7 +262,11 @@ def test_in_a_browser(view: str, width: int, served: str, tmp_path: Path) -> Non
     assert f'data-shown="{view.partition("?")[0]}"' in ended.stdout and "<title>rollouts</title>" in ended.stdout
     text = re.sub(r"<[^>]*>", "", ended.stdout)
     assert not [word for word in VIEWS.get(view, ["turn 1"]) if word not in text]
+    assert (BOX in ended.stdout) == view.startswith("episode?run=run") and ('class="box"' in ended.stdout) == view.startswith("episode")
     assert "CONSOLE" not in ended.stderr, ended.stderr[-2000:]
     assert not re.search(r"<script(?! type=\"module\" src=\"viewer.js\")|<img(?! src=\"picture/)|<svg onload|<h1", ended.stdout)
     pixels = np.asarray(pil.open(shot).convert("L"))
     assert pixels.shape[1] == width and pixels.std() > 5, "something is drawn"
+    copies = request.config.getoption("--screenshots")
+    if copies is not None:
+        shutil.copy(shot, copies / f"{view.partition('?')[0]}_{width}_{'demo' if 'run=demo' in view else 'test'}.png")

@@ -227,6 +227,17 @@ def test_tapo_gives_each_call_its_step() -> None:
     # the mean so far is 1, 1/2, 0, -1/4, -0.15 and stays; half of each change
     assert result.gains == pytest.approx([0.5, -0.25, -0.25, -0.125, 0.05, 0.0], abs=1e-15)
     assert (result.outcome, result.reward) == (1.0, pytest.approx(1.0 - 0.075))
+    assert [(each.judge, each.prompt.split()[0], each.value, each.turn) for each in outcome.rollout.verdicts] == [
+        ("scripted", "step_evidence", 1.0, 0), ("scripted", "step_evidence", 0.25, 4),
+    ]  # fmt: skip
+
+
+def test_a_verdict_that_two_parts_ask_for_is_kept_once() -> None:
+    judge, outcome = Scripted({"answer_equivalence": 1.0}), played(turn(BOXED % "crimson"), source="mathvista")
+    score("accuracy", outcome, judge=judge)
+    score("accuracy", outcome, judge=judge)
+    (said,) = outcome.rollout.verdicts
+    assert len(judge.asked) == 2 and (said.prompt.split()[0], said.value, said.turn) == ("answer_equivalence", 1.0, None)
 
 
 def test_tapo_judge_sees_neither_words_nor_code() -> None:

@@ -3,6 +3,7 @@
 This project's own modules are forgotten again: every process loads them itself, and a test may change one before another imports it.
 """
 
+import atexit
 import importlib
 import os
 import sys
@@ -22,5 +23,15 @@ with warnings.catch_warnings():
         "vllm.entrypoints.llm", "vllm.model_executor.models.qwen2_5_vl", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
     ):  # fmt: skip
         importlib.import_module(name)
+    from wandb.sdk.data_types._private import MEDIA_TMP
 for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_rl"]:
     del sys.modules[name]
+
+
+def _disown() -> None:
+    """The folder in which wandb (imported by megatron.core) makes its tables is the parent's to remove, when it ends."""
+    atexit.unregister(MEDIA_TMP.cleanup)
+    MEDIA_TMP._finalizer.detach()
+
+
+os.register_at_fork(after_in_child=_disown)

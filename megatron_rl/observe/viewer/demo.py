@@ -14,7 +14,7 @@ from megatron_rl.jsonl import replace_lines
 from megatron_rl.observe.bank import path_of, write
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER, store_pictures
-from megatron_rl.types import Context, End, Image, Rollout, ToolCall, Turn
+from megatron_rl.types import Context, End, Image, Rollout, ToolCall, Turn, Verdict
 
 STEPS, GROUPS, SIZE = 12, 4, 4
 COLORS = ("red", "green", "blue", "orange", "purple")
@@ -31,6 +31,7 @@ def make(run: Path) -> None:
             mean = sum(each.reward for each in rollouts if each.group == rollout.group) / SIZE
             context = rollout.contexts[0]
             context.attach("old_logprobs", [logprob + dice.gauss(0, 1e-5) * mask for logprob, mask in _sampled(context)])
+            context.attach("entropies", [-0.7 * logprob for logprob in context.engine_logprobs])
             context.attach("advantages", [(rollout.reward - mean) * mask for mask in context.loss_mask])
         store_pictures(run / FOLDER, rollouts)
         write(path_of(run / FOLDER, step), rollouts, step=step, rounds=1)
@@ -65,7 +66,9 @@ def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout
         )
         spans.append((first, len(context.token_ids)))
         context.extend([2] * sum(image.num_tokens for image in images) + [3], images=images)
-    call = ToolCall(tool="image_zoom_in_tool", source=f'{{"bbox_2d": {box}, "label": "square"}}', text="the part that was asked for")
+    call = ToolCall(
+        tool="image_zoom_in_tool", source=f'{{"bbox_2d": {box}, "label": "square"}}', text="the part that was asked for", frame=canvas.size
+    )
     turns = [
         Turn(context=0, span=spans[0], text="The square is small: I look closer.", call=call, images=[crop]),
         Turn(context=0, span=spans[1], text=f"<answer>{said}</answer>", gain=float(is_right)),
@@ -73,6 +76,7 @@ def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout
     return Rollout(
         task="made-up squares", example_id=f"square {step * GROUPS + group}", group=group, sample=sample, contexts=[context], turns=turns,
         reward=float(is_right), outcome=float(is_right), rewards={"accuracy": float(is_right)}, end=End.DONE, reason="answered",
+        verdicts=[Verdict(judge="made-up judge", prompt="step_evidence 1", value=float(is_right), turn=0)],
         wall_s=dice.uniform(1, 3), environment_s=dice.uniform(0, 0.5),
     )  # fmt: skip
 

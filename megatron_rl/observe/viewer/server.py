@@ -7,6 +7,7 @@ no script run but its own files.
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -134,7 +135,7 @@ def _member(place: int, rollout: Rollout) -> dict[str, Any]:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    call = turn.call and {"tool": turn.call.tool, "source": turn.call.source, "text": turn.call.text, "error": turn.call.error}
+    call = turn.call and {name: getattr(turn.call, name) for name in ("tool", "source", "text", "error", "frame")}
     return {
         "text": turn.text, "reward": turn.reward, "score": turn.score, "gain": turn.gain, "call": call, "context": turn.context,
         "span": list(turn.span), "images": [_image(image) for image in turn.images],
@@ -146,22 +147,11 @@ def _image(image: Image) -> dict[str, Any]:
 
 
 def _episode(rollout: Rollout, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    plain = (
-        "task",
-        "example_id",
-        "group",
-        "sample",
-        "reason",
-        "reward",
-        "outcome",
-        "dropped",
-        "rewards",
-        "wall_s",
-        "environment_s",
-        "scoring_s",
-    )
+    plain = ("task", "example_id", "group", "sample", "reason", "reward", "outcome", "dropped", "rewards")
+    seconds = ("wall_s", "environment_s", "scoring_s")
     return {
-        **{name: getattr(rollout, name) for name in plain}, "status": str(rollout.status), "end": str(rollout.end),
+        **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status), "end": str(rollout.end),
+        "verdicts": [asdict(each) for each in rollout.verdicts],
         "turns": [_turn(turn) for turn in rollout.turns], "contexts": [_context(context, tokenizer) for context in rollout.contexts],
         "has_words": tokenizer is not None, "first": [_image(image) for image in _first_shown(rollout)],
     }  # fmt: skip

@@ -135,10 +135,11 @@ class AgentEnv(Env):
         if not self.example.payload["images"]:
             error = "there is no image"
             return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=error), []
+        picture = self._picture(0)
         try:
-            return ToolCall(tool=name, source=source), [IMAGE_TOOLS[name].apply(self._picture(0), arguments)]
+            return ToolCall(tool=name, source=source, frame=picture.size), [IMAGE_TOOLS[name].apply(picture, arguments)]
         except ToolError as error:
-            return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=str(error)), []
+            return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=str(error), frame=picture.size), []
 
 
 def describe(result: sandbox.Result, *, names: Sequence[str]) -> tuple[str, str]:

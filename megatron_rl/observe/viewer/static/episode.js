@@ -3,7 +3,7 @@ import { el, ask, number, link } from "./parts.js";
 // What a token is colored by: a column, or the engine's logprob less the trainer's.
 const GAP = "engine gap", PLAIN = "nothing";
 const TITLES = { engine_logprobs: "logprob", old_logprobs: "trainer's logprob", reference_logprobs: "reference's logprob", loss_mask: "mask", versions: "version",
-  advantages: "advantage", values: "value", returns: "return", coefficients: "coefficient" };
+  advantages: "advantage", values: "value", returns: "return", coefficients: "coefficient", entropies: "entropy" };
 
 function column(context, name) {
   const columns = context.columns;
@@ -24,13 +24,13 @@ function tokens(context, name, hasWords) {
   const values = name === PLAIN ? null : column(context, name), mask = context.columns.loss_mask;
   const known = values ? values.filter((value, place) => value !== null && (mask[place] || name === "loss_mask")) : [];
   const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
-  const spans = [];
+  const spans = [], told_of = [...Object.keys(context.columns), GAP].map(each => [TITLES[each] || each, column(context, each)]);
   for (let place = 0; place < context.tokens.length; place++) {
     let last = place;
     while (context.tokens[last + 1] === context.tokens[place] && !mask[last + 1] && !mask[place]) last++; // a picture's places
     const told = last > place ? `${context.tokens[place]} × ${last - place + 1}` : context.tokens[place];
-    const span = el("span", { class: mask[place] ? "sampled" : "observed", title: [...Object.keys(context.columns), GAP]
-      .map(each => [each, column(context, each)?.[place]]).filter(([, value]) => value !== undefined).map(([each, value]) => `${TITLES[each] || each} ${number(value)}`).join("\n") }, hasWords ? told : `${told} `);
+    const span = el("span", { class: mask[place] ? "sampled" : "observed", title: told_of.filter(([, values]) => values?.[place] !== undefined)
+      .map(([each, values]) => `${each} ${number(values[place])}`).join("\n") }, hasWords ? told : `${told} `);
     if (values && mask[place]) span.style.backgroundColor = tint(values[place], low, high);
     spans.push(span);
     place = last;
@@ -38,16 +38,17 @@ function tokens(context, name, hasWords) {
   return el("div", { class: "tokens" }, ...spans);
 }
 
-function picture(run, image, box) {
+// `frame`: width and height that the box is given in; without one the picture's own.
+function picture(run, image, box, frame) {
   const img = el("img", { src: `picture/${run.split("/").map(encodeURIComponent).join("/")}/${image.key}.png`, alt: `picture of ${image.tokens} tokens`, loading: "lazy" });
-  const frame = el("span", { class: "picture" }, img);
+  const framed = el("span", { class: "picture" }, img);
   if (box) img.addEventListener("load", () => {
-    const drawn = el("span", { class: "box" }), [left, top, right, bottom] = box;
+    const drawn = el("span", { class: "box" }), [left, top, right, bottom] = box, [width, height] = frame || [img.naturalWidth, img.naturalHeight];
     const share = (value, whole) => `${100 * Math.max(0, Math.min(1, value / whole))}%`;
-    Object.assign(drawn.style, { left: share(left, img.naturalWidth), top: share(top, img.naturalHeight), width: share(right - left, img.naturalWidth), height: share(bottom - top, img.naturalHeight) });
-    frame.append(drawn);
+    Object.assign(drawn.style, { left: share(left, width), top: share(top, height), width: share(right - left, width), height: share(bottom - top, height) });
+    framed.append(drawn);
   });
-  return frame;
+  return framed;
 }
 
 // The box that a call asked for, where its arguments name one.
@@ -58,16 +59,20 @@ function boxOf(call) {
   } catch { return null; }
 }
 
-function turn(run, each, place, first) {
+function verdicts(said) {
+  return said.map(({ judge, prompt, value }) => el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value)))));
+}
+
+function turn(run, each, place, first, said) {
   const box = each.call && boxOf(each.call);
   const parts = [el("h3", {}, `turn ${place + 1}`), el("pre", {}, each.text)];
   parts.push(el("div", { class: "facts" }, ...[["reward", each.reward], ["gain", each.gain], ["score", each.score]].filter(([, value]) => value)
     .map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))));
   if (each.call) parts.push(el("h3", {}, `${each.call.tool}`), el("pre", { class: "code" }, each.call.source), el("pre", {}, each.call.text));
   if (each.call?.error) parts.push(el("pre", { class: "error" }, each.call.error));
-  if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, first, box)));
+  if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, first, box, each.call.frame)));
   if (each.images.length) parts.push(el("div", { class: "pictures" }, ...each.images.map(image => picture(run, image))));
-  return el("div", { class: "card turn" }, ...parts);
+  return el("div", { class: "card turn" }, ...parts, ...verdicts(said));
 }
 
 export async function episodeView(at, main) {
@@ -85,8 +90,9 @@ export async function episodeView(at, main) {
   main.replaceChildren(
     el("h2", {}, `${found.task} ${found.example_id}, step ${step}, sample ${found.sample} of `, el("a", { href: link("group", new URLSearchParams({ run, step, group: found.group })) }, `group ${found.group}`)),
     el("div", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
+    ...verdicts(found.verdicts.filter(said => said.turn === null)),
     ...(found.first.length ? [el("div", { class: "card" }, el("h3", {}, "shown first"), el("div", { class: "pictures" }, ...found.first.map(image => picture(run, image))))] : []),
-    ...found.turns.map((each, number_) => turn(run, each, number_, found.first[0])),
+    ...found.turns.map((each, number_) => turn(run, each, number_, found.first[0], found.verdicts.filter(said => said.turn === number_))),
     el("div", { class: "filters" }, el("label", {}, "tokens colored by", select), ...(found.has_words ? [] : [el("span", { class: "hint" }, "no tokenizer is at hand: ids")])), shown,
     el("p", { class: "hint" }, "keys: j and k step through the step's rollouts"));
   const go = by => { const next = new URLSearchParams(at.params); next.set("place", String(Math.max(0, Number(place) + by))); location.hash = link("episode", next); };
