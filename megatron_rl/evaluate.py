@@ -6,6 +6,7 @@ from dataclasses import replace
 from megatron_rl.config import Settings
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.run import require_finite
+from megatron_rl.step_metrics import by_source
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Example, Rollout, RunFailed, Status
 
@@ -27,7 +28,8 @@ def evaluate(task: Task, settings: Settings, *, fleet: Fleet) -> dict[str, float
 
 
 def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
-    """Weighted mean success, return, each part of the reward, share of episodes in which a tool ran, and the task's own figures.
+    """Weighted mean success, return, each part of the reward, share of episodes in which a tool ran, success on each data source, and the
+    task's own figures.
 
     Group numbers are positions in `examples`. A part is a mean over the episodes that it has an opinion on.
 
@@ -51,6 +53,9 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
         judged = [(weights[rollout.group], rollout.rewards[name]) for rollout in scored if name in rollout.rewards]
         shares.setdefault(name, sum(weight * value for weight, value in judged) / sum(weight for weight, _ in judged))
+    for name, of_source in by_source(scored).items():
+        dealt = sum(weights[rollout.group] for rollout in of_source)
+        shares[f"success/{name}"] = sum(weights[rollout.group] * task.success(rollout) for rollout in of_source) / dealt
     figures = task.figures(examples, scored)
     is_sample = "success" not in figures and all(example.probability is None for example in examples)
     counts = {"failed_fraction": len(failed) / len(rollouts), **({"episodes": len(scored)} if is_sample else {})}

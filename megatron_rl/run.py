@@ -15,6 +15,7 @@ import yaml
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import replace_bytes, replace_lines
 from megatron_rl.observe.bank import Bank
+from megatron_rl.observe.memory import largest, peaks
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
@@ -176,11 +177,12 @@ class Run:
             events = gather(self.trace.take())
             with writing(self.folder):
                 on_main_rank(lambda: write_trace(self.folder, step, events))
+        memory = [peaks()] if self._is_alone else gather(peaks())
         if not self.is_main:
             return
         with writing(self.folder):
             times = self.spans.take()
-            metrics = {**metrics, **times, **(idle(times) if self._runs_ahead else {}), **self.bank.figures()}
+            metrics = {**metrics, **times, **(idle(times) if self._runs_ahead else {}), **self.bank.figures(), **largest(memory)}
             self.log.log(step, metrics)
         taught_nothing = metrics.get("rollout/nothing_learned", 0.0) > 0
         self.progress.step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")

@@ -1,11 +1,16 @@
 """What happened in a step, as metrics: of its episodes, and of its updates. docs/algorithm.md explains each."""
 
 import math
+import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.algo.select import REASONS, kept_groups
 from megatron_rl.types import End, Rollout, Status
+
+MANY_SOURCES = 32
+"""Of a step: those with the fewest rollouts are told together, as `others`."""
 
 
 def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]:
@@ -16,7 +21,7 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
         "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
         "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
         "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
-        "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in scored)),
+        **_lengths(scored),
         "rollout/degenerate_groups": len(groups - moving) / max(len(groups), 1),
         "rollout/nothing_learned": float(not moving),
         "rollout/failed_fraction": (len(rollouts) - len(scored)) / len(rollouts),
@@ -32,13 +37,47 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
     metrics["time/episode_max"] = max(rollout.wall_s for rollout in scored)
     metrics["time/episode_environment"] = statistics.fmean(rollout.environment_s for rollout in scored)
     metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
-    for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
-        metrics[f"reward/{name}"] = statistics.fmean(rollout.rewards[name] for rollout in scored if name in rollout.rewards)
+    metrics |= {f"reward/{name}": value for name, value in _rewards(scored).items()}
+    for source, members in by_source(scored).items():
+        metrics[f"source/{source}/reward"] = statistics.fmean(rollout.reward for rollout in members)
+        metrics |= {f"source/{source}/{name}": value for name, value in _rewards(members).items()}
     for status in Status:
         metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
     for end in End:
         metrics[f"rollout/end_{end}"] = float(sum(rollout.end is end for rollout in rollouts))
     return metrics
+
+
+def _lengths(scored: Sequence[Rollout]) -> dict[str, float]:
+    """In tokens."""
+    replies = [turn.span[1] - turn.span[0] for rollout in scored for turn in rollout.turns]
+    contexts = [len(context.token_ids) for rollout in scored for context in rollout.contexts]
+    sampled = [rollout.num_sampled for rollout in scored]
+    return {
+        "rollout/sampled_tokens": float(sum(sampled)),
+        "rollout/episode_tokens": statistics.fmean(sampled),
+        "rollout/episode_tokens_max": float(max(sampled)),
+        "rollout/reply_tokens": statistics.fmean(replies) if replies else 0.0,
+        "rollout/reply_tokens_max": float(max(replies, default=0)),
+        "rollout/context_tokens": statistics.fmean(contexts) if contexts else 0.0,
+        "rollout/context_tokens_max": float(max(contexts, default=0)),
+    }
+
+
+def by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts whose data source is named, by a word for it that can stand in a metric's name."""
+    named = [(re.sub(r"[^\w.+-]", "_", rollout.source, flags=re.ASCII)[:64], rollout) for rollout in scored if rollout.source]
+    frequent = {name for name, _ in Counter(name for name, _ in named).most_common(MANY_SOURCES)}
+    found: dict[str, list[Rollout]] = {}
+    for name, rollout in named:
+        found.setdefault(name if name in frequent else "others", []).append(rollout)
+    return found
+
+
+def _rewards(scored: Sequence[Rollout]) -> dict[str, float]:
+    """Means of the parts, each over the rollouts that it has an opinion on."""
+    names = dict.fromkeys(name for rollout in scored for name in rollout.rewards)
+    return {name: statistics.fmean(rollout.rewards[name] for rollout in scored if name in rollout.rewards) for name in names}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int) -> dict[str, float]:

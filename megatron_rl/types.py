@@ -90,6 +90,8 @@ class Example:
     """How often the task deals this example, where that is known: evaluation then weights by it."""
     where: str = ""
     """File and row that it was read from, for messages: `train.jsonl row 17`."""
+    source: str = ""
+    """The data that it is of, where a task mixes several: its metrics are told apart."""
 
     def __str__(self) -> str:
         """Example: `example train/17 (train.jsonl row 17)`."""
@@ -222,6 +224,8 @@ class Verdict:
     value: float
     turn: int | None = None
     """Index into Rollout.turns of the one that it is about; None: of the whole."""
+    wall_s: float = field(default=0.0, compare=False)
+    """Seconds from the question to the answer: waits, and tries that failed, included."""
 
 
 @dataclass(slots=True)
@@ -246,6 +250,10 @@ class Turn:
     """Pictures of the observation that followed, as the policy saw them."""
     state: str = ""
     """What the environment calls the state that the reply answers (Env.state); empty where it does not say."""
+    reply_s: float = field(default=0.0, compare=False)
+    """Seconds until the policy had replied."""
+    environment_s: float = field(default=0.0, compare=False)
+    """Seconds of the environment's step that answered it: its tool, with the wait for a free one."""
 
 
 @dataclass(slots=True)
@@ -257,6 +265,8 @@ class Rollout:
     group: int
     """Rollouts of one group start from the same example and share a baseline."""
     sample: int
+    source: str = ""
+    """Example.source."""
     contexts: list[Context] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.COMPLETED

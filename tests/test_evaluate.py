@@ -68,6 +68,15 @@ def test_a_part_is_a_mean_over_those_that_it_judged() -> None:
     assert scores["won"] == pytest.approx(0.25 * 1 + 0.75 * 0.5) and scores["return"] == pytest.approx((2 * 0.25 * 2 - 0.75) / 1.25)
 
 
+def test_success_is_told_by_data_source() -> None:
+    """Here two of weight 1/4, one of them won, and one of weight 3/4 of a source of its own; beside a lost one of no source."""
+    rollouts = [rollout(0, 2.0), rollout(1, -1.0), rollout(1, 2.0), rollout(0, -1.0)]
+    for made, source in zip(rollouts, ["cups", "cups", "far away", ""], strict=True):
+        made.source = source
+    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0)
+    assert {name: value for name, value in scores.items() if "/" in name} == {"success/cups": 0.25, "success/far_away": 1.0}
+
+
 def test_too_many_failures_are_no_score() -> None:
     with pytest.raises(RunFailed, match="1 of 2 episodes failed, run.max_failed=0.1; first reason: judge: 429"):
         summarize(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)

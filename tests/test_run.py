@@ -1,8 +1,10 @@
 """The checks that end a run and the metrics of a step's rollouts, against hand numbers."""
 
 import io
+import resource
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.credit import spreads
 from megatron_rl.algo.select import REASONS, select
 from megatron_rl.config import AlgoSettings, RunSettings, SelectSettings, Settings
+from megatron_rl.observe.memory import GB, largest, peaks
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import Progress
 from megatron_rl.run import History, Run, check_failures, check_improvement
@@ -52,6 +55,54 @@ def test_a_failed_rollout_is_in_no_mean() -> None:
     assert (metrics["rollout/rounds"], metrics["rollout/kept_groups"], metrics["rollout/turns"]) == (2, 2, 1)
     times = [metrics[f"time/{name}"] for name in ("episode", "episode_max", "episode_environment", "episode_scoring")]
     assert times == [1.5, 2.0, 0.0, 0.5]
+
+
+def test_lengths_by_hand() -> None:
+    """Turns of 2 and 5 tokens in one context, and one of 3 in another; one of 4 alone. An observed token stands around each."""
+    one, other = episode(0, 1.0, lengths=(2, 5, 3), contexts=(0, 0, 1)), episode(0, 0.0, lengths=(4,))
+    assert [len(context.token_ids) for context in (*one.contexts, *other.contexts)] == [11, 5, 6]
+    metrics = rollout_metrics([one, other, rollout(0, None, sampled=99)], rounds=1)
+    expected = {"episode_tokens": 7.0, "episode_tokens_max": 10.0, "reply_tokens": 3.5, "reply_tokens_max": 5.0,
+                "context_tokens": 22 / 3, "context_tokens_max": 11.0, "sampled_tokens": 14.0}  # fmt: skip
+    assert {name: metrics[f"rollout/{name}"] for name in expected} == expected
+
+
+def test_data_sources_are_told_apart() -> None:
+    """Two of one, of which one scored 1; one of another, whose name is none for a metric; one of none; a failure is in no mean."""
+    rollouts = [rollout(group, reward) for group, reward in enumerate([1.0, 0.0, 3.0, 9.0, None])]
+    for made, source in zip(rollouts, ["vstar", "vstar", "my data/v2\n", "", "vstar"], strict=True):
+        made.source = source
+    rollouts[1].rewards["format"] = 0.5
+    metrics = rollout_metrics(rollouts, rounds=1)
+    assert {name: value for name, value in metrics.items() if name.startswith("source/")} == {
+        "source/vstar/reward": 0.5, "source/vstar/return": 0.5, "source/vstar/format": 0.5,
+        "source/my_data_v2_/reward": 3.0, "source/my_data_v2_/return": 3.0,
+    }  # fmt: skip
+
+
+def test_of_very_many_sources_the_rare_are_one() -> None:
+    """Forty: eight of them in two rollouts each, which are told by name, and 24 of the others."""
+    rollouts = [rollout(number, float(number < 8)) for number in range(40)] + [rollout(number, 0.0) for number in range(8)]
+    for made in rollouts:
+        made.source = f"s{made.group}"
+    told = {name: value for name, value in rollout_metrics(rollouts, rounds=1).items() if name.endswith("/reward")}
+    assert len(told) == 33 and told["source/others/reward"] == 0 and all(told[f"source/s{number}/reward"] == 0.5 for number in range(8))
+
+
+def test_memory_is_that_of_the_rank_that_took_most() -> None:
+    """The peak of this process grows by what it takes, at least, and stays, but for pages that the kernel has not counted yet."""
+    before = peaks()["memory/host_gb"]
+    taken = numpy.ones(int((before + 0.5) * GB - resident()) // 8)
+    after = peaks()["memory/host_gb"]
+    del taken
+    assert before + 0.4 < after < before + 0.6
+    assert peaks()["memory/host_gb"] == pytest.approx(after, abs=0.02), "what was given back is in the peak"
+    assert largest([{"memory/host_gb": 1.0}, {"memory/host_gb": 3.0}, {"memory/host_gb": 2.0}]) == {"memory/host_gb": 3.0}
+
+
+def resident() -> int:
+    """Bytes of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_staleness_by_hand() -> None:

@@ -23,6 +23,7 @@ from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.types import Batch, Rollout, Stopped
 from megatron_rl.world import connect, place
 from tests.support.rows import make_rows
+from tests.support.untimed import untimed
 from tests.test_run_states import SlowPolicy
 from tests.test_train import Scripted, by_token, step
 
@@ -148,9 +149,8 @@ def adapting(folder: Path, model: Path, *, in_reward: bool) -> Settings:
     return settings_of(folder, model, AlgoSettings(name="rloo", **kl))
 
 
-def untimed(folder: Path) -> list[dict[str, float]]:
-    lines = read_metrics(folder / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [untimed(line) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("in_reward", [False, True])
@@ -158,7 +158,7 @@ def test_the_weight_of_the_kl_follows_its_target(in_reward: bool, random_model: 
     """It is in the loss, or in the credit, of the step that it is the metric of."""
     settings = adapting(tmp_path, random_model, in_reward=in_reward)
     policy = live(settings)
-    found = [line["policy/kl_coef"] for line in untimed(tmp_path)]
+    found = [line["policy/kl_coef"] for line in lines_of(tmp_path)]
     assert found == pytest.approx(expected_weights(), rel=1e-12)
     used = [weight for number, weight in enumerate(found) if number != NO_UPDATE]
     assert policy.weights == ([0.0] * 5 if in_reward else used)
@@ -182,17 +182,17 @@ def test_a_run_that_goes_on_has_the_weight_it_had(stopped_after: int, random_mod
     first, second = live(settings, stopped_after=stopped_after), live(settings)
     assert second.told[0] == f"load step_{stopped_after:08d}"
     assert first.weights + second.weights == unbroken.weights and len(set(unbroken.weights)) == 5
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "unbroken")
+    assert lines_of(tmp_path / "run") == lines_of(tmp_path / "unbroken")
 
 
 def test_a_weight_that_is_fixed_is_no_metric(random_model: Path, tmp_path: Path) -> None:
     policy = live(settings_of(tmp_path, random_model, AlgoSettings(name="rloo", kl_coef=0.5, kl_estimator="k1")))
-    assert policy.weights == [0.5] * 5 and not any("policy/kl_coef" in line for line in untimed(tmp_path))
+    assert policy.weights == [0.5] * 5 and not any("policy/kl_coef" in line for line in lines_of(tmp_path))
 
 
 def test_while_a_critic_warms_up_nothing_pulls_at_the_policy(random_model: Path, tmp_path: Path) -> None:
     """A KL of 0 would be one far below its target."""
     kl = {"kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 36}
     live(settings_of(tmp_path, random_model, AlgoSettings(name="ppo", **kl), warmup_steps=4))
-    found = [line.get("policy/kl_coef") for line in untimed(tmp_path)]
+    found = [line.get("policy/kl_coef") for line in lines_of(tmp_path)]
     assert found == [None] * 4 + [0.5, pytest.approx(0.5 * 0.95)], "9 episodes of 36; of these groups nobody is left out"

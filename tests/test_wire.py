@@ -19,16 +19,16 @@ from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Tu
 from megatron_rl.wire import VERSION, from_record, to_record
 
 FIELDS = {
-    Rollout: "task example_id group sample contexts turns status end reason reward outcome dropped rewards verdicts "
+    Rollout: "task example_id group sample source contexts turns status end reason reward outcome dropped rewards verdicts "
     "wall_s environment_s scoring_s",
     Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages returns coefficients "
     "entropies",
-    Turn: "context span text action reward score gain call images state",
+    Turn: "context span text action reward score gain call images state reply_s environment_s",
     ToolCall: "tool source text error ran frame",
-    Verdict: "judge prompt value turn",
+    Verdict: "judge prompt value turn wall_s",
     Image: "picture patch_PC grid key merge",
 }
-"""Of version 3."""
+"""Of version 4."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -88,6 +88,7 @@ def turns(draw: st.DrawFn, shown: list[Context], images: list[Image]) -> Turn:
         context=number, span=span, text=draw(TEXT), action=draw(st.sampled_from([None, *range(*span)])),
         reward=draw(NUMBERS), score=draw(st.none() | NUMBERS), gain=draw(NUMBERS),
         call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)), state=draw(TEXT),
+        reply_s=draw(NUMBERS), environment_s=draw(NUMBERS),
     )  # fmt: skip
 
 
@@ -101,7 +102,8 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     images = [Image(pil.new("L", (1, number + 1)), None, grid, f"{number}a", merge=3) for number, grid in enumerate(grids)]
     shown = draw(st.lists(contexts(images), max_size=3))
     return Rollout(
-        task=draw(TEXT), example_id=draw(TEXT), group=draw(st.integers(0, 99)), sample=draw(st.integers(0, 99)), contexts=shown,
+        task=draw(TEXT), example_id=draw(TEXT), source=draw(TEXT), group=draw(st.integers(0, 99)), sample=draw(st.integers(0, 99)),
+        contexts=shown,
         turns=draw(st.lists(turns(shown, images), max_size=3)) if shown else [], status=draw(st.sampled_from(Status)),
         end=draw(st.sampled_from(End)), reason=draw(TEXT), reward=draw(st.none() | NUMBERS), outcome=draw(NUMBERS), dropped=draw(TEXT),
         rewards=draw(st.dictionaries(TEXT, NUMBERS, max_size=3)),
@@ -126,12 +128,14 @@ def full() -> Rollout:
     )  # fmt: skip
     call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False, frame=(80, 60))
     turn = Turn(
-        context=0, span=(2, 3), text="\u4e2d\ud800\n", action=2, reward=0.5, score=0.25, gain=0.125, call=call, images=[image], state="2 5"
-    )
+        context=0, span=(2, 3), text="\u4e2d\ud800\n", action=2, reward=0.5, score=0.25, gain=0.125, call=call, images=[image], state="2 5",
+        reply_s=1.5, environment_s=0.75,
+    )  # fmt: skip
     return Rollout(
-        task="mine", example_id="e-1", group=3, sample=4, contexts=[context], turns=[turn], status=Status.TRUNCATED, end=End.MAX_TURNS,
+        task="mine", example_id="e-1", group=3, sample=4, source="vstar", contexts=[context], turns=[turn],
+        status=Status.TRUNCATED, end=End.MAX_TURNS,
         reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
-        verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0)],
+        verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5)],
         wall_s=3.0, environment_s=2.0, scoring_s=1.0,
     )  # fmt: skip
 
@@ -159,7 +163,7 @@ def test_every_field_is_carried() -> None:
 
 def test_other_fields_are_another_version() -> None:
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (3, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
+    assert (VERSION, now) == (4, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
@@ -177,8 +181,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
     "turns\\[0\\].action: 3: not within the span \\(2, 3\\)": (("turns", 0, "action"), 3),
-    "version: 1: this program reads 3": (("version",), 1),
-    "version: None: this program reads 3": (("version",), None),
+    "version: 1: this program reads 4": (("version",), 1),
+    "version: None: this program reads 4": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': no number": (("reward",), "nan"),
     "rollout.reward: True: no number": (("reward",), True),

@@ -52,7 +52,8 @@ class Questions(Sequence[Example]):
             return Questions(self.records, name=self.name, places=self._places[index])
         place = self._places[index]
         record = self.records[place]
-        return Example(id=f"{self.name}/{place}", payload=payload_of(record, place=place), where=record.where)
+        payload = payload_of(record, place=place)
+        return Example(id=f"{self.name}/{place}", payload=payload, where=record.where, source=str(payload["data_source"]))
 
 
 def open_questions(

@@ -75,8 +75,10 @@ class Judge:
         self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
     ) -> float:  # fmt: skip
         """`verdict`, which the rollout keeps: of this turn, or of the whole."""
+        clock = asyncio.get_running_loop().time
+        asked = clock()
         value = await self.verdict(prompt, fields=fields, images=images)
-        said = Verdict(judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn)
+        said = Verdict(judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked)
         if said not in rollout.verdicts:  # by another part of the reward
             rollout.verdicts.append(said)
             rollout.verdicts.sort(key=lambda each: (each.turn is None, each.turn or 0, each.prompt))  # whoever answered first

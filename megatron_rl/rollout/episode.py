@@ -48,8 +48,9 @@ async def run_episode(
 ) -> Rollout:  # fmt: skip
     """Play one episode and score it. A fault of ours (HostFault) fails the rollout; it is never a score."""
     rollout = Rollout(
-        task=task.name, example_id=example.id, group=group, sample=sample, contexts=conversation.contexts, turns=conversation.turns
-    )
+        task=task.name, example_id=example.id, source=example.source, group=group, sample=sample,
+        contexts=conversation.contexts, turns=conversation.turns,
+    )  # fmt: skip
     env = task.env(example)
     clock = asyncio.get_running_loop().time  # it stands while an engine does
     started = clock()
@@ -87,13 +88,15 @@ async def _play(
     while True:
         seed = seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns))
         state = env.state
+        begun = clock()
         with timed("reply"):
             text = await conversation.say(Sampling(settings.max_tokens_per_turn, settings.temperature, seed=seed, stop=stop))
         asked = clock()
         with timed("environment"):
             step = await env.step(text)
-        rollout.environment_s += clock() - asked
         turn = rollout.turns[-1]
+        turn.reply_s, turn.environment_s = asked - begun, clock() - asked
+        rollout.environment_s += turn.environment_s
         turn.reward, turn.call, turn.state = float(step.reward), step.call, state
         if step.action_at is not None:
             turn.action = conversation.place_of(step.action_at)

@@ -1,9 +1,10 @@
 """Whether a run came out of chaos as it should: equal to the one that nobody disturbed, or with a word and able to go on; nothing left.
 
 Equal means: the files of the last checkpoint that hold its numbers (weights, moments, generators) and those of the final model are the
-same bytes, what the run remembers is the same, and so is every metric of every step, time/ apart. An engine's logprobs round otherwise
-where requests meet in other batches, which the time of tools, and of an episode that is played again, decides (docs/log.md, "golden runs
-and timing": 1e-8). Nothing but engine/ metrics reads them under this algorithm: those may differ by ROUNDING where a run has tools.
+same bytes, what the run remembers is the same, and so is every metric of every step, time/ and memory/ apart. An engine's logprobs round
+otherwise where requests meet in other batches, which the time of tools, and of an episode that is played again, decides (docs/log.md,
+"golden runs and timing": 1e-8). Nothing but engine/ metrics reads them under this algorithm: those may differ by ROUNDING where a run has
+tools.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run_seen import is_held
+from tests.support.untimed import OF_THE_MACHINE
 
 ROUNDING = 2e-5
 """Between two engine metrics of runs with tools: float32 logprobs of single tokens differ by 1e-5 from batch to batch."""
@@ -75,7 +77,7 @@ def _metrics(run: Path, undisturbed: Path, *, has_tools: bool) -> list[str]:
         for name in sorted(mine.keys() | other.keys()):
             values = mine.get(name), other.get(name)
             rounds = has_tools and name.startswith("engine/")
-            if not name.startswith("time/") and not _equal(*values, within=ROUNDING if rounds else 0.0):
+            if not name.startswith(OF_THE_MACHINE) and not _equal(*values, within=ROUNDING if rounds else 0.0):
                 found.append(f"step {int(mine['step'])}, {name}: {values[0]}, not {values[1]}")
     return found[:5]
 
@@ -106,7 +108,7 @@ def _memory(run: Path, undisturbed: Path) -> list[str]:
     for folder in (run, undisturbed):
         state = json.loads((max((folder / "checkpoints").glob("step_*")) / "run" / "state.json").read_text())
         history = state["history"]
-        history["owed"] = {name: value for name, value in history["owed"].items() if not name.startswith(("time/", "engine/"))}
+        history["owed"] = {name: value for name, value in history["owed"].items() if not name.startswith((*OF_THE_MACHINE, "engine/"))}
         states.append({"step": state["step"], "success": state["success"], **history})
     one, other = states
     differ = [f"{name}: {one.get(name)}, not {other.get(name)}" for name in one.keys() | other.keys() if one.get(name) != other.get(name)]

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "plan": {"algo", "minibatches", "policy", "models", "weights", "cpu", *DATA},
     "step_metrics": {"algo", *DATA},
     "run": {"observe", "jsonl", "step_metrics", *DATA},
-    "evaluate": {"rollout", "run", "tasks", *DATA},
+    "evaluate": {"rollout", "run", "step_metrics", "tasks", *DATA},
     "run_states": {"jsonl", "policy", "run", "weights", *DATA},
     "run_folder": {"jsonl", "run", *DATA},
     "stop": {"types"},

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,16 @@ from megatron_rl.jsonl import read_lines
 from megatron_rl.observe.bank import as_played, path_of, read_rollouts
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run_states import recall
+from megatron_rl.wire import to_record
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
+from tests.support.untimed import untimed
 
 TRAIN = ROOT / "launch" / "train.py"
 SMALL_DISK, HELD = SUPPORT / "small_disk.py", SUPPORT / "held_train.py"
 STOPPED = 75
+CLOCKS = ("wall_s", "environment_s", "scoring_s", "reply_s")
+"""Of a rollout, its turns and its verdicts."""
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
@@ -79,7 +82,7 @@ def names(run: Path) -> set[str]:
 
 def check_equal(resumed: Path, unbroken: Path) -> None:
     """All that the two runs left behind, but for seconds and checkpoints."""
-    left, expected = ([untimed(line) for line in read_metrics(run / "metrics.jsonl")] for run in (resumed, unbroken))
+    left, expected = ([alike(line) for line in read_metrics(run / "metrics.jsonl")] for run in (resumed, unbroken))
     assert left == expected and len({str(line) for line in expected}) == len(expected) > 6
     for folder in ("final", "rollouts"):
         files = {path.relative_to(unbroken) for path in (unbroken / folder).rglob("*") if path.is_file()}
@@ -93,23 +96,27 @@ def check_equal(resumed: Path, unbroken: Path) -> None:
 def content(file: Path) -> object:
     """A file's bytes; of recorded rollouts the lines, or rows, without their clocks."""
     if file.suffix == ".parquet":
-        return [repr(replace(each, wall_s=0.0, environment_s=0.0, scoring_s=0.0)) for each in read_rollouts(file, pictures=False)]
-    if file.suffix != ".jsonl":
-        return file.read_bytes()
-    lines = read_lines(file)
-    for line in lines:
-        for clock in ("wall_s", "environment_s", "scoring_s"):
-            assert line["rollout"].pop(clock) >= 0
-    return lines
+        return [repr(unclocked(to_record(each, lambda image: image.key))) for each in read_rollouts(file, pictures=False)]
+    return [unclocked(line) for line in read_lines(file)] if file.suffix == ".jsonl" else file.read_bytes()
+
+
+def unclocked(value: object) -> object:
+    """A record without its seconds, which are none below 0."""
+    if isinstance(value, list):
+        return [unclocked(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    assert all(value.get(clock, 0.0) >= 0 for clock in CLOCKS)
+    return {name: unclocked(each) for name, each in value.items() if name not in CLOCKS}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def untimed(line: dict[str, float]) -> dict[str, float]:
+def alike(line: dict[str, float]) -> dict[str, float]:
     """A clock's digits have a size on disk, too."""
-    return {name: value for name, value in line.items() if not name.startswith("time/") and name != "bank/gb"}
+    return {name: value for name, value in untimed(line).items() if name != "bank/gb"}
 
 
 def scalars(run: Path) -> list[tuple[int, float]]:
@@ -231,7 +238,7 @@ def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) 
     end(begin(*given, f"run.dir={broken}"))
     for step in range(3):
         assert content(path_of(broken / "rollouts", step)) == content(path_of(whole / "rollouts", step))
-    left, expected = ([untimed(line) for line in read_metrics(run / "metrics.jsonl")] for run in (broken, whole))
+    left, expected = ([alike(line) for line in read_metrics(run / "metrics.jsonl")] for run in (broken, whole))
     assert left == expected and len(expected) == 4
     assert (broken / "prompts.jsonl").read_bytes() == (whole / "prompts.jsonl").read_bytes()
 
@@ -239,7 +246,7 @@ def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) 
 def learned(run: Path, *, steps: int) -> list[dict[str, float]]:
     """Of the first steps, what their updates say: of rollouts, losses, gradients and divergences."""
     lines = read_metrics(run / "metrics.jsonl")[:steps]
-    return [{name: value for name, value in untimed(line).items() if not name.startswith(("eval/", "bank/"))} for line in lines]
+    return [{name: value for name, value in alike(line).items() if not name.startswith(("eval/", "bank/"))} for line in lines]
 
 
 def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -285,7 +292,7 @@ def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> N
     kill_when_there_is(run / "checkpoints" / "step_00000002", begin(*overrides))
     assert names(run) == {"step_00000001", "step_00000002"}
     assert f"resume: {run}/checkpoints/step_00000002\n" in end(begin(*overrides))
-    left, expected = ([untimed(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, unbroken))
+    left, expected = ([alike(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, unbroken))
     assert left == expected
     ours, theirs, start = (weights_of(folder / "final") for folder in (run, unbroken, warm))
     assert all(torch.equal(ours[name], theirs[name]) for name in start)

@@ -20,7 +20,8 @@ from tests.conftest import ROOT, start
 from tests.support.asked_runs import JUDGE_ARGS, asking
 from tests.support.commands import blocks, commands
 from tests.support.slurm import Cluster
-from tests.support.slurm_runs import TINY, check_equal, untimed, wait_for_steps, words_of
+from tests.support.slurm_runs import TINY, check_equal, wait_for_steps, words_of
+from tests.support.untimed import untimed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 WAIT_S = 900

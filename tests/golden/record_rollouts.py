@@ -86,6 +86,8 @@ def play(model: Path) -> None:
 def reward(rollout: Rollout, draw: random.Random) -> None:
     """An untrained model earns the same everywhere: rewards, scores and gains are made up, and add up."""
     rollout.wall_s = rollout.environment_s = rollout.scoring_s = 0.0
+    for turn in rollout.turns:
+        turn.reply_s = turn.environment_s = 0.0
     if (rollout.group, rollout.sample) == FAILED:
         rollout.status, rollout.end, rollout.reason, rollout.reward = Status.FAILED, End.FAULT, "made up: no sandbox answered", None
         return

@@ -3,8 +3,8 @@
     python tests/golden/runs.py record runs/golden            # makes the starts where they lack, plays every run, writes golden.json
     python tests/golden/runs.py check runs/golden [NAME ...]  # plays them again; exit code 1 names the first number that differs
 
-What a run leaves that depends on the clock (time/*) is left out. Other machines round otherwise: there, tests/golden/test_recorded.py
-compares what recorded rollouts teach, to 1e-5.
+What a run leaves that depends on the machine (time/*, memory/*) is left out. Other machines round otherwise: there,
+tests/golden/test_recorded.py compares what recorded rollouts teach, to 1e-5.
 """
 
 import argparse
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.observe.metrics import read_metrics  # noqa: E402 (the script's own tree comes first)
+from tests.support.untimed import untimed  # noqa: E402
 from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
 
 SMALL = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
@@ -64,7 +65,7 @@ def play(name: str, home: Path) -> dict[str, object]:
     if result.returncode:
         raise SystemExit(f"{name}: exit code {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
     lines = read_metrics(folder / "metrics.jsonl")
-    steps = [{key: repr(value) for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    steps = [{key: repr(value) for key, value in untimed(line).items()} for line in lines]
     digest = hashlib.sha256()
     for file in sorted((folder / "final").glob("*.safetensors")):
         digest.update(file.read_bytes())

@@ -33,9 +33,12 @@ def full() -> Rollout:
     for column in ATTACHED:
         context.attach(column, [0.1, math.nan, -0.0, 1e-300, 3.0])
     call = ToolCall(tool="zoom", source='{"box": [1, 2]}', text="\u00e9\u2028", error="no", ran=False)
-    turn = Turn(context=0, span=(3, 5), text="a\nb", action=4, reward=0.5, score=0.25, gain=0.1, call=call, images=[image], state="s")
+    turn = Turn(
+        context=0, span=(3, 5), text="a\nb", action=4, reward=0.5, score=0.25, gain=0.1, call=call, images=[image], state="s",
+        reply_s=2.0, environment_s=0.5,
+    )  # fmt: skip
     return Rollout(
-        task="t", example_id="e", group=2, sample=3, contexts=[context, Context()], turns=[turn], status=Status.TRUNCATED,
+        task="t", example_id="e", group=2, sample=3, source="vstar", contexts=[context, Context()], turns=[turn], status=Status.TRUNCATED,
         end=End.MAX_TURNS,
         reason="r", reward=0.3, outcome=0.2, dropped="surplus", rewards={"a": math.inf, "b": -1.5},
         wall_s=1.0, environment_s=0.5, scoring_s=0.25,

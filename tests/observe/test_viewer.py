@@ -44,12 +44,15 @@ def rollout(sample: int, reward: float | None, *, step: int, said: str = "one", 
     call = ToolCall(
         tool=tool, source='{"bbox_2d": [2, 4, 10, 20]}', text=f"told {said[:9]}", error="" if sample else "no such thing", frame=(56, 80)
     )
-    turn = Turn(context=0, span=(4, 6), text=said, reward=0.5, call=call, images=[picture(1)])
+    turn = Turn(context=0, span=(4, 6), text=said, reward=0.5, call=call, images=[picture(1)], reply_s=0.5, environment_s=1.25)
     status = Status.FAILED if reward is None else Status.COMPLETED
     return Rollout(
-        task="t", example_id=f"e{group}", group=group, sample=sample, contexts=[context], turns=[turn], status=status, reward=reward,
+        task="t", example_id=f"e{group}", source="cups" if group else "", group=group, sample=sample,
+        contexts=[context], turns=[turn], status=status, reward=reward,
         end=End.DONE if sample % 2 else End.MAX_TURNS, rewards={"part": math.nan} if sample == 1 else {},
-        verdicts=[Verdict(judge="j", prompt="evidence 2", value=0.25, turn=0), Verdict(judge="<b>j", prompt="whole 1", value=1.0)],
+        verdicts=[
+            Verdict(judge="j", prompt="evidence 2", value=0.25, turn=0), Verdict(judge="<b>j", prompt="whole 1", value=1.0, wall_s=2.5)
+        ],
     )  # fmt: skip
 
 
@@ -99,6 +102,7 @@ def found(client: TestClient, what: str, **params: object) -> object:
         ({"example": "e1", "step_to": 0}, [(0, 3), (0, 4), (0, 5)]),
         ({"tool": "zoom", "text": "SAID 2 2"}, [(2, 2), (2, 5)]),
         ({"stale_from": 2, "reward_to": 8}, [(2, 2), (2, 5)]),
+        ({"source": "cups", "step_to": 0}, [(0, 3), (0, 4), (0, 5)]),
         ({"text": "nobody said this"}, []),
     ],
 )
@@ -128,6 +132,9 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
         (5, 0.5, 0.0),
     ]
     one = found(client, "episode", step=0, place=1)
+    assert one["places"] == [0, 1, 2, 3, 4, 5] and (one["turns"][0]["reply_s"], one["turns"][0]["environment_s"]) == (0.5, 1.25)
+    (about,) = client.get("/api/runs").json()
+    assert (about["sources"], about["ends"]) == (["cups"], ["done", "max_turns"]) and "zoom" in about["tools"]
     assert one["rewards"] == {"part": None} and one["has_words"] is False and one["contexts"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
     assert (
         one["contexts"][0]["columns"]["engine_logprobs"] == [0.0, 0.0, 0.0, 0.0, -0.5, -1.5]
@@ -136,7 +143,7 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     assert [image["key"] for image in one["first"]] == [picture(0, width=28, height=28).key]
     assert [image["key"] for image in one["turns"][0]["images"]] == [picture(1).key] and one["turns"][0]["call"]["tool"] == "zoom"
     assert one["turns"][0]["call"]["frame"] == [56, 80] and one["contexts"][0]["columns"]["entropies"][4:] == [0.75, 0.5]
-    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None}
+    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None, "wall_s": 2.5}
     shown = client.get(f"/picture/run/{picture(1).key}.png")
     assert shown.headers["content-type"] == "image/png" and shown.content.startswith(b"\x89PNG")
     assert found(client, "curves")[1] == {"step": 1, "reward/mean": 0.5, "loss": None, "time/total": 2.0}
@@ -238,7 +245,12 @@ VIEWS = {
     "rollouts?run=run": ["27 rollouts, 1 to 27", "said 1 2", "javascript:alert(1)"],
     "group?run=run&step=0&group=1": ["group 1", "standard deviation", "said 0 2"],
     "episode?run=run&step=0&place=1&color=engine_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
-    "episode?run=run&step=0&place=1&color=entropies": ["judge j, evidence 2 0.25", "judge &lt;b&gt;j, whole 1 1", "entropy"],
+    "episode?run=run&step=0&place=1&color=entropies": [
+        "judge j, evidence 2 0.25",
+        "judge &lt;b&gt;j, whole 1 1asked for 2.5 s",
+        "reply 0.5 stool 1.25 s",
+        "entropy",
+    ],
     "episode?run=demo&step=11&place=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],
 }
 BOX = 'class="box" style="left: 3.57143%; top: 5%; width: 14.2857%; height: 20%;"'
@@ -269,4 +281,4 @@ def test_in_a_browser(view: str, width: int, served: str, tmp_path: Path, reques
     assert pixels.shape[1] == width and pixels.std() > 5, "something is drawn"
     copies = request.config.getoption("--screenshots")
     if copies is not None:
-        shutil.copy(shot, copies / f"{view.partition('?')[0]}_{width}_{'demo' if 'run=demo' in view else 'test'}.png")
+        shutil.copy(shot, copies / f"{re.sub(r'[^a-z0-9]+', '_', view)}_{width}.png")

@@ -15,6 +15,7 @@ from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.verdicts import Verdicts
 from megatron_rl.types import HostFault
+from tests.support.episodes import episode
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
 SCORE = load("process_search")
@@ -51,6 +52,24 @@ def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind == "data:image/jpeg;base64" and Image.open(io.BytesIO(base64.b64decode(data))).size == (50, 40)
     assert server.keys == {"Bearer none"}
     assert (judge.servers.requests, judge.servers.failures, judge.cache_hits) == (2, 0, 0) and judge.servers.seconds > 0
+
+
+def test_a_verdict_knows_what_it_was_waited_for() -> None:
+    """Two parts of a reward ask the same, one after the other: one verdict, with the seconds of whoever asked the server."""
+    rollout = episode(0, 1.0)
+
+    def behave(body: dict) -> Reply:
+        time.sleep(0.3)
+        return right(body)
+
+    async def use(judge: Judge) -> None:
+        for _ in range(2):
+            await judge.judged(rollout, PROMPT, fields=fields("red"), turn=0)
+
+    with serving(behave) as server:
+        held(settings(server), use)
+    (verdict,) = rollout.verdicts
+    assert (verdict.value, verdict.turn) == (1.0, 0) and 0.3 <= verdict.wall_s < 30
 
 
 def test_the_key_comes_from_the_environment_and_the_model_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

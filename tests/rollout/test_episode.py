@@ -98,7 +98,7 @@ def episode(
     task: LooksTask, engine: Scripted, *, settings: EpisodeSettings = SETTINGS, group: int = 1, sample: int = 2
 ) -> Coroutine[object, object, Rollout]:
     conversation = TokenConversation(engine, engine.renderer, settings)
-    return run_episode(task, Example("e", {}), conversation=conversation, settings=settings, group=group, sample=sample)
+    return run_episode(task, Example("e", {}, source="mine"), conversation=conversation, settings=settings, group=group, sample=sample)
 
 
 def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS) -> Rollout:
@@ -113,7 +113,7 @@ def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS)
 
 def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) -> None:
     rollout = play(renderer, Looks(turns=3))
-    assert (rollout.status, rollout.end, rollout.reason) == (Status.COMPLETED, End.DONE, "enough")
+    assert (rollout.status, rollout.end, rollout.reason, rollout.source) == (Status.COMPLETED, End.DONE, "enough", "mine")
     assert [turn.text for turn in rollout.turns] == ["ok"] * 3
     # turn scores: none, 1, 2; their mean over the two that are steps is 1.5, weighted 0.75
     assert (rollout.reward, rollout.outcome, rollout.rewards) == (1.75, 1.0, {"one": 1.0, "number": 1.5})
@@ -215,6 +215,8 @@ def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
     rollout = asyncio.run(episode(task, engine))
     assert rollout.environment_s >= 0.6 > 0.5 > rollout.scoring_s >= 0.1
     assert rollout.environment_s + rollout.scoring_s <= rollout.wall_s
+    assert all(turn.environment_s >= 0.2 > 0.15 > turn.reply_s > 0 for turn in rollout.turns)
+    assert sum(turn.environment_s for turn in rollout.turns) == pytest.approx(rollout.environment_s)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
+from tests.support.untimed import untimed
 
 TINY = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
@@ -23,10 +24,6 @@ def wait_for_steps(run: Path, num: int, *, timeout_s: float = 240) -> None:
 def words_of(tree: Path) -> str:
     """All that the jobs said, for a test that fails."""
     return "\n".join(f"{path}:\n{path.read_text()}" for path in [*tree.glob("*.out"), *tree.glob("runs/**/output.txt")])
-
-
-def untimed(line: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if not name.startswith("time/")}
 
 
 def check_equal(resumed: Path, unbroken: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Annotated, Any, Literal
 
+import pyarrow.compute as pc
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
@@ -35,6 +36,7 @@ HEADERS = {
 }
 SORTED_BY = tuple(name for name in COLUMNS if name not in ("tools", "said"))
 MOST_ROWS = 500
+PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
 KEY = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
@@ -91,7 +93,8 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
         found = _asked(lambda: folder(run).rollouts(step, lambda row: row["place"] == place))
         if not found:
             raise HTTPException(404, f"step {step} has no rollout {place}")
-        return _plain(_episode(found[0][1], words(folder(run).path, folder(run).model())))
+        shown = _episode(found[0][1], words(folder(run).path, folder(run).model()))
+        return _plain({**shown, "places": folder(run).places(step)})
 
     @app.get("/picture/{run:path}/{key}.png")
     def picture(run: str, key: str) -> FileResponse:
@@ -113,10 +116,11 @@ def _asked(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rol
 
 def _about(name: str, folder: Folder) -> dict[str, Any]:
     table, metrics = folder.table(), folder.metrics()
-    ends = sorted(set(table["end"].to_pylist()))
-    tools = sorted({tool for tools in table["tools"].to_pylist() for tool in tools})
+    ends, sources = (sorted(filter(None, pc.unique(table[name]).to_pylist())) for name in ("end", "source"))
+    tools = sorted(pc.unique(pc.list_flatten(table["tools"])).to_pylist())
     last = max((int(line["step"]) for line in metrics), default=None)
-    return {"name": name, "rollouts": table.num_rows, "last_step": last, "ends": ends, "tools": tools, "skipped": folder.skipped}
+    choices = {"ends": ends, "tools": tools, "sources": sources[:MOST_ROWS]}
+    return {"name": name, "rollouts": table.num_rows, "last_step": last, **choices, "skipped": folder.skipped}
 
 
 def _member(place: int, rollout: Rollout) -> dict[str, Any]:
@@ -138,6 +142,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
     call = turn.call and {name: getattr(turn.call, name) for name in ("tool", "source", "text", "error", "frame")}
     return {
         "text": turn.text, "reward": turn.reward, "score": turn.score, "gain": turn.gain, "call": call, "context": turn.context,
+        "reply_s": turn.reply_s, "environment_s": turn.environment_s,
         "span": list(turn.span), "images": [_image(image) for image in turn.images],
     }  # fmt: skip
 
@@ -147,14 +152,24 @@ def _image(image: Image) -> dict[str, Any]:
 
 
 def _episode(rollout: Rollout, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    plain = ("task", "example_id", "group", "sample", "reason", "reward", "outcome", "dropped", "rewards")
+    plain = ("task", "example_id", "source", "group", "sample", "reason", "reward", "outcome", "dropped", "rewards")
     seconds = ("wall_s", "environment_s", "scoring_s")
     return {
         **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status), "end": str(rollout.end),
         "verdicts": [asdict(each) for each in rollout.verdicts],
         "turns": [_turn(turn) for turn in rollout.turns], "contexts": [_context(context, tokenizer) for context in rollout.contexts],
-        "has_words": tokenizer is not None, "first": [_image(image) for image in _first_shown(rollout)],
+        "has_words": tokenizer is not None, "prompt": _prompt(rollout, tokenizer),
+        "first": [_image(image) for image in _first_shown(rollout)],
     }  # fmt: skip
+
+
+def _prompt(rollout: Rollout, tokenizer: Tokenizer | None) -> str:
+    """What the policy read before its first reply, a picture's places as one; empty without a tokenizer."""
+    if tokenizer is None or not rollout.contexts:
+        return ""
+    stop = rollout.turns[0].span[0] if rollout.turns else None
+    words = tokenizer.decode(rollout.contexts[0].token_ids[:stop], skip_special_tokens=False)
+    return PADS.sub(lambda found: f"{found[1]} \u00d7 {len(found[0]) // len(found[1])} ", words)
 
 
 def _first_shown(rollout: Rollout) -> list[Image]:

@@ -19,7 +19,7 @@ from megatron_rl.types import Rollout
 from megatron_rl.wire import from_record
 
 COLUMNS = (
-    "step", "place", "task", "example_id", "group", "sample", "reward", "status", "end", "dropped", "num_turns", "num_tokens",
+    "step", "place", "task", "example_id", "source", "group", "sample", "reward", "status", "end", "dropped", "num_turns", "num_tokens",
     "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "said",
 )  # fmt: skip
 TABLE = pa.schema([SCHEMA.field(name) for name in COLUMNS])
@@ -36,6 +36,7 @@ class Filters(BaseModel):
     step_to: int | None = None
     reward_from: float | None = None
     reward_to: float | None = None
+    source: str = ""
     end: str = ""
     status: str = ""
     tool: str = ""
@@ -51,7 +52,7 @@ class Filters(BaseModel):
                 table = table.filter(pc.greater_equal(table[column], low))
             if high is not None:
                 table = table.filter(pc.less_equal(table[column], high))
-        for column, wanted in (("end", self.end), ("status", self.status), ("example_id", self.example)):
+        for column, wanted in (("source", self.source), ("end", self.end), ("status", self.status), ("example_id", self.example)):
             if wanted:
                 table = table.filter(pc.equal(table[column], wanted))
         if self.tool:
@@ -114,6 +115,11 @@ class Folder:
         except (ValueError, OSError) as error:
             self._skipped[path] = " ".join(str(error).split())[:SHOWN_CHARACTERS]
             return None
+
+    def places(self, step: int) -> list[int]:
+        """Of a step's rollouts that the table has."""
+        table = self.table()
+        return table.filter(pc.equal(table["step"], step))["place"].to_pylist()
 
     def rollouts(self, step: int, wanted: Callable[[Mapping[str, Any]], bool]) -> list[tuple[int, Rollout]]:
         """Those of a step whose row is wanted, without pixels, each with its place. ValueError: they cannot be read."""

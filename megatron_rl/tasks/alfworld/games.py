@@ -83,7 +83,7 @@ def example_of(folder: Path, *, picture: str) -> Example:
     goal = Goal.named(folder.parent.name)
     assert goal is not None, folder
     payload = {"game": str(folder / GAME), "kind": goal.kind, "scene": goal.scene, "picture": picture}
-    return Example(id=f"{folder.parent.name}/{folder.name}", payload=payload)
+    return Example(id=f"{folder.parent.name}/{folder.name}", payload=payload, source=goal.kind)
 
 
 @lru_cache(maxsize=4096)

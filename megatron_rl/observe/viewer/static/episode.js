@@ -59,15 +59,18 @@ function boxOf(call) {
   } catch { return null; }
 }
 
+const seconds = value => el("b", {}, `${number(value)} s`);
+
 function verdicts(said) {
-  return said.map(({ judge, prompt, value }) => el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value)))));
+  return said.map(({ judge, prompt, value, wall_s }) => el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value))), el("div", {}, "asked for ", seconds(wall_s))));
 }
 
 function turn(run, each, place, first, said) {
   const box = each.call && boxOf(each.call);
   const parts = [el("h3", {}, `turn ${place + 1}`), el("pre", {}, each.text)];
   parts.push(el("div", { class: "facts" }, ...[["reward", each.reward], ["gain", each.gain], ["score", each.score]].filter(([, value]) => value)
-    .map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))));
+    .map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value)))),
+    el("div", {}, "reply ", seconds(each.reply_s)), el("div", {}, each.call ? "tool " : "environment ", seconds(each.environment_s))));
   if (each.call) parts.push(el("h3", {}, `${each.call.tool}`), el("pre", { class: "code" }, each.call.source), el("pre", {}, each.call.text));
   if (each.call?.error) parts.push(el("pre", { class: "error" }, each.call.error));
   if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, first, box, each.call.frame)));
@@ -86,15 +89,22 @@ export async function episodeView(at, main) {
   select.addEventListener("change", () => { const next = new URLSearchParams(at.params); next.set("color", select.value); history.replaceState(null, "", link("episode", next)); paint(); });
   paint();
   const facts = [["reward", found.reward], ["outcome", found.outcome], ...Object.entries(found.rewards), ["status", found.status], ["end", found.end], ["reason", found.reason],
-    ["dropped", found.dropped], ["seconds", found.wall_s], ["in tools", found.environment_s], ["in scoring", found.scoring_s]].filter(([, value]) => value !== null && value !== "");
+    ["source", found.source], ["dropped", found.dropped], ["seconds", found.wall_s], ["in tools", found.environment_s], ["in scoring", found.scoring_s]].filter(([, value]) => value !== null && value !== "");
   main.replaceChildren(
     el("h2", {}, `${found.task} ${found.example_id}, step ${step}, sample ${found.sample} of `, el("a", { href: link("group", new URLSearchParams({ run, step, group: found.group })) }, `group ${found.group}`)),
     el("div", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
     ...verdicts(found.verdicts.filter(said => said.turn === null)),
     ...(found.first.length ? [el("div", { class: "card" }, el("h3", {}, "shown first"), el("div", { class: "pictures" }, ...found.first.map(image => picture(run, image))))] : []),
+    ...(found.prompt ? [el("div", { class: "card" }, el("h3", {}, "prompt"), el("pre", {}, found.prompt))] : []),
     ...found.turns.map((each, number_) => turn(run, each, number_, found.first[0], found.verdicts.filter(said => said.turn === number_))),
     el("div", { class: "filters" }, el("label", {}, "tokens colored by", select), ...(found.has_words ? [] : [el("span", { class: "hint" }, "no tokenizer is at hand: ids")])), shown,
-    el("p", { class: "hint" }, "keys: j and k step through the step's rollouts"));
-  const go = by => { const next = new URLSearchParams(at.params); next.set("place", String(Math.max(0, Number(place) + by))); location.hash = link("episode", next); };
-  return { j: () => go(1), ArrowRight: () => go(1), k: () => go(-1), ArrowLeft: () => go(-1) };
+    el("p", { class: "hint" }, "keys: j and k step through the step's rollouts, g opens the group"));
+  const go = by => {
+    const next = new URLSearchParams(at.params), other = found.places[found.places.indexOf(Number(place)) + by];
+    if (other === undefined) return;
+    next.set("place", String(other));
+    location.hash = link("episode", next);
+  };
+  return { j: () => go(1), ArrowRight: () => go(1), k: () => go(-1), ArrowLeft: () => go(-1),
+    g: () => { location.hash = link("group", new URLSearchParams({ run, step, group: found.group })); } };
 }

@@ -5,6 +5,7 @@ import { el, ask, number, route, link, replaceRoute } from "./parts.js";
 
 const main = document.getElementById("main"), banner = document.getElementById("banner");
 const FIRST = ["reward/mean", "eval/greedy_success", "loss", "grad_norm", "policy/entropy", "policy/kl_reference", "engine/logprob_gap_max", "rollout/turns"];
+const EVERY_MS = 5000; // between two looks at runs that may be under way
 let runs = [], keys = {};
 
 function views(at) {
@@ -50,9 +51,9 @@ async function curves(at) {
   main.replaceChildren(el("div", { class: "filters" }, box), charts);
 }
 
-const FIELDS = [["step_from", "number"], ["step_to", "number"], ["reward_from", "number"], ["reward_to", "number"], ["end", "ends"], ["tool", "tools"],
+const FIELDS = [["step_from", "number"], ["step_to", "number"], ["reward_from", "number"], ["reward_to", "number"], ["source", "sources"], ["end", "ends"], ["tool", "tools"],
   ["example", "text"], ["stale_from", "number"], ["text", "search"]];
-const SHOWN = [["step", "step"], ["example_id", "example"], ["group", "group"], ["sample", "sample"], ["reward", "reward"], ["end", "end"],
+const SHOWN = [["step", "step"], ["example_id", "example"], ["source", "source"], ["group", "group"], ["sample", "sample"], ["reward", "reward"], ["end", "end"],
   ["num_turns", "turns"], ["num_sampled", "sampled"], ["num_images", "pictures"], ["num_errors", "errors"], ["oldest_version", "version"]];
 
 async function rollouts(at) {
@@ -68,7 +69,7 @@ async function rollouts(at) {
     location.hash = link("rollouts", next);
   };
   const filter = ([name, kind]) => {
-    const choices = kind === "ends" ? run.ends : kind === "tools" ? run.tools : null;
+    const choices = { ends: run.ends, tools: run.tools, sources: run.sources }[kind];
     const input = choices
       ? el("select", {}, el("option", { value: "" }, "any"), ...choices.map(each => el("option", { value: each }, each)))
       : el("input", kind === "number" ? { type: "number", step: "any" } : { type: kind });
@@ -104,14 +105,7 @@ async function rollouts(at) {
   main.replaceChildren(el("div", { class: "filters" }, ...FIELDS.map(filter)), pages,
     el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head, el("th", {}, "said"))), el("tbody", {}, ...body))),
     el("p", { class: "hint" }, "keys: j and k choose a row, Enter opens it"));
-  let chosen = -1;
-  const choose = place => {
-    chosen = Math.max(0, Math.min(body.length - 1, place));
-    body.forEach((row, each) => row.classList.toggle("chosen", each === chosen));
-    body[chosen]?.scrollIntoView({ block: "nearest" });
-  };
-  keys = { j: () => choose(chosen + 1), ArrowDown: () => choose(chosen + 1), k: () => choose(chosen - 1), ArrowUp: () => choose(chosen - 1),
-    Enter: () => { if (body[chosen]) location.hash = to(found.rows[chosen]); } };
+  keys = choosing(body, place => to(found.rows[place]));
 }
 
 async function group(at) {
@@ -125,7 +119,20 @@ async function group(at) {
     ...each.turns.map(turn => el("pre", {}, turn.text))));
   main.replaceChildren(el("h2", {}, `${run}, step ${step}, group ${at.params.get("group")}`),
     el("div", { class: "facts" }, el("div", {}, "mean reward ", el("b", {}, number(found.mean))), el("div", {}, "standard deviation ", el("b", {}, number(found.std)))),
-    el("div", { class: "members" }, ...members));
+    el("div", { class: "members" }, ...members), el("p", { class: "hint" }, "keys: j and k choose a member, Enter opens it"));
+  keys = choosing(members, place => link("episode", new URLSearchParams({ run, step, place: found.members[place].place })));
+}
+
+// Keys that step through `parts` of a view and open the chosen one.
+function choosing(parts, to) {
+  let chosen = -1;
+  const choose = place => {
+    chosen = Math.max(0, Math.min(parts.length - 1, place));
+    parts.forEach((part, each) => part.classList.toggle("chosen", each === chosen));
+    parts[chosen]?.scrollIntoView({ block: "nearest" });
+  };
+  return { j: () => choose(chosen + 1), ArrowDown: () => choose(chosen + 1), k: () => choose(chosen - 1), ArrowUp: () => choose(chosen - 1),
+    Enter: () => { if (parts[chosen]) location.hash = to(chosen); } };
 }
 
 async function show() {
@@ -148,7 +155,18 @@ async function show() {
   document.body.dataset.shown = at.view;
 }
 
+// Runs go on while they are looked at: new steps appear where nobody is typing.
+async function follow() {
+  const now = await ask("runs", {}).catch(() => runs); // the program may have been ended
+  if (JSON.stringify(now) === JSON.stringify(runs) || main.contains(document.activeElement)) return;
+  runs = now;
+  const { view } = route();
+  if (view === "curves" || view === "rollouts") await show();
+  else views(route());
+}
+
 addEventListener("hashchange", show);
+setInterval(() => { if (!document.hidden) follow(); }, EVERY_MS);
 addEventListener("keydown", event => {
   if (["INPUT", "SELECT"].includes(document.activeElement?.tagName) || event.ctrlKey || event.metaKey) return;
   if (keys[event.key]) { event.preventDefault(); keys[event.key](); }

@@ -1,0 +1,157 @@
+"""The page over runs as its reader uses it: keys, a run that goes on, words of a tokenizer, colors, light and dark, wide and narrow."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from transformers import AutoTokenizer
+
+from megatron_rl.jsonl import replace_lines
+from megatron_rl.observe.bank import path_of, write
+from megatron_rl.observe.recorder import store_pictures
+from megatron_rl.observe.viewer.server import create_app
+from megatron_rl.observe.viewer.store import labelled
+from megatron_rl.services.kept import free_port
+from megatron_rl.types import Context
+from tests.observe.test_recorder import picture
+from tests.observe.test_viewer import ATTACKS, CHROMIUM, rollout
+from tests.support.browser import Page, browser
+
+COLORS = ("engine_logprobs", "engine gap", "advantages", "loss_mask", "versions", "entropies")
+
+
+def grow(folder: Path, step: int) -> None:
+    """One step more: two groups, the second of attackers' words."""
+    rollouts = [rollout(sample, sample / 4, step=step) for sample in range(3)]
+    rollouts += [rollout(number, 1.0, step=step, group=1, said=attack) for number, attack in enumerate(ATTACKS)]
+    store_pictures(folder / "rollouts", rollouts)
+    write(path_of(folder / "rollouts", step), rollouts, step=step, rounds=1)
+    replace_lines(folder / "metrics.jsonl", [{"step": each, "reward/mean": each / 2, "loss": 0.5} for each in range(step + 1)])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    home = tmp_path_factory.mktemp("runs")
+    for name in ("one", "two"):
+        for step in range(2):
+            grow(home / name, step)
+    return home / "one", home / "two"
+
+
+@pytest.fixture(scope="module")
+def page(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def url(runs: tuple[Path, Path]) -> Iterator[str]:
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "megatron_rl.observe.viewer", *map(str, runs), "--port", str(port)]
+    served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert served.stdout.readline() == f"http://127.0.0.1:{port}/\n"
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        served.kill()
+        served.wait()
+
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+VIEWS = ("curves?run=one&run=two", "rollouts?run=one", "group?run=one&step=1&group=1", "episode?run=one&step=1&place=3")
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_view_fits_its_window(width: int, scheme: str, page: Page, url: str) -> None:
+    """No view is wider than the window, words differ from what they stand on, attackers' words are words, and the console is silent."""
+    page.window(width=width, scheme=scheme)
+    page.said.clear()
+    for view in VIEWS:
+        page.go(f"{url}#/{view}")
+        assert page.value("document.documentElement.scrollWidth") <= width, view
+        look = "(({ color, backgroundColor }) => [color, backgroundColor])(getComputedStyle(document.body))"
+        ink, paper = ([int(part) for part in each[4:-1].split(",")] for each in page.value(look))
+        assert (sum(paper) < 200 < 500 < sum(ink)) if scheme == "dark" else (sum(ink) < 200 < 500 < sum(paper)), (ink, paper)
+        assert page.value("document.title") == "rollouts" and not page.value("document.querySelectorAll('main script, main h1').length")
+    assert page.said == []
+
+
+@needs_chromium
+def test_curves_of_two_runs(page: Page, url: str) -> None:
+    """A line of its own color for each, and one of them alone where the other is left out."""
+    page.window(width=1280)
+    lines = "document.querySelectorAll('#main .card:first-child svg polyline, #main .card:first-child svg path').length"
+    page.go(f"{url}#/curves?run=one&run=two")
+    both = page.value(lines)
+    page.go(f"{url}#/curves?run=two")
+    assert both == 2 * page.value(lines) > 0
+
+
+@needs_chromium
+def test_keys(page: Page, url: str) -> None:
+    """From the table to an episode, to its neighbors and no further than the last, to its group, and to a member of it."""
+    page.go(f"{url}#/rollouts?run=one")
+    for key in ("j", "j", "ArrowDown", "k", "Enter"):
+        page.press(key)
+    page.wait("document.body.dataset.shown == 'episode' && location.hash.includes('place=1')")
+    last = 3 + len(ATTACKS) - 1
+    page.go(f"{url}#/episode?run=one&step=0&place={last - 1}")
+    for _ in range(3):
+        page.press("j")
+        page.wait(f"document.querySelector('h2').innerText.includes('sample {len(ATTACKS) - 1} ')")
+    assert page.value("location.hash").endswith(f"place={last}") and page.value("document.getElementById('banner').innerText") == ""
+    page.press("g")
+    page.wait("document.body.dataset.shown == 'group'")
+    for key in ("j", "ArrowDown", "k", "j", "Enter"):
+        page.press(key)
+    page.wait("document.body.dataset.shown == 'episode'")
+    assert page.value("location.hash").endswith("place=4")
+
+
+@needs_chromium
+def test_tokens_are_colored(page: Page, url: str) -> None:
+    """By each column: sampled tokens have two shades where their numbers differ, none where they are alike."""
+    for color in COLORS:
+        page.go(f"{url}#/episode?run=one&step=1&place=0&color={color}")
+        shades = page.value("[...document.querySelectorAll('.tokens .sampled')].map(each => each.style.backgroundColor)")
+        assert len(shades) == 2 and (len(set(shades)) == 2) == (color not in ("loss_mask", "versions")), (color, shades)
+
+
+@needs_chromium
+def test_a_run_that_goes_on_is_followed(runs: tuple[Path, Path], page: Page, url: str) -> None:
+    """A step that is written while the page is open appears; not while its reader is typing."""
+    page.go(f"{url}#/rollouts?run=two&sort=step&descending=true")
+    assert page.value("document.querySelector('tbody tr td').innerText") == "1"
+    page.value("document.querySelector('input[type=number]').focus()")
+    grow(runs[1], 2)
+    page.wait("performance.getEntriesByType('resource').filter(each => each.name.includes('api/runs')).length >= 3")
+    assert page.value("document.querySelector('tbody tr td').innerText") == "1"
+    page.value("document.activeElement.blur()")
+    page.wait("document.querySelector('tbody tr td').innerText == '2'")
+    assert "step 2" in page.value("document.getElementById('runs').innerText")
+
+
+def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
+    """The prompt as the policy read it, a picture's places as one, and each token's own word."""
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    prompt = "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>Which color?<|im_end|>\n"
+    shown, ids = picture(0, width=56, height=56), tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    made = rollout(0, 1.0, step=0)
+    context = Context()
+    context.extend(ids, images=(shown,))
+    context.extend(said := tokenizer("red<|im_end|>", add_special_tokens=False)["input_ids"], logprobs=[-0.5] * len(said))
+    made.contexts, made.turns[0].span, made.turns[0].images = [context], (len(ids), len(ids) + len(said)), []
+    folder = tmp_path / "run"
+    write(path_of(folder / "rollouts", 0), [made], step=0, rounds=1)
+    asked: dict[str, object] = {"run": "run", "step": 0, "place": 0}
+    client = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    assert client.get("/api/episode", params=asked).json()["prompt"] == "", "nobody says where its tokenizer lies"
+    (folder / "config.yaml").write_text(f"model: {{path: {random_model}}}\n")
+    told = client.get("/api/episode", params=asked).json()
+    assert told["has_words"] and told["prompt"] == prompt.replace("<|image_pad|>" * 16, "<|image_pad|> \u00d7 16 ")
+    assert "".join(told["contexts"][0]["tokens"]) == prompt + "red<|im_end|>"

@@ -1,0 +1,80 @@
+"""A headless Chromium that a test steers by its DevTools protocol: keys, the size and the scheme of its window, what its page says."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from websockets.sync.client import ClientConnection, connect
+
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0")
+WITHIN_S = 30.0
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection, self._number = connection, 0
+        self.said: list[str] = []
+        """What its console has been told, and errors that nobody caught."""
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: object) -> dict[str, Any]:
+        self._number += 1
+        self._connection.send(json.dumps({"id": self._number, "method": method, "params": params}))
+        while True:
+            told = json.loads(self._connection.recv(timeout=WITHIN_S))
+            if told.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
+                self.said.append(json.dumps(told["params"])[:2000])
+            if told.get("id") == self._number:
+                assert "error" not in told, (method, told["error"])
+                return told["result"]
+
+    def value(self, expression: str) -> Any:
+        """Of a JavaScript expression, in JSON."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait(self, expression: str) -> None:
+        """Until it is true."""
+        deadline = time.monotonic() + WITHIN_S
+        while not self.value(expression):
+            assert time.monotonic() < deadline, (expression, self.value("document.body.innerText")[:3000], self.said)
+            time.sleep(0.05)
+
+    def window(self, *, width: int, scheme: str = "light") -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def go(self, url: str) -> None:
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=url)
+        self.wait("document.body?.dataset.shown")
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key)
+
+
+@contextmanager
+def browser(program: str, home: Path) -> Iterator[Page]:
+    chromium = subprocess.Popen([program, *OPTIONS, f"--user-data-dir={home}", "about:blank"], stderr=subprocess.DEVNULL)
+    try:
+        file, deadline = home / "DevToolsActivePort", time.monotonic() + WITHIN_S
+        while not (file.is_file() and file.read_text().count("\n")):
+            assert time.monotonic() < deadline and chromium.poll() is None, "the browser did not start"
+            time.sleep(0.05)
+        port = file.read_text().splitlines()[0]
+        (tab, *_) = [each for each in httpx.get(f"http://127.0.0.1:{port}/json", trust_env=False).json() if each["type"] == "page"]
+        with connect(tab["webSocketDebuggerUrl"], max_size=None, proxy=None) as connection:
+            yield Page(connection)
+    finally:
+        chromium.terminate()
+        chromium.wait(timeout=WITHIN_S)
