@@ -158,6 +158,7 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
     task, engine = settings.task, settings.engine
     return EpisodeSettings(
         temperature=settings.algo.temperature, seed=settings.run.seed,
-        max_turns=task.max_turns, max_tokens_per_turn=task.max_tokens_per_turn, max_seconds=task.max_seconds, errors_end=task.errors_end,
+        max_turns=task.max_turns, max_tokens_per_turn=task.max_tokens_per_turn, max_seconds=task.max_seconds,
+        environment_s=task.environment_s, errors_end=task.errors_end,
         max_context=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
     )  # fmt: skip

@@ -31,7 +31,9 @@ from megatron_rl.world import World
 
 SETTINGS = Settings(
     model=ModelSettings(path="folder"),
-    task=TaskSettings(name="mine", max_turns=3, max_tokens_per_turn=40, max_pixels=5000, max_seconds=6.5, errors_end=True),
+    task=TaskSettings(
+        name="mine", max_turns=3, max_tokens_per_turn=40, max_pixels=5000, max_seconds=6.5, environment_s=8.5, errors_end=True
+    ),
     engine=EngineSettings(max_model_len=700, max_images=2, max_num_seqs=77),
     batch=BatchSettings(prompts_per_step=8, group_size=9),
     select=SelectSettings(max_generations=10),
@@ -60,7 +62,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10, max_staleness=2, num_steps=60)
     assert fleet.episode == EpisodeSettings(
         temperature=0.7, max_turns=3, max_tokens_per_turn=40, max_context=700, max_images=2, max_pixels=5000, max_seconds=6.5,
-        errors_end=True, seed=11,
+        environment_s=8.5, errors_end=True, seed=11,
     )  # fmt: skip
     assert groups == ([] if tp == 1 else [[0, 1], [2, 3], [4, 5]])
     expected = {

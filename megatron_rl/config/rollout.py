@@ -233,6 +233,9 @@ class TaskSettings:
     """Pixels of all images of one context together, at their final sizes; 0 sets no limit. Their number is bounded by engine.max_images."""
     max_seconds: float = 0.0
     """Wall time of an episode in seconds, looked at between turns; 0 sets no limit."""
+    environment_s: float = 1800.0
+    """Seconds that an environment may take to begin, or to answer one reply, waits for tools included; one that takes longer hangs, and
+    its episode fails. 0 sets no limit."""
     errors_end: bool = False
     """Whether a call that goes wrong ends the episode; otherwise the policy reads the error and may mend it."""
     eval_samples: int = 8
@@ -248,7 +251,7 @@ class TaskSettings:
         require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must hold {question} once")
         for key in ("max_turns", "max_tokens_per_turn", "eval_samples"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
-        for key in ("eval_max_turns", "max_pixels", "max_seconds"):
+        for key in ("eval_max_turns", "max_pixels", "max_seconds", "environment_s"):
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:

@@ -5,10 +5,10 @@ The limits of an episode (turns, seconds, errors) and its clocks are here; those
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels_of
@@ -16,6 +16,7 @@ from megatron_rl.rollout.engine import Sampling
 from megatron_rl.tasks.base import Env, Task
 from megatron_rl.types import End, Example, HostFault, LastingFault, Rollout, Status
 
+T = TypeVar("T")
 Timed = Callable[[str], AbstractContextManager[None]]
 """Around each part of an episode, by its name."""
 
@@ -27,6 +28,8 @@ class EpisodeSettings(ContextLimits):
     max_tokens_per_turn: int
     max_seconds: float = 0.0
     """Wall time; 0 sets no limit."""
+    environment_s: float = 0.0
+    """Of the environment's reset and of each step; 0 sets no limit."""
     errors_end: bool = False
     seed: int
     """With group, sample and turn it makes every request's seed."""
@@ -57,7 +60,8 @@ async def run_episode(
     try:
         # The members of a group meet the same world: its seed leaves the sample out.
         with timed("prompt"):
-            end = await conversation.open(await env.reset(seed_of(settings.seed, group)))
+            reset = env.reset(seed_of(settings.seed, group))
+            end = await conversation.open(await _in_time(reset, settings.environment_s, task=task.name))
         if end is not None:
             raise _no_room(example, rollout, end)
         shown = [image for context in rollout.contexts for image in context.images]
@@ -93,7 +97,7 @@ async def _play(
             text = await conversation.say(Sampling(settings.max_tokens_per_turn, settings.temperature, seed=seed, stop=stop))
         asked = clock()
         with timed("environment"):
-            step = await env.step(text)
+            step = await _in_time(env.step(text), settings.environment_s, task=rollout.task)
         turn = rollout.turns[-1]
         turn.reply_s, turn.environment_s = asked - begun, clock() - asked
         rollout.environment_s += turn.environment_s
@@ -114,6 +118,17 @@ async def _play(
             end = await conversation.hear(step.messages, anew=step.new_context)
         if end is not None:
             return end
+
+
+async def _in_time(act: Awaitable[T], limit_s: float, *, task: str) -> T:
+    """HostFault: an environment that hangs. What it was doing is cancelled."""
+    try:
+        async with asyncio.timeout(limit_s or None) as limit:
+            return await act
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # the environment's own
+        raise HostFault(f"task={task}: its environment took more than {limit_s:g} s (task.environment_s)") from error
 
 
 def _no_room(example: Example, rollout: Rollout, end: End) -> LastingFault:

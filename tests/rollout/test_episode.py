@@ -171,6 +171,34 @@ def test_a_fault_of_ours_is_no_score(renderer: Renderer) -> None:
     assert (rollout.status, rollout.end, rollout.reason, rollout.reward) == (Status.FAILED, End.FAULT, "the sandbox is down", None)
 
 
+@pytest.mark.parametrize("hangs_in", ["reset", "step"])
+def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, renderer: Renderer) -> None:
+    """It is cancelled and closed; one beside it ends as always. An environment's own TimeoutError is not taken for it."""
+
+    class Hanging(Looks):
+        async def reset(self, seed: int) -> list[Message]:
+            return await (asyncio.Event().wait() if hangs_in == "reset" else super().reset(seed))
+
+        async def step(self, text: str) -> Step:
+            return await asyncio.Event().wait()
+
+    class Late(Looks):
+        async def step(self, text: str) -> Step:
+            raise TimeoutError("a server of its own")
+
+    async def together() -> list[Rollout]:
+        short = replace(SETTINGS, environment_s=0.3)
+        return await asyncio.gather(*(episode(LooksTask(each), Scripted(renderer), settings=short) for each in (hanging, Looks(turns=3))))
+
+    hanging = Hanging()
+    failed, other = asyncio.run(together())
+    assert (failed.status, failed.end, failed.reward, hanging.closed) == (Status.FAILED, End.FAULT, None, 1)
+    assert failed.reason == "task=looks: its environment took more than 0.3 s (task.environment_s)" and 0.3 <= failed.wall_s < 5
+    assert (other.status, other.reward) == (Status.COMPLETED, 1.75)
+    with pytest.raises(TimeoutError, match="a server of its own"):
+        play(renderer, Late(), replace(SETTINGS, environment_s=9.0))
+
+
 def test_a_judge_that_is_down_is_no_score(renderer: Renderer) -> None:
     async def down(outcome: Outcome) -> float:
         raise HostFault("http://judge: no answer")
