@@ -6,6 +6,7 @@ Numbers come back bit for bit. What they cost on disk is bounded: the oldest ste
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from megatron_rl.wire import FIELDS, from_record, to_record
 ROWS_TOGETHER = 64
 """Rollouts of a row group: what is decompressed to read one of them."""
 GB = 1e9
+STEP = re.compile(r"step_\d{6,}")
 SHOWN_CHARACTERS = 400
 """Of what is wrong with a file."""
 PLAIN = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), Image: pa.string()}
@@ -144,8 +146,8 @@ def step_of(path: Path) -> int:
 
 
 def steps(folder: Path) -> list[Path]:
-    """The files of a folder of rollouts, the first step's first."""
-    return sorted(folder.glob("step_*.parquet"))
+    """The files of a folder of rollouts, the first step's first; a copy that somebody made beside one is none."""
+    return sorted(path for path in folder.glob("step_*.parquet") if STEP.fullmatch(path.stem))
 
 
 def write(path: Path, rollouts: Sequence[Rollout], *, step: int, rounds: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image as pil
 from PIL import ImageColor
@@ -20,9 +22,10 @@ from starlette.testclient import TestClient
 from megatron_rl.jsonl import replace_lines
 from megatron_rl.observe.bank import path_of, write
 from megatron_rl.observe.recorder import Recorder, store_pictures
+from megatron_rl.observe.viewer.__main__ import main
 from megatron_rl.observe.viewer.demo import COLORS, make
 from megatron_rl.observe.viewer.server import create_app
-from megatron_rl.observe.viewer.store import labelled
+from megatron_rl.observe.viewer.store import COLUMNS, labelled
 from megatron_rl.services.kept import free_port
 from megatron_rl.types import Context, End, Rollout, Status, ToolCall, Turn, Verdict
 from tests.observe.test_recorder import picture
@@ -202,6 +205,49 @@ def test_best_and_worst_and_spoiled_files(run: Path, tmp_path: Path) -> None:
     told = found(app, "rollouts")
     assert told["total"] == 2 and len(told["skipped"]) == 3 and "step_000005.parquet" in " ".join(told["skipped"])
     assert labelled([run, folder]).keys() == {"/".join(path.parts[-2:]) for path in (run, folder)}
+
+
+def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    """A copy that somebody made, foreign columns, a file cut short, an older version, steps that are none: said, and the rest is shown.
+    What was removed is no longer said."""
+    folder = tmp_path / "run"
+    app = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    for step in range(4):
+        write(path_of(folder / "rollouts", step), [rollout(0, 1.0, step=step)], step=step, rounds=1)
+    whole = path_of(folder / "rollouts", 0)
+    shutil.copy(whole, folder / "rollouts" / "step_000000 (copy).parquet")
+    pq.write_table(pa.table({name: [{"a": 1}] for name in COLUMNS}), path_of(folder / "rollouts", 1))
+    path_of(folder / "rollouts", 2).write_bytes(whole.read_bytes()[:-9])
+    older = pq.read_table(path_of(folder / "rollouts", 3)).drop_columns(["source"])
+    pq.write_table(older, path_of(folder / "rollouts", 3))
+    (folder / "metrics.jsonl").write_text('{"step": "NaN"}\n{"step": 1, "loss": 2}\n' + "no\n" * 6)
+    told = found(app, "rollouts")
+    (about,) = app.get("/api/runs").json()
+    assert told["total"] == about["rollouts"] == 1 and about["last_step"] == 1 and [line["step"] for line in found(app, "curves")] == [1]
+    skipped = " ".join(about["skipped"])
+    assert len(about["skipped"]) == 4 and all(f"step_00000{step}.parquet: " in skipped for step in (2, 3))
+    assert "lacks source; it was written by another version of this program" in skipped
+    assert "metrics.jsonl line 1, 3, 4, 5, 6 and 2 more: is no step of a run" in skipped
+    for step in (1, 2, 3):
+        assert app.get("/api/episode", params={"run": "run", "step": step, "place": 0}).status_code == 404
+        path_of(folder / "rollouts", step).unlink()
+    assert [line for line in found(app, "rollouts")["skipped"] if "metrics" not in line] == []
+    assert app.get("/api/rollouts", params={"run": "run", "step_from": "9" * 30}).status_code == 422
+    assert found(app, "episode", step=0, place=0)["sample"] == 0, "its pictures are not there"
+    assert app.get(f"/picture/run/{picture(1).key}.png").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--port", "70000"], "error: --port=70000: bind(): port must be 0-65535.; choose another one\n"),
+        (["--host", "no.such.host.invalid"], r"error: --host=no.such.host.invalid: .*; choose another one\n"),
+        (["nowhere"], "error: RUN=nowhere: no such folder; give the run.dir of a run\n"),
+    ],
+)
+def test_it_ends_in_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([str(tmp_path), *options]) == 2
+    assert re.fullmatch(said.replace("()", r"\(\)"), capsys.readouterr().err)
 
 
 def test_the_demo(tmp_path: Path) -> None:

@@ -53,8 +53,10 @@ def serve(options: argparse.Namespace) -> int:
         try:
             listening.bind((options.host, options.port))
             listening.listen()  # who comes at once waits
-        except OSError as error:
-            print(f"error: --port={options.port}: {error.strerror or error}; choose another one", file=sys.stderr)
+        except (OSError, OverflowError) as error:
+            told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            key, given = ("host", options.host) if isinstance(error, socket.gaierror) else ("port", options.port)
+            print(f"error: --{key}={given}: {told}; choose another one", file=sys.stderr)
             return 2
         host, port = listening.getsockname()[:2]
         print(f"http://{host}:{port}/", flush=True)

@@ -1,18 +1,19 @@
 """What lies in the folders of runs, as the page asks for it. What cannot be read is left out and said."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from megatron_rl.jsonl import MAX_LINE_BYTES, to_number
-from megatron_rl.observe.bank import SCHEMA, path_of, read_columns, read_rollouts, step_of, steps, summary
+from megatron_rl.observe.bank import SCHEMA, STEP, path_of, read_columns, read_rollouts, step_of, steps, summary
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.types import Rollout
@@ -27,13 +28,16 @@ SHOWN_CHARACTERS = 400
 """Of a rollout's words in the table."""
 CONFIG = "config.yaml"
 CONFIG_BYTES = 1 << 20
+SHOWN_LINES = 5
+"""Of those that cannot be read, by number."""
+Step = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class Filters(BaseModel):
     """Which rollouts of a run the table has; what is None or empty leaves nothing out."""
 
-    step_from: int | None = None
-    step_to: int | None = None
+    step_from: Step | None = None
+    step_to: Step | None = None
     reward_from: float | None = None
     reward_to: float | None = None
     source: str = ""
@@ -41,7 +45,7 @@ class Filters(BaseModel):
     status: str = ""
     tool: str = ""
     example: str = ""
-    stale_from: int | None = None
+    stale_from: Step | None = None
     """Updates between the oldest weights that sampled it and those that its step began with."""
     text: str = ""
     """Somewhere in what was said, whatever the case."""
@@ -79,25 +83,32 @@ class Folder:
 
     def metrics(self) -> list[dict[str, float]]:
         """The lines of metrics.jsonl that can be read, each with its step."""
-        path, found = self.path / METRICS_FILE, []
+        path, found, bad = self.path / METRICS_FILE, [], []
         self._skipped.pop(path, None)
         if not path.is_file():
             return []
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 values = {name: to_number(value) for name, value in json.loads(line).items()}
+                if not math.isfinite(values["step"]):
+                    raise ValueError(values["step"])
                 found.append({"step": values.pop("step"), **values})
             except (ValueError, AttributeError, KeyError, RecursionError):
-                self._skipped[path] = f"{path} line {number}: is no step of a run"
+                bad.append(str(number))
+        if bad:
+            more = f" and {len(bad) - SHOWN_LINES} more" if len(bad) > SHOWN_LINES else ""
+            self._skipped[path] = f"{path} line {', '.join(bad[:SHOWN_LINES])}{more}: is no step of a run"
         return found
 
     def table(self) -> pa.Table:
         """A row a rollout, of the bank where there is one, else of the lines that were kept."""
         folder = self.path / FOLDER
-        banked, kept = {step_of(path): path for path in steps(folder)}, sorted(folder.glob("step_*.jsonl"))
+        banked = {step_of(path): path for path in steps(folder)}
+        kept = [path for path in sorted(folder.glob("step_*.jsonl")) if STEP.fullmatch(path.stem)]
         paths = [*banked.values(), *(path for path in kept if step_of(path) not in banked)]
-        for gone in self._tables.keys() - set(paths):
-            del self._tables[gone]
+        for gone in (self._tables.keys() | self._skipped.keys()) - {*paths, self.path / METRICS_FILE}:
+            self._tables.pop(gone, None)
+            self._skipped.pop(gone, None)
         tables = [self._table(path) for path in paths]
         return pa.concat_tables([TABLE.empty_table(), *(each for each in tables if each is not None)])
 
@@ -112,7 +123,7 @@ class Folder:
                 if not skipped:
                     self._skipped.pop(path, None)
             return self._tables[path][1]
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, pa.ArrowException) as error:
             self._skipped[path] = " ".join(str(error).split())[:SHOWN_CHARACTERS]
             return None
 
