@@ -75,10 +75,12 @@ def _refusal(folder: Path, settings: Settings) -> str:
 
 
 def fingerprint(settings: Settings) -> list[list[str | int]]:
-    """Name, size and time of every file of the weights."""
-    folder = Path(settings.evaluation.weights or settings.model.path)
-    files = sorted(path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
-    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    """Name, size and time of every file of the weights, and of those in model.path, which are an adapter's base."""
+    found: list[list[str | int]] = []
+    for folder in dict.fromkeys(Path(given) for given in (settings.evaluation.weights, settings.model.path) if given):
+        files = sorted(path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
+        found += [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return found
 
 
 def lightened(rollout: Rollout) -> Rollout:

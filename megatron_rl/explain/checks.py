@@ -94,6 +94,8 @@ def versions(step: Step, *, sampled_at: int, max_staleness: int) -> Checked:
     for each in step.contexts:
         result.num += 1
         known = [(place, version) for place, version in enumerate(each.context.versions) if version >= 0]
+        if not known:  # where it sampled, `masks` tells so
+            continue
         for (_, before), (place, now) in pairwise(known):
             if now < before:
                 result.found.append(f"{each} token {place}: of version {now}, behind tokens of version {before}")

@@ -11,8 +11,9 @@ import torch
 from PIL import Image as pil
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config import EvaluationSettings, ModelSettings, Settings
+from megatron_rl.config import EvaluationSettings, ModelSettings, RunSettings, Settings
 from megatron_rl.evaluation.alone import source_of
+from megatron_rl.evaluation.folder import fingerprint
 from tests.conftest import ROOT
 from tests.support import forked
 from tools.data.make_tiny_qwen2_5_vl import make
@@ -89,6 +90,23 @@ def test_weights_are_read_from_what_the_converters_read_and_from_adapters(
     merged = source_of(Settings(model=ModelSettings(path=str(hf)), evaluation=EvaluationSettings(weights=str(tmp_path))))
     torch.testing.assert_close(merged.read(target), base.read(target) + 3.0 * b @ a, rtol=0, atol=1e-5)
     assert all(torch.equal(merged.read(each), base.read(each)) for each in base.specs if each != target)
+
+
+@pytest.mark.parametrize("changed", ["adapter/adapter_model.safetensors", "base/model.safetensors"])
+def test_an_evaluation_of_an_adapter_is_of_its_base_too(changed: str, tmp_path: Path) -> None:
+    """Whichever of the two was written again, what was played before is of other weights."""
+    for name in ("adapter/adapter_model.safetensors", "base/model.safetensors", "base/tokenizer.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"as it was")
+    settings = Settings(
+        model=ModelSettings(path=str(tmp_path / "base")), evaluation=EvaluationSettings(weights=str(tmp_path / "adapter")),
+        run=RunSettings(dir=str(tmp_path / "out")),
+    )  # fmt: skip
+    before = fingerprint(settings)
+    (tmp_path / "base" / "tokenizer.json").write_bytes(b"no weights")
+    assert fingerprint(settings) == before and len(before) == 2
+    (tmp_path / changed).write_bytes(b"written again")
+    assert fingerprint(settings) != before
 
 
 @pytest.fixture(scope="module")

@@ -277,6 +277,19 @@ def test_what_needs_no_model(name: str, random_model: Path, tmp_path: Path, caps
     assert name in differing(said) and "rollout 1 context 0" in said and said_of_it in said, said
 
 
+def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What was sampled by nobody's weights is told of its masks; the page is there."""
+
+    def forgotten(rollouts: list[Rollout]) -> None:
+        context = rollouts[1].contexts[0]
+        context.versions = [-1] * len(context.token_ids)
+
+    run = write_run(tmp_path / "run", random_model, spoil=forgotten)
+    assert main([str(run), "--step", "0", "--no-model"]) == 1
+    said = capsys.readouterr().out
+    assert differing(said) == {"masks, spans, logprobs"} and "the mask says sampled, versions say something else" in said, said
+
+
 def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def stale(rollouts: list[Rollout]) -> None:
         context = rollouts[0].contexts[0]
