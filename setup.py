@@ -56,6 +56,7 @@ setup(
         # fast-downward-textworld is compiled when it is installed (g++; minutes). TextWorld's and ALFWorld's other needs are not ours.
         "alfworld": ["alfworld==0.4.2", "fast-downward-textworld==20.6.4", "mementos==1.3.1", "tatsu==5.8.3", "textworld==1.7.0"],
         # Its own bound on Pillow is below what it was seen to run with; the locks, which are installed without dependencies, have it.
+        "onnx": ["onnxruntime>=1.20"],  # encoders that are ONNX files (tools/data/make_lewis.py)
         "trackio": ["trackio>=0.43,<0.44"],
         "test": ["hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8"],
     },

@@ -50,7 +50,7 @@ def clip(folder: Path) -> Expected:
     return lambda pixels: model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
 
 
-def onnx(folder: Path) -> Expected:
+def onnx(folder: Path, *, named: str = "pixel_values") -> Expected:
     """The same ViT as a file. torch's exporter wants the package onnx only to look for functions of its own, which there are none of."""
     expected = vit(folder / "source")
 
@@ -65,7 +65,7 @@ def onnx(folder: Path) -> Expected:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(onnx_proto_utils, "_add_onnxscript_fn", lambda model, _functions: model)
-        torch.onnx.export(Patches(), (torch.randn(1, 3, 32, 32),), str(folder / "model.onnx"), dynamo=False, input_names=["pixel_values"])
+        torch.onnx.export(Patches(), (torch.randn(1, 3, 32, 32),), str(folder / "model.onnx"), dynamo=False, input_names=[named])
     return expected
 
 
@@ -115,9 +115,15 @@ def test_a_folder_that_is_no_encoder_is_told(pictures: Path, tmp_path: Path, cap
     ViTImageProcessor().save_pretrained(tmp_path / "broken")
     (tmp_path / "broken" / "model.onnx").write_bytes(b"no graph")
     assert main([*words, str(tmp_path / "broken")]) == 1
-    assert "OpenCV cannot read model.onnx" in capsys.readouterr().err
+    assert "model.onnx cannot be read" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    ViTImageProcessor().save_pretrained(tmp_path / "other")
+    onnx(tmp_path / "other", named="input_ids")
+    assert main([*words, str(tmp_path / "other")]) == 1
+    assert "asks for ['input_ids']" in capsys.readouterr().err
     (tmp_path / "narrow").mkdir()
     onnx(tmp_path / "narrow")
     ViTImageProcessor(size={"height": 48, "width": 48}).save_pretrained(tmp_path / "narrow")
     assert main([*words, str(tmp_path / "narrow")]) == 1
-    assert "OpenCV cannot run model.onnx on [1, 3, 48, 48]" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    said = capsys.readouterr().err
+    assert "model.onnx cannot be run on [1, 3, 48, 48]" in said and "Got: 48 Expected: 32" in said and not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """How an encoder sees pictures, for tools/data/make_lewis.py: a transformers model, or an ONNX file beside what prepares its pictures."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -29,28 +30,31 @@ def encoded_by(folder: Path, paths: list[Path]) -> np.ndarray:
 
 
 def _onnx(file: Path) -> Callable[[dict], np.ndarray]:
-    """By OpenCV: the graph has one input, pixel_values; its first output is a picture's embedding, or one of each of its patches."""
-    import cv2
+    """The graph has one input, pixel_values; its first output is a picture's embedding, or one of each of its patches.
 
+    By onnxruntime: OpenCV 5.0 cuts what does not fit (NaryEltwiseLayer: "Clamping to 17") where this refuses it.
+    """
+    is_there = find_spec("onnxruntime") is not None
+    require(is_there, "--encoder", file.parent, f"{file.name} needs onnxruntime: pip install onnxruntime==1.32.0")
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph, InvalidProtobuf, RuntimeException
+
+    said = (Fail, InvalidArgument, InvalidGraph, InvalidProtobuf, RuntimeException)
     try:
-        net = cv2.dnn.readNetFromONNX(str(file))
-    except cv2.error as error:
-        raise ValueError(f"--encoder={file.parent}: OpenCV cannot read {file.name} ({_last_line(error)})") from error
-    output = net.getUnconnectedOutLayersNames()[0]
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    except said as error:
+        raise ValueError(f"--encoder={file.parent}: {file.name} cannot be read ({error})") from error
+    inputs = [each.name for each in session.get_inputs()]
+    require(inputs == ["pixel_values"], "--encoder", file.parent, f"{file.name} asks for {inputs}; pixel_values alone is asked here")
 
     def encode(prepared: dict) -> np.ndarray:
-        net.setInput(prepared["pixel_values"].numpy())
         try:
-            return _mean(net.forward(output)[0])
-        except cv2.error as error:
+            return _mean(session.run(None, {"pixel_values": prepared["pixel_values"].numpy()})[0][0])
+        except said as error:
             shape = list(prepared["pixel_values"].shape)
-            raise ValueError(f"--encoder={file.parent}: OpenCV cannot run {file.name} on {shape} ({_last_line(error)})") from error
+            raise ValueError(f"--encoder={file.parent}: {file.name} cannot be run on {shape} ({error})") from error
 
     return encode
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1]
 
 
 def _transformers(folder: Path) -> Callable[[dict], np.ndarray]:
