@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -143,4 +143,6 @@ def fleet_of(renderer: Renderer, engine: Scripted | None = None, *, max_rounds: 
 
 def said(rollouts: list[Rollout]) -> list[tuple]:
     """What was played, without its clocks."""
-    return [(r.example_id, r.group, r.sample, r.status, r.end, r.reward, r.rewards, r.contexts, r.turns) for r in rollouts]
+    turns = [[replace(turn, reply_s=0.0, environment_s=0.0) for turn in rollout.turns] for rollout in rollouts]
+    parts = [(r.example_id, r.group, r.sample, r.status, r.end, r.reward, r.rewards, r.contexts) for r in rollouts]
+    return list(zip(parts, turns, strict=True))
