@@ -135,10 +135,14 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
         (5, 0.5, 0.0),
     ]
     one = found(client, "episode", step=0, place=1)
-    assert one["places"] == [0, 1, 2, 3, 4, 5] and (one["turns"][0]["reply_s"], one["turns"][0]["environment_s"]) == (0.5, 1.25)
+    shown = [found(client, "episode", step=step, place=place) for step, place in ((0, 0), (1, 0), (1, 5))]
+    neighbors = [[each[name] for name in ("before", "after")] for each in shown]
+    assert neighbors == [[None, [0, 1]], [[0, 5], [1, 1]], [[1, 4], [2, 0]]] and one["missing"] == []
+    assert (one["turns"][0]["reply_s"], one["turns"][0]["environment_s"]) == (0.5, 1.25)
     (about,) = client.get("/api/runs").json()
     assert (about["sources"], about["ends"]) == (["cups"], ["done", "max_turns"]) and "zoom" in about["tools"]
-    assert one["rewards"] == {"part": None} and one["has_words"] is False and one["contexts"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
+    assert one["rewards"] == {"part": None} and one["no_words"] == "no tokenizer is at hand"
+    assert one["contexts"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
     assert (
         one["contexts"][0]["columns"]["engine_logprobs"] == [0.0, 0.0, 0.0, 0.0, -0.5, -1.5]
         and "values" not in one["contexts"][0]["columns"]
@@ -233,7 +237,9 @@ def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
         path_of(folder / "rollouts", step).unlink()
     assert [line for line in found(app, "rollouts")["skipped"] if "metrics" not in line] == []
     assert app.get("/api/rollouts", params={"run": "run", "step_from": "9" * 30}).status_code == 422
-    assert found(app, "episode", step=0, place=0)["sample"] == 0, "its pictures are not there"
+    one = found(app, "episode", step=0, place=0)
+    assert one["missing"] == [picture(0, width=28, height=28).key, picture(1).key]
+    assert (one["before"], one["after"]) == (None, None)
     assert app.get(f"/picture/run/{picture(1).key}.png").status_code == 404
 
 

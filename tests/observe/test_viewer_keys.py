@@ -1,5 +1,6 @@
 """The page over runs as its reader uses it: keys, a run that goes on, words of a tokenizer, colors, light and dark, wide and narrow."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.jsonl import replace_lines
 from megatron_rl.observe.bank import path_of, write
-from megatron_rl.observe.recorder import store_pictures
+from megatron_rl.observe.recorder import name_of, store_pictures
 from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import labelled
 from megatron_rl.services.kept import free_port
@@ -101,16 +102,60 @@ def test_keys(page: Page, url: str) -> None:
     page.wait("document.body.dataset.shown == 'episode' && location.hash.includes('place=1')")
     last = 3 + len(ATTACKS) - 1
     page.go(f"{url}#/episode?run=one&step=0&place={last - 1}")
-    for _ in range(3):
+    for step, place, sample in ((0, last, len(ATTACKS) - 1), (1, 0, 0), (1, 1, 1)):
         page.press("j")
-        page.wait(f"document.querySelector('h2').innerText.includes('sample {len(ATTACKS) - 1} ')")
-    assert page.value("location.hash").endswith(f"place={last}") and page.value("document.getElementById('banner').innerText") == ""
+        page.wait(f"document.querySelector('h2').innerText.includes('step {step}, sample {sample} ')")
+        assert page.value("location.hash").endswith(f"step={step}&place={place}")
+    page.go(f"{url}#/episode?run=one&step=1&place={last}")
+    page.press("j")
+    page.press("k")
+    page.wait(f"document.querySelector('h2').innerText.includes('step 1, sample {len(ATTACKS) - 2} ')")
+    assert page.value("document.getElementById('banner').innerText") == ""
     page.press("g")
     page.wait("document.body.dataset.shown == 'group'")
     for key in ("j", "ArrowDown", "k", "j", "Enter"):
         page.press(key)
     page.wait("document.body.dataset.shown == 'episode'")
     assert page.value("location.hash").endswith("place=4")
+
+
+@needs_chromium
+def test_keys_of_every_view(page: Page, url: str) -> None:
+    """The list of keys opens and closes; views have numbers; a search is left by Escape; a chart is chosen and opened alone."""
+    page.go(f"{url}#/rollouts?run=one")
+    page.press("?")
+    told = page.value("document.getElementById('help').innerText")
+    assert page.value("document.getElementById('help').open") and "the group of a rollout" in told
+    page.press("1")
+    assert page.value("location.hash").startswith("#/rollouts"), "what lies below the list is not steered"
+    page.press("?")
+    assert not page.value("document.getElementById('help').open")
+    page.press("1")
+    page.wait("document.body.dataset.shown == 'curves' && !!document.querySelector('main .charts')")
+    page.press("/")
+    page.press("j")
+    page.press("Escape")
+    assert page.value("document.querySelector('.chosen') === null && document.activeElement === document.body")
+    page.press("j")
+    title = page.value("document.querySelector('.chosen h3').innerText")
+    page.press("Enter")
+    page.wait(f"[...document.querySelectorAll('main h3')].map(each => each.innerText).join() === '{title}'")
+    page.press("2")
+    page.wait("document.body.dataset.shown == 'rollouts'")
+
+
+@needs_chromium
+def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: Page, url: str) -> None:
+    """Said in its place: the console stays silent."""
+    file = runs[0] / "rollouts" / name_of(picture(1).key)
+    content = file.read_bytes()
+    try:
+        file.unlink()
+        page.said.clear()
+        page.go(f"{url}#/episode?run=one&step=1&place=0")
+        assert f"its file is missing: {picture(1).key}" in page.value("document.body.innerText") and page.said == []
+    finally:
+        file.write_bytes(content)
 
 
 @needs_chromium
@@ -132,7 +177,11 @@ def test_a_run_that_goes_on_is_followed(runs: tuple[Path, Path], page: Page, url
     page.wait("performance.getEntriesByType('resource').filter(each => each.name.includes('api/runs')).length >= 3")
     assert page.value("document.querySelector('tbody tr td').innerText") == "1"
     page.value("document.activeElement.blur()")
+    for _ in range(2):
+        page.press("j")
+    chosen = page.value("document.querySelector('.chosen a').hash")
     page.wait("document.querySelector('tbody tr td').innerText == '2'")
+    assert page.value("document.querySelector('.chosen a').hash") == chosen, "a choice stays where rows are put before it"
     assert "step 2" in page.value("document.getElementById('runs').innerText")
 
 
@@ -153,5 +202,10 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     assert client.get("/api/episode", params=asked).json()["prompt"] == "", "nobody says where its tokenizer lies"
     (folder / "config.yaml").write_text(f"model: {{path: {random_model}}}\n")
     told = client.get("/api/episode", params=asked).json()
-    assert told["has_words"] and told["prompt"] == prompt.replace("<|image_pad|>" * 16, "<|image_pad|> \u00d7 16 ")
+    assert told["no_words"] == "" and told["prompt"] == prompt.replace("<|image_pad|>" * 16, "<|image_pad|> \u00d7 16 ")
     assert "".join(told["contexts"][0]["tokens"]) == prompt + "red<|im_end|>"
+    (folder / "config.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    told = TestClient(create_app(labelled([folder]), hosts=["testserver"])).get("/api/episode", params=asked).json()
+    assert re.match(rf"{tmp_path}/tokenizer.json cannot be read \(\S.*\)$", told["no_words"])
+    assert told["contexts"][0]["tokens"][0] == str(ids[0])

@@ -94,7 +94,9 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
         if not found:
             raise HTTPException(404, f"step {step} has no rollout {place}")
         shown = _episode(found[0][1], words(folder(run).path, folder(run).model()))
-        return _plain({**shown, "places": folder(run).places(step)})
+        before, after = folder(run).beside(step, place)
+        keys = [image.key for part in (*found[0][1].contexts, *found[0][1].turns) for image in part.images]
+        return _plain({**shown, "before": before, "after": after, "missing": folder(run).missing(keys)})
 
     @app.get("/picture/{run:path}/{key}.png")
     def picture(run: str, key: str) -> FileResponse:
@@ -151,14 +153,16 @@ def _image(image: Image) -> dict[str, Any]:
     return {"key": image.key, "tokens": image.num_tokens, "grid": list(image.grid)}
 
 
-def _episode(rollout: Rollout, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _episode(rollout: Rollout, told: Tokenizer | str) -> dict[str, Any]:
+    """`told`: the tokenizer, or why there is none."""
+    tokenizer = None if isinstance(told, str) else told
     plain = ("task", "example_id", "source", "group", "sample", "reason", "reward", "outcome", "dropped", "rewards")
     seconds = ("wall_s", "environment_s", "scoring_s")
     return {
         **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status), "end": str(rollout.end),
         "verdicts": [asdict(each) for each in rollout.verdicts],
         "turns": [_turn(turn) for turn in rollout.turns], "contexts": [_context(context, tokenizer) for context in rollout.contexts],
-        "has_words": tokenizer is not None, "prompt": _prompt(rollout, tokenizer),
+        "no_words": told if isinstance(told, str) else "", "prompt": _prompt(rollout, tokenizer),
         "first": [_image(image) for image in _first_shown(rollout)],
     }  # fmt: skip
 
@@ -189,13 +193,16 @@ def _context(context: Context, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"tokens": texts, "columns": columns, "images": [_image(image) for image in context.images]}
 
 
-def _tokenizer(run: Path, model: str) -> Tokenizer | None:
-    """Of the model that the run began with, or of what it left; None where neither is there."""
+def _tokenizer(run: Path, model: str) -> Tokenizer | str:
+    """Of the model that the run began with, or of what it left; where neither can be read, why."""
     for folder in (Path(model) if model else run / "final", run / "final"):
         file = folder / "tokenizer.json"
         if file.is_file():
-            return Tokenizer.from_file(str(file))
-    return None
+            try:
+                return Tokenizer.from_file(str(file))
+            except Exception as error:  # tokenizers 0.23 raises nothing more precise
+                return f"{file} cannot be read ({' '.join(str(error).split())[:200]})"
+    return "no tokenizer is at hand"
 
 
 def _finite(value: object) -> object:

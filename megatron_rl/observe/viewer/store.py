@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from megatron_rl.jsonl import MAX_LINE_BYTES, to_number
 from megatron_rl.observe.bank import SCHEMA, STEP, path_of, read_columns, read_rollouts, step_of, steps, summary
 from megatron_rl.observe.metrics import METRICS_FILE
-from megatron_rl.observe.recorder import FOLDER
+from megatron_rl.observe.recorder import FOLDER, name_of
 from megatron_rl.types import Rollout
 from megatron_rl.wire import from_record
 
@@ -127,10 +127,18 @@ class Folder:
             self._skipped[path] = " ".join(str(error).split())[:SHOWN_CHARACTERS]
             return None
 
-    def places(self, step: int) -> list[int]:
-        """Of a step's rollouts that the table has."""
-        table = self.table()
-        return table.filter(pc.equal(table["step"], step))["place"].to_pylist()
+    def beside(self, step: int, place: int) -> tuple[list[int] | None, list[int] | None]:
+        """Step and place of the rollouts before and after one, in the order in which they were played; None at an end."""
+        table = self.table().select(["step", "place"])
+        order = table.take(pc.sort_indices(table, sort_keys=[("step", "ascending"), ("place", "ascending")]))
+        at = pc.index(pc.and_(pc.equal(order["step"], step), pc.equal(order["place"], place)), True).as_py()
+        neighbors = [order.slice(each, 1).to_pylist() if at >= 0 <= each else [] for each in (at - 1, at + 1)]
+        before, after = ([row[0]["step"], row[0]["place"]] if row else None for row in neighbors)
+        return before, after
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Of these pictures those whose files are not there."""
+        return [key for key in dict.fromkeys(keys) if not (self.path / FOLDER / name_of(key)).is_file()]
 
     def rollouts(self, step: int, wanted: Callable[[Mapping[str, Any]], bool]) -> list[tuple[int, Rollout]]:
         """Those of a step whose row is wanted, without pixels, each with its place. ValueError: they cannot be read."""

@@ -39,7 +39,8 @@ function tokens(context, name, hasWords) {
 }
 
 // `frame`: width and height that the box is given in; without one the picture's own.
-function picture(run, image, box, frame) {
+function picture(run, missing, image, box, frame) {
+  if (missing.includes(image.key)) return el("span", { class: "hint" }, `its file is missing: ${image.key}`);
   const img = el("img", { src: `picture/${run.split("/").map(encodeURIComponent).join("/")}/${image.key}.png`, alt: `picture of ${image.tokens} tokens`, loading: "lazy" });
   const framed = el("span", { class: "picture" }, img);
   if (box) img.addEventListener("load", () => {
@@ -65,7 +66,7 @@ function verdicts(said) {
   return said.map(({ judge, prompt, value, wall_s }) => el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value))), el("div", {}, "asked for ", seconds(wall_s))));
 }
 
-function turn(run, each, place, first, said) {
+function turn(run, each, place, first, said, missing) {
   const box = each.call && boxOf(each.call);
   const parts = [el("h3", {}, `turn ${place + 1}`), el("pre", {}, each.text)];
   parts.push(el("div", { class: "facts" }, ...[["reward", each.reward], ["gain", each.gain], ["score", each.score]].filter(([, value]) => value)
@@ -73,8 +74,8 @@ function turn(run, each, place, first, said) {
     el("div", {}, "reply ", seconds(each.reply_s)), el("div", {}, each.call ? "tool " : "environment ", seconds(each.environment_s))));
   if (each.call) parts.push(el("h3", {}, `${each.call.tool}`), el("pre", { class: "code" }, each.call.source), el("pre", {}, each.call.text));
   if (each.call?.error) parts.push(el("pre", { class: "error" }, each.call.error));
-  if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, first, box, each.call.frame)));
-  if (each.images.length) parts.push(el("div", { class: "pictures" }, ...each.images.map(image => picture(run, image))));
+  if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, missing, first, box, each.call.frame)));
+  if (each.images.length) parts.push(el("div", { class: "pictures" }, ...each.images.map(image => picture(run, missing, image))));
   return el("div", { class: "card turn" }, ...parts, ...verdicts(said));
 }
 
@@ -85,7 +86,7 @@ export async function episodeView(at, main) {
   const select = el("select", {}, ...names.map(name => el("option", { value: name }, TITLES[name] || name)));
   select.value = names.includes(at.params.get("color")) ? at.params.get("color") : "engine_logprobs";
   const shown = el("div", {});
-  const paint = () => shown.replaceChildren(...found.contexts.map((context, number_) => el("div", { class: "card" }, el("h3", {}, `context ${number_ + 1}: ${context.tokens.length} tokens`), tokens(context, select.value, found.has_words))));
+  const paint = () => shown.replaceChildren(...found.contexts.map((context, number_) => el("div", { class: "card" }, el("h3", {}, `context ${number_ + 1}: ${context.tokens.length} tokens`), tokens(context, select.value, !found.no_words))));
   select.addEventListener("change", () => { const next = new URLSearchParams(at.params); next.set("color", select.value); history.replaceState(null, "", link("episode", next)); paint(); });
   paint();
   const facts = [["reward", found.reward], ["outcome", found.outcome], ...Object.entries(found.rewards), ["status", found.status], ["end", found.end], ["reason", found.reason],
@@ -94,17 +95,18 @@ export async function episodeView(at, main) {
     el("h2", {}, `${found.task} ${found.example_id}, step ${step}, sample ${found.sample} of `, el("a", { href: link("group", new URLSearchParams({ run, step, group: found.group })) }, `group ${found.group}`)),
     el("div", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
     ...verdicts(found.verdicts.filter(said => said.turn === null)),
-    ...(found.first.length ? [el("div", { class: "card" }, el("h3", {}, "shown first"), el("div", { class: "pictures" }, ...found.first.map(image => picture(run, image))))] : []),
+    ...(found.first.length ? [el("div", { class: "card" }, el("h3", {}, "shown first"), el("div", { class: "pictures" }, ...found.first.map(image => picture(run, found.missing, image))))] : []),
     ...(found.prompt ? [el("div", { class: "card" }, el("h3", {}, "prompt"), el("pre", {}, found.prompt))] : []),
-    ...found.turns.map((each, number_) => turn(run, each, number_, found.first[0], found.verdicts.filter(said => said.turn === number_))),
-    el("div", { class: "filters" }, el("label", {}, "tokens colored by", select), ...(found.has_words ? [] : [el("span", { class: "hint" }, "no tokenizer is at hand: ids")])), shown,
-    el("p", { class: "hint" }, "keys: j and k step through the step's rollouts, g opens the group"));
-  const go = by => {
-    const next = new URLSearchParams(at.params), other = found.places[found.places.indexOf(Number(place)) + by];
-    if (other === undefined) return;
-    next.set("place", String(other));
+    ...found.turns.map((each, number_) => turn(run, each, number_, found.first[0], found.verdicts.filter(said => said.turn === number_), found.missing)),
+    el("div", { class: "filters" }, el("label", {}, "tokens colored by", select), ...(found.no_words ? [el("span", { class: "hint" }, `${found.no_words}: ids`)] : [])), shown,
+    el("p", { class: "hint" }, "keys: j and k step through the run's rollouts, g opens the group, ? tells all"));
+  const go = other => {
+    if (!other) return;
+    const next = new URLSearchParams(at.params);
+    next.set("step", other[0]); next.set("place", other[1]);
     location.hash = link("episode", next);
   };
-  return { j: () => go(1), ArrowRight: () => go(1), k: () => go(-1), ArrowLeft: () => go(-1),
+  const [later, earlier] = [() => go(found.after), () => go(found.before)];
+  return { j: later, ArrowRight: later, k: earlier, ArrowLeft: earlier,
     g: () => { location.hash = link("group", new URLSearchParams({ run, step, group: found.group })); } };
 }

@@ -6,7 +6,9 @@ import { el, ask, number, route, link, replaceRoute } from "./parts.js";
 const main = document.getElementById("main"), banner = document.getElementById("banner");
 const FIRST = ["reward/mean", "eval/greedy_success", "loss", "grad_norm", "policy/entropy", "policy/kl_reference", "engine/logprob_gap_max", "rollout/turns"];
 const EVERY_MS = 5000; // between two looks at runs that may be under way
-let runs = [], keys = {};
+const KEYS = [["1, 2", "curves, rollouts"], ["/", "to what is searched or filtered for"], ["Escape", "out of a field"], ["j, k, arrows", "the next, the one before: of rollouts, of a group's members, of charts"],
+  ["Enter", "opens the chosen one"], ["g", "the group of a rollout"], ["?", "these keys"]];
+let runs = [], keys = {}, chosenLink = "";
 
 function views(at) {
   const own = new URLSearchParams();
@@ -45,6 +47,7 @@ async function curves(at) {
       el("div", { class: "charts" }, ...part.map(name => el("div", { class: "card" }, el("h3", {}, name), chart(name, series)))),
     ]));
     if (!found.length) charts.replaceChildren(el("p", { class: "hint" }, "no metric of this name"));
+    keys = choosing([...charts.querySelectorAll(".card")], place => link("curves", new URLSearchParams([...names.map(run => ["run", run]), ["find", found[place]]])));
   };
   box.addEventListener("input", () => { draw(); const next = new URLSearchParams(at.params); box.value ? next.set("find", box.value) : next.delete("find"); replaceRoute("curves", next); });
   draw();
@@ -104,7 +107,7 @@ async function rollouts(at) {
   banner.textContent = found.skipped.length ? `left out: ${found.skipped.join("; ")}` : "";
   main.replaceChildren(el("div", { class: "filters" }, ...FIELDS.map(filter)), pages,
     el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head, el("th", {}, "said"))), el("tbody", {}, ...body))),
-    el("p", { class: "hint" }, "keys: j and k choose a row, Enter opens it"));
+    el("p", { class: "hint" }, "keys: j and k choose a row, Enter opens it, ? tells all"));
   keys = choosing(body, place => to(found.rows[place]));
 }
 
@@ -119,17 +122,19 @@ async function group(at) {
     ...each.turns.map(turn => el("pre", {}, turn.text))));
   main.replaceChildren(el("h2", {}, `${run}, step ${step}, group ${at.params.get("group")}`),
     el("div", { class: "facts" }, el("div", {}, "mean reward ", el("b", {}, number(found.mean))), el("div", {}, "standard deviation ", el("b", {}, number(found.std)))),
-    el("div", { class: "members" }, ...members), el("p", { class: "hint" }, "keys: j and k choose a member, Enter opens it"));
+    el("div", { class: "members" }, ...members), el("p", { class: "hint" }, "keys: j and k choose a member, Enter opens it, ? tells all"));
   keys = choosing(members, place => link("episode", new URLSearchParams({ run, step, place: found.members[place].place })));
 }
 
-// Keys that step through `parts` of a view and open the chosen one.
+// Keys that step through `parts` of a view and open the chosen one, which stays chosen when the view is drawn again.
 function choosing(parts, to) {
-  let chosen = -1;
+  let chosen = parts.findIndex((_, place) => to(place) === chosenLink);
+  parts[chosen]?.classList.add("chosen");
   const choose = place => {
     chosen = Math.max(0, Math.min(parts.length - 1, place));
     parts.forEach((part, each) => part.classList.toggle("chosen", each === chosen));
     parts[chosen]?.scrollIntoView({ block: "nearest" });
+    if (parts[chosen]) chosenLink = to(chosen);
   };
   return { j: () => choose(chosen + 1), ArrowDown: () => choose(chosen + 1), k: () => choose(chosen - 1), ArrowUp: () => choose(chosen - 1),
     Enter: () => { if (parts[chosen]) location.hash = to(chosen); } };
@@ -167,9 +172,18 @@ async function follow() {
 
 addEventListener("hashchange", show);
 setInterval(() => { if (!document.hidden) follow(); }, EVERY_MS);
+const help = document.getElementById("help");
+help.replaceChildren(el("h2", {}, "keys"), el("table", {}, ...KEYS.map(([key, told]) => el("tr", {}, el("td", {}, key), el("td", {}, told)))));
+const EVERYWHERE = { 1: () => { location.hash = "#/curves"; }, 2: () => { location.hash = "#/rollouts"; },
+  "/": () => main.querySelector("input[type=search], .filters input")?.focus(), "?": () => help.open ? help.close() : help.showModal() };
 addEventListener("keydown", event => {
-  if (["INPUT", "SELECT"].includes(document.activeElement?.tagName) || event.ctrlKey || event.metaKey) return;
-  if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+  if (event.ctrlKey || event.metaKey || (help.open && event.key !== "?")) return;
+  if (["INPUT", "SELECT"].includes(document.activeElement?.tagName)) {
+    if (event.key === "Escape") document.activeElement.blur();
+    return;
+  }
+  const act = EVERYWHERE[event.key] || keys[event.key];
+  if (act) { event.preventDefault(); act(); }
 });
 ask("runs", {}).then(found => {
   runs = found;
