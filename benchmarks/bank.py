@@ -1,4 +1,4 @@
-"""What it costs to keep every rollout (run.record=all): seconds a step and bytes, of made-up steps of a game's size.
+"""What it costs to keep every rollout (run.record=all), seconds a step and bytes, and how fast the viewer shows them; of made-up steps.
 
     .venv/bin/python benchmarks/bank.py                              # 100,000 episodes, each with a picture of its own, in a bounded bank
     .venv/bin/python benchmarks/bank.py --tiny
@@ -9,16 +9,20 @@ PNG likes least. The share of a step's time is that of a real run: `time/record`
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
+import psutil
 from PIL import Image as pil
 
 from megatron_rl.observe.bank import Bank, path_of
 from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.observe.viewer.store import Folder, page_of
+from megatron_rl.services.kept import free_port
 from megatron_rl.types import ATTACHED, Context, Image, Rollout, Turn
 
 OBSERVED, SAMPLED, TURNS = 160, 40, 3
@@ -52,18 +56,40 @@ def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> N
         seconds.append(time.perf_counter() - begin)
     tenth = max(1, len(seconds) // 10)
     held = bank.figures()
-    begin = time.perf_counter()
-    table = Folder(folder).table()
-    page_of(table, sort="reward", descending=True, offset=0, limit=50)
-    opened, rows = time.perf_counter() - begin, table.num_rows
     kib = path_of(folder / FOLDER, len(seconds) - 1).stat().st_size / 1024 / per_step
-    print("| episodes | a step, s: median | first tenth | last tenth | kept | GB | gone | KiB each but for its picture | viewer opens, s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| episodes | a step, s: median | first tenth | last tenth | GB | gone | KiB each but for its picture |")
+    print("|---|---|---|---|---|---|---|")
     median, first, last = statistics.median(seconds), statistics.median(seconds[:tenth]), statistics.median(seconds[-tenth:])
     print(
-        f"| {episodes} in steps of {per_step} | {median:.3f} | {first:.3f} | {last:.3f} | {rows} | {held['bank/gb']:.2f} "
-        f"| {held['bank/episodes_gone']:.0f} | {kib:.1f} | {opened:.2f} |"
+        f"| {episodes} in steps of {per_step} | {median:.3f} | {first:.3f} | {last:.3f} | {held['bank/gb']:.2f} "
+        f"| {held['bank/episodes_gone']:.0f} | {kib:.1f} |"
     )
+
+
+def shown(folder: Path) -> None:
+    """What the page asks for when it is opened, then a filter and an episode, of a viewer that was just started."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(folder), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served, httpx.Client(trust_env=False, timeout=600) as client:
+        try:
+            url = served.stdout.readline().strip()
+
+            def seconds(what: str, **asked: object) -> tuple[float, dict | list]:
+                begin = time.perf_counter()
+                reply = client.get(f"{url}api/{what}", params=asked).raise_for_status()
+                return time.perf_counter() - begin, reply.json()
+
+            runs_s, (run,) = seconds("runs")
+            row_s, found = seconds("rollouts", run=run["name"], limit=50)
+            text_s, _ = seconds("rollouts", run=run["name"], text="heat the apple")
+            first = found["rows"][0]
+            episode_s, _ = seconds("episode", run=run["name"], step=first["step"], place=first["place"])
+            mib = psutil.Process(served.pid).memory_info().rss / 2**20
+        finally:
+            served.terminate()
+    print("\n| rollouts | opened (runs and rows), s | text filter, s | episode, s | MiB |")
+    print("|---|---|---|---|---|")
+    print(f"| {found['total']} | {runs_s + row_s:.2f} | {text_s:.2f} | {episode_s:.2f} | {mib:.0f} |")
 
 
 if __name__ == "__main__":
@@ -75,4 +101,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     sizes = {"episodes": 64, "per_step": 16, "limit_gb": 0.003} if given.tiny else {}
     with tempfile.TemporaryDirectory() as folder:
-        measure(Path(folder), **({"episodes": given.episodes, "per_step": given.per_step, "limit_gb": given.limit_gb} | sizes))
+        measure(Path(folder) / "run", **({"episodes": given.episodes, "per_step": given.per_step, "limit_gb": given.limit_gb} | sizes))
+        shown(Path(folder) / "run")

@@ -367,6 +367,6 @@ def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_bank() -> None:
-    """None is lost without being counted, and the limit bites."""
-    (row,) = rows(said_by("bank", "--tiny"))
-    assert row[0] == "64 in steps of 16" and int(row[4]) + int(row[6]) == 64 and 0 < int(row[4]) < 64
+    """None is lost without being counted, the limit bites, and the page shows what is left."""
+    kept, _, shown = rows(said_by("bank", "--tiny"))
+    assert kept[0] == "64 in steps of 16" and int(kept[5]) + int(shown[0]) == 64 and 0 < int(shown[0]) < 64

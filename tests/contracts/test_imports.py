@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,8 @@ DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/"
 HEAVY = ["vllm", "megatron"]
 OF_SERVERS = PACKAGE / "rollout" / "vllm" / "served.py"
 """What a server of vLLM imports, and nobody else."""
+OF_GAMES = set() if find_spec("fast_downward") else {PACKAGE / "tasks" / "alfworld" / "engine.py"}
+"""What cannot be imported without launch/install_alfworld.sh."""
 NEVER_LOADS = {
     "config": [*HEAVY, "torch", "transformers"],
     "sweeps": [*HEAVY, "torch", "transformers"],
@@ -210,7 +213,7 @@ def loaded() -> dict[str, set[str]]:
             room: [
                 ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
                 for path in files_of(room)
-                if path != OF_SERVERS
+                if path not in {OF_SERVERS, *OF_GAMES}
             ]
             for room in row
         }
