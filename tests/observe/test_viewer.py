@@ -301,7 +301,7 @@ VIEWS = {
         "judge j, evidence 2 0.25",
         "judge &lt;b&gt;j, whole 1 1asked for 2.5 s",
         "reply 0.5 stool 1.25 s",
-        "entropy",
+        "6 tokens, entropy from 0.5 to 0.75",
     ],
     "episode?run=demo&step=11&place=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],
 }
@@ -333,4 +333,5 @@ def test_in_a_browser(view: str, width: int, served: str, tmp_path: Path, reques
     assert pixels.shape[1] == width and pixels.std() > 5, "something is drawn"
     copies = request.config.getoption("--screenshots")
     if copies is not None:
+        copies.mkdir(parents=True, exist_ok=True)
         shutil.copy(shot, copies / f"{re.sub(r'[^a-z0-9]+', '_', view)}_{width}.png")

@@ -20,10 +20,27 @@ function tint(value, low, high) {
   return `color-mix(in srgb, #f08c00 ${Math.round(75 * (value - low) / (high - low))}%, transparent)`;
 }
 
-function tokens(context, name, hasWords) {
+// The least and the largest of what is colored; infinite where nothing is.
+function range(context, name) {
   const values = name === PLAIN ? null : column(context, name), mask = context.columns.loss_mask;
   const known = values ? values.filter((value, place) => value !== null && (mask[place] || name === "loss_mask")) : [];
-  const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  return [known.reduce((a, b) => Math.min(a, b), Infinity), known.reduce((a, b) => Math.max(a, b), -Infinity)];
+}
+
+// What the colors of a context's tokens mean: its range, in its own colors.
+function legend(context, name) {
+  const [low, high] = range(context, name);
+  if (low > high) return [];
+  return [", ", TITLES[name] || name, " from ", ...[low, high].flatMap((value, place) => {
+    const shown = el("span", { class: "sampled" }, number(value));
+    shown.style.backgroundColor = tint(value, low, high);
+    return place ? [" to ", shown] : [shown];
+  })];
+}
+
+function tokens(context, name, hasWords) {
+  const values = name === PLAIN ? null : column(context, name), mask = context.columns.loss_mask;
+  const [low, high] = range(context, name);
   const spans = [], told_of = [...Object.keys(context.columns), GAP].map(each => [TITLES[each] || each, column(context, each)]);
   for (let place = 0; place < context.tokens.length; place++) {
     let last = place;
@@ -86,7 +103,9 @@ export async function episodeView(at, main) {
   const select = el("select", {}, ...names.map(name => el("option", { value: name }, TITLES[name] || name)));
   select.value = names.includes(at.params.get("color")) ? at.params.get("color") : "engine_logprobs";
   const shown = el("div", {});
-  const paint = () => shown.replaceChildren(...found.contexts.map((context, number_) => el("div", { class: "card" }, el("h3", {}, `context ${number_ + 1}: ${context.tokens.length} tokens`), tokens(context, select.value, !found.no_words))));
+  const paint = () => shown.replaceChildren(...found.contexts.map((context, number_) => el("div", { class: "card" },
+    el("h3", {}, `context ${number_ + 1}: ${context.tokens.length} tokens`, ...legend(context, select.value)),
+    tokens(context, select.value, !found.no_words))));
   select.addEventListener("change", () => { const next = new URLSearchParams(at.params); next.set("color", select.value); history.replaceState(null, "", link("episode", next)); paint(); });
   paint();
   const facts = [["reward", found.reward], ["outcome", found.outcome], ...Object.entries(found.rewards), ["status", found.status], ["end", found.end], ["reason", found.reason],
