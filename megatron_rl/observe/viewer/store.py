@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,7 +110,8 @@ class Folder:
         for gone in (self._tables.keys() | self._skipped.keys()) - {*paths, self.path / METRICS_FILE}:
             self._tables.pop(gone, None)
             self._skipped.pop(gone, None)
-        tables = [self._table(path) for path in paths]
+        with ThreadPoolExecutor() as readers:  # pyarrow lets others read while it does
+            tables = list(readers.map(self._table, paths))
         return pa.concat_tables([TABLE.empty_table(), *(each for each in tables if each is not None)])
 
     def _table(self, path: Path) -> pa.Table | None:
