@@ -41,8 +41,10 @@ def seen() -> list[Gpu]:
     return [Gpu(name=device.name, memory=device.total_memory) for device in found]
 
 
-def check_gpus(settings: Settings, world: World, *, needed: int) -> None:
-    """ValueError: a run cannot start on this node's GPUs. `needed` are the plan's bytes on the fullest, 0 where there is no plan."""
+def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | OSError) -> None:
+    """ValueError: a run cannot start on this node's GPUs. `needed` are the plan's bytes on the fullest, 0 where there is no plan; or why
+    none could be made, which is raised where the GPUs go together: of a slice, or of the smallest of two kinds, a plan says the wrong thing.
+    """
     devices, driver = seen(), driver_of(DRIVER)
     troubles = []
     if driver and torch.version.cuda and settings.engine.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN:
@@ -51,10 +53,13 @@ def check_gpus(settings: Settings, world: World, *, needed: int) -> None:
         mine = devices[: world.local_size]
         troubles += misfits(settings, mine, num_ranks=world.size)
         free = shutil.disk_usage(SHARED_MEMORY).free
-        troubles += [too_small(settings, mine, needed=needed), lack_of_shared_memory(free, len(mine), each=SHARED_LEAST)]
+        small = too_small(settings, mine, needed=needed) if isinstance(needed, int) else ""
+        troubles += [small, lack_of_shared_memory(free, len(mine), each=SHARED_LEAST)]
     told = next(filter(None, troubles), "")
     if told:
         raise ValueError(told)
+    if not isinstance(needed, int):
+        raise needed
 
 
 def misfits(settings: Settings, mine: Sequence[Gpu], *, num_ranks: int) -> list[str]:

@@ -133,8 +133,6 @@ def planned_bytes(settings: Settings, own: Own, *, world: World) -> int | ValueE
 
 def prepared(settings: Settings, own: Own, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]) -> Task:
     """The task, and what can be known of a run before anything of it is built. `needed`: see planned_bytes; `splits` must have examples."""
-    if not isinstance(needed, int):
-        raise needed
     check_gpus(settings, world, needed=needed)
     task = build_task(settings.task, own)
     check(settings, world.size, own)

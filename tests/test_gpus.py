@@ -1,5 +1,6 @@
 """GPUs that a run cannot start on are refused in one line, by the run itself, before a model is loaded. Torch's answers are planted."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,24 @@ def refusal(settings: Settings, world: World, *, needed: int = 0) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shared", "line"),
+    [
+        ([H100] * 7 + [L4], 8 << 30, "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold"),
+        ([SLICE] * 8, 8 << 30, "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones;"),
+        ([L4] * 8, 64 << 20, "/dev/shm: 0.06 GiB are free, NCCL may need 2.0;"),
+        ([L4] * 8, 8 << 30, "engine.gpu_memory_utilization=0.9: no room"),
+    ],
+)
+def test_what_gpus_are_is_told_before_a_plan_that_fails_on_them(
+    gpus: Sequence[Gpu], shared: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of the smallest GPU says that the engine has no room, which is not what is wrong with a slice or with one L4 among H100s."""
+    plant(monkeypatch, tmp_path, gpus, shared=shared)
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        start.prepared(settings, Own(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
 
 
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
