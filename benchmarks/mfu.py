@@ -14,6 +14,7 @@ gradient, 2 for the tower, whose patches have none either, and nothing for the a
 """
 
 import argparse
+import os
 import re
 import resource
 import time
@@ -33,7 +34,7 @@ from megatron_rl.plan.devices import GPUS
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Batch, Context, Image
-from megatron_rl.world import connect, gather, place
+from megatron_rl.world import connect, expand_segments, gather, place, return_freed_blocks
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::nonzero")
 """As torch's profiler names them; the last two wait for a GPU and for nothing on a CPU."""
@@ -106,6 +107,10 @@ def main() -> None:
     world, model = place(), read_spec(given.model, key="--model")
     parallel = ParallelSettings(tp=given.tp, pp=given.pp, sequence_parallel=given.sequence_parallel, recompute=given.recompute)
     check_layout(parallel, model, world.size)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as megatron_rl/cli does
+    return_freed_blocks()
+    if world.device.type == "cuda":
+        expand_segments()
     connect(world, timeout_s=1800)
     settings = ModelSettings(path=str(given.model), dtype=given.dtype)
     policy = Policy(

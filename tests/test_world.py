@@ -2,12 +2,14 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from megatron_rl.world import connect, expand_segments, place
-from tests.conftest import SUPPORT
+from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 
 
@@ -50,6 +52,26 @@ def test_segments_grow_unless_the_user_says_something(monkeypatch: pytest.Monkey
     expand_segments()
     assert torch._C._accelerator_getAllocatorSettings() == told and dict(os.environ) == before
     torch._C._accelerator_setAllocatorSettings("")
+
+
+LOOK = """
+import os, sys
+class Look:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            sys.exit(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "nothing"))
+sys.meta_path.insert(0, Look)
+import megatron_rl.cli
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
+def test_megatron_may_count_on_one_queue_before_torch_is_there(given: dict[str, str], told: str) -> None:
+    """At the door, which is imported before torch; what the user says stands."""
+    others = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    command = [sys.executable, "-c", LOOK]
+    ended = subprocess.run(command, env=others | given, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr.strip() == told
 
 
 def test_freed_blocks_leave_though_others_lie_between_them() -> None:

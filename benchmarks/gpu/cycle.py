@@ -49,7 +49,7 @@ from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm import core
 from megatron_rl.types import Context
-from megatron_rl.world import connect, place
+from megatron_rl.world import connect, expand_segments, place, return_freed_blocks
 
 T = TypeVar("T")
 PLANNED = ("rollout", "sync", "update")
@@ -148,8 +148,11 @@ def credited(said: list[tuple[Context, Completion]]) -> list[WeightedContext]:
 
 
 def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, LocalEngine, Renderer]:
-    """In the order of start.py: the engine finds the device free."""
+    """In the order of start.py, with the memory of a run: the engine finds the device free."""
     world = place()
+    return_freed_blocks()
+    if world.device.type == "cuda":
+        expand_segments()
     ledger.phase("-", "connect", lambda: connect(world, timeout_s=600))
     renderer = Renderer(settings.model)
     patches = partial(renderer.patches, picture_of=lambda image: image.picture)
@@ -211,7 +214,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a Qwen2.5-VL folder with a tokenizer")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of both sides")
     parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--recompute", default="full", choices=["none", "selective", "full"])
+    parser.add_argument("--recompute", default="full", choices=["none", "selective", "vision", "full"])
     parser.add_argument("--eager", action="store_true", help="the engine without compilation and CUDA graphs")
     parser.add_argument("--utilization", type=float, default=0.5, help="engine.gpu_memory_utilization")
     parser.add_argument("--gpu", default=gpu_here(), choices=[*GPUS, ""], help="whose plan is printed; default: the device here")
