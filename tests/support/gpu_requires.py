@@ -1,0 +1,58 @@
+"""What each pin of requirements/gpu.txt demands, out of pip's own reports: written into tests/contracts/gpu_requires.json by hand.
+
+    pip install --dry-run --no-deps --ignore-installed --use-feature=fast-deps --report r.json -r requirements/gpu.txt       # Python 3.11
+    pip install --dry-run --no-deps --ignore-installed --use-feature=fast-deps --report t.json torch===2.13.0
+    python -m tests.support.gpu_requires r.json t.json
+
+No wheel is fetched whole. The second asks for CUDA's torch where pip would rather take a CPU's (torch 2.13.0+cpu).
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ENVIRONMENT = {
+    "python_version": "3.11", "python_full_version": "3.11.9", "implementation_name": "cpython", "os_name": "posix",
+    "platform_python_implementation": "CPython", "sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64",
+}  # fmt: skip
+"""Which the lock is for."""
+REQUIRES = Path(__file__).resolve().parents[1] / "contracts" / "gpu_requires.json"
+
+
+def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
+    """Whether it is demanded there, of a package that is installed with these extras."""
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate(ENVIRONMENT | {"extra": extra}) for extra in ("", *extras))
+
+
+def asked_extras(requires: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
+    """By package, the extras that others want of it, and what these bring in turn."""
+    found: dict[str, set[str]] = {name: set() for name in requires}
+    size = -1
+    while size != (size := sum(map(len, found.values()))):
+        for name, demands in requires.items():
+            for requirement in map(Requirement, demands):
+                if applies(requirement, found[name]):
+                    found.setdefault(canonicalize_name(requirement.name), set()).update(requirement.extras)
+    return found
+
+
+def main() -> None:
+    read = [entry["metadata"] for path in sys.argv[1:] for entry in json.loads(Path(path).read_text())["install"]]
+    known = {canonicalize_name(each["name"]): each for each in read}  # a later report wins
+    requires = {name: each.get("requires_dist") or [] for name, each in known.items()}
+    extras = asked_extras(requires)
+    rows = {}
+    for name, each in sorted(known.items()):
+        kept = sorted(text for text in requires[name] if applies(Requirement(text), extras[name]))
+        rows[f"{name}=={each['version']}"] = [f"python{each.get('requires_python') or ''}", *kept]
+    lines = (f"{json.dumps(name)}: {json.dumps(kept)}" for name, kept in rows.items())
+    REQUIRES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
