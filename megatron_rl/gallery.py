@@ -18,7 +18,7 @@ from PIL import Image as pil
 from PIL.Image import Image as Picture
 
 from megatron_rl.types import ATTACHED, Context, Image, Rollout
-from megatron_rl.world import gather
+from megatron_rl.world import gather, gather_exact
 
 T = TypeVar("T")
 KINSHIP = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
@@ -62,13 +62,13 @@ class Gallery:
 
     def share(self, mine: T) -> list[T]:
         """What every rank says of its rollouts, before they come together."""
-        return gather(mine, group=self._group)
+        return gather_exact(mine, group=self._group)
 
     def gather(self, mine: list[Rollout] | None) -> list[Rollout]:
         """The rollouts of all ranks on every rank (None: this one leads no engine). Those of others come without their pictures."""
         if self._size == 1:
             return list(mine or [])
-        parts = gather(None if mine is None else _words_of(mine), group=self._group)
+        parts = gather_exact(None if mine is None else _words_of(mine), group=self._group)
         rollouts: list[Rollout] = []
         for rank, words in enumerate(parts):
             if words is None:

@@ -43,8 +43,8 @@ def seen() -> list[Gpu]:
 
 def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | OSError) -> None:
     """ValueError: a run cannot start on this node's GPUs. `needed` are the plan's bytes on the fullest, 0 where there is no plan; or why
-    none could be made, which is raised where the GPUs go together: of a slice, or of the smallest of two kinds, a plan says the wrong thing.
-    """
+    none could be made, which is raised where the GPUs go together: of a slice, or of the smallest of two kinds, a plan says what is wrong
+    with another thing."""
     devices, driver = seen(), driver_of(DRIVER)
     troubles = []
     if driver and torch.version.cuda and settings.engine.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN:

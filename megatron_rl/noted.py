@@ -11,7 +11,7 @@ from megatron_rl.algo.algorithms import needs_old
 from megatron_rl.batch import read_back
 from megatron_rl.config import Settings
 from megatron_rl.types import Batch, Origin, Rollout, Rows
-from megatron_rl.world import gather
+from megatron_rl.world import gather_exact
 
 
 class Notes:
@@ -45,6 +45,6 @@ def notes_of(settings: Settings) -> Notes | None:
 
 def attach(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
     """Write what a network said of this rank's tokens, and of all others', to the contexts they are of."""
-    for columns in gather(read_back(rollouts, batches, numbers)):
+    for columns in gather_exact(read_back(rollouts, batches, numbers)):
         for (rollout, context), values in columns.items():
             rollouts[rollout].contexts[context].attach(column, values)

@@ -6,10 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.gallery import Hanging, _rollouts_of, _words_of, hang
+from megatron_rl import gallery, world
+from megatron_rl.gallery import Gallery, Hanging, _rollouts_of, _words_of, hang
 from megatron_rl.observe.recorder import read
 from megatron_rl.types import ATTACHED, Context, Image, Rollout
 from tests.conftest import SUPPORT
@@ -108,6 +110,34 @@ def test_the_words_of_a_token_take_few_bytes() -> None:
     assert size(10_100, 100) - base == pytest.approx(5 * 10_000, rel=0.01)
     assert size(100, 10_100) - base == pytest.approx(17 * 10_000, rel=0.01)
     assert base < 5 * 100 + 17 * 100 + 1500
+
+
+def words_sent(monkeypatch: pytest.MonkeyPatch, *, groups: int, ranks: int) -> int:
+    """Bytes that the first rank hands to the collectives of Gallery.gather, in a world whose other ranks have what they would say, and are
+    not there: 8 episodes of 600 tokens for each of the first `groups`, of one rank each; the others lead no engine."""
+    parts = [[rollout_of(500, 100) for _ in range(8)] if rank < groups else None for rank in range(ranks)]
+    said = [pickle.dumps(None if part is None else _words_of(part)) for part in parts]
+    sent = []
+
+    def all_reduce(tensor: torch.Tensor, group: object) -> None:
+        """Sums of what the first rank has, and nobody else has there, and of what the others have."""
+        sent.append(tensor.nbytes)
+        everyones = torch.tensor(list(map(len, said)) if tensor.dtype == torch.int64 else list(b"".join(said)), dtype=tensor.dtype)
+        assert torch.equal(tensor[tensor != 0], everyones[: len(tensor)][tensor != 0])
+        tensor.copy_(everyones)
+
+    for name, told in {"get_world_size": lambda: ranks, "get_rank": lambda: 0, "all_reduce": all_reduce}.items():
+        monkeypatch.setattr(world.dist, name, told)
+    monkeypatch.setattr(gallery, "gather", lambda mine, group: [mine] * ranks)
+    assert len(Gallery(patch=14).gather(parts[0])) == 8 * groups
+    return sum(sent)
+
+
+def test_words_take_no_more_in_a_larger_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 32 groups on 32 ranks, and on 1,024, of which 992 add two small numbers each. Twice the groups are twice the bytes."""
+    small, large, twice = (words_sent(monkeypatch, groups=groups, ranks=ranks) for groups, ranks in ((32, 32), (32, 1024), (64, 64)))
+    assert 0 < large - small <= 992 * 16
+    assert twice == pytest.approx(2 * small, rel=0.01)
 
 
 def test_every_column_travels() -> None:

