@@ -120,6 +120,21 @@ def test_what_rounds_to_bfloat16_is_corrected_and_nothing_else_is(experiment: st
     assert rounds == (experiment in RECIPES)
 
 
+SLOWEST = 50
+"""Tokens a second of one of an engine's 64 to 128 running sequences: estimated 50 to 70 for 7B on an H200."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_episode_that_rambles_ends_long_before_others_stop_waiting(recipe: str) -> None:
+    """All ranks wait for the last episode of a step. Where one may sample for longer than five minutes its time is limited, to no less than
+    twice what its tokens take, and to a fraction of what ranks wait for each other."""
+    settings = settings_of(f"experiment={recipe}")
+    task, most = settings.task, settings.engine.max_model_len
+    longest = min(task.max_turns * task.max_tokens_per_turn, most) / SLOWEST
+    assert (task.max_seconds > 0) == (longest > 300), (recipe, longest)
+    assert task.max_seconds == 0 or 2 * longest <= task.max_seconds <= settings.parallel.skew_s / 4
+
+
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 4, 1), (2, 2, 7), (4, 2, 1), (4, 7, 2)])
 def test_every_share_of_other_layouts(tp: int, pp: int, vpp: int) -> None:
     """Ranks together hold the model once, but for the whole tensors, which each tensor-parallel rank holds."""
