@@ -23,6 +23,7 @@ from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.parts import build_critic, build_policy
 from megatron_rl.plan.devices import at_hand
 from megatron_rl.plan.dry import dry_run
+from megatron_rl.plan.host import host_misfit
 from megatron_rl.plan.memory import plan
 from megatron_rl.policy.kernels import transformer_engine_trouble
 from megatron_rl.policy.parallel import build_layout, leave_layout
@@ -117,8 +118,9 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
 
 
 def planned_bytes(settings: Settings, own: Own, *, world: World) -> int | ValueError | OSError:
-    """What the plan needs of the fullest GPU, of the memory that the smallest one here has, or why there is no plan; 0 on CPUs, and on all
-    but the first process of a node. Before the processes meet: the plan makes up a world of its own, what is wrong is for all to hear."""
+    """What the plan needs of the fullest GPU, of the memory that the smallest one here has, or why there is none that fits: main memory
+    counts where it is stated, for what a run may need of it is seldom needed at once. 0 on CPUs, and on all but the first process of a
+    node. Before the processes meet: the plan makes up a world of its own, what is wrong is for all to hear."""
     if world.device.type != "cuda" or not world.is_first_here:
         return 0
     try:
@@ -126,7 +128,10 @@ def planned_bytes(settings: Settings, own: Own, *, world: World) -> int | ValueE
         check_sizes(settings, model, world.size, own)
         memory = min(gpu.memory for gpu in seen()[: world.local_size])
         settings = replace(settings, run=replace(settings.run, gpu=at_hand(memory, named=settings.run.gpu)))
-        return plan(model, settings, world_size=world.size, has_values=has_critic(settings, own), memory=memory).peak
+        given = {"has_values": has_critic(settings, own), "has_boxes": has_boxes(settings, own), "memory": memory}
+        planned = plan(model, settings, world_size=world.size, **given)
+        misfit = host_misfit(planned.host, settings, world_size=world.local_size, here=True) if settings.run.host_gb else ""
+        return ValueError(misfit) if misfit else planned.peak
     except (ValueError, OSError) as trouble:
         return trouble
 

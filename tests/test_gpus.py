@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,6 +175,29 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     with pytest.raises(ValueError, match="^model.path=nowhere: "):  # where the ranks are together
         start.prepared(lost, Own(), world=ALONE, needed=told, splits=())
     assert start.planned_bytes(settings, Own(), world=replace(NODE, local_rank=3)) == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "there", "line"),
+    [
+        (5, 10**12, "run.host_gb=5: its 5.0 GB are less than the "),
+        (1000, 5 * 10**9, "run.host_gb=1000: this machine's 5.0 GB are less than the "),
+        (1000, 10**12, ""),
+        (0, 5 * 10**9, ""),
+    ],
+)
+def test_main_memory_that_is_stated_is_a_gate(
+    stated: int, there: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the run itself, not of its dry run alone; and no more of it is counted than this machine has. Three processes of a node."""
+    plant(monkeypatch, tmp_path, [L4] * 3)
+    monkeypatch.setattr("megatron_rl.plan.host.psutil.virtual_memory", lambda: SimpleNamespace(total=there))
+    settings = replace(settings, run=replace(settings.run, host_gb=stated))
+    told = start.planned_bytes(settings, Own(), world=replace(NODE, size=6, local_size=3))
+    if line:
+        assert isinstance(told, ValueError) and str(told).startswith(line) and "that 3 processes may need at most" in str(told)
+    else:
+        assert isinstance(told, int) and told > 0
 
 
 def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,13 +44,14 @@ def plan_host(found: Sequence[Share], model: ModelSpec, settings: Settings, *, w
     return max(plans, key=lambda host: host.total)
 
 
-def host_misfit(host: HostPlan, settings: Settings, *, world_size: int) -> str:
-    """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing."""
-    ranks, stated = min(world_size, GPUS_A_NODE), settings.run.host_gb
-    room, needed = stated * GB or psutil.virtual_memory().total, ranks * host.total
+def host_misfit(host: HostPlan, settings: Settings, *, world_size: int, here: bool = False) -> str:
+    """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing.
+    here: the run is on this machine, which may have less than is stated."""
+    ranks, stated, own = min(world_size, GPUS_A_NODE), settings.run.host_gb, psutil.virtual_memory().total
+    room, needed = min(stated * GB or own, own) if here else stated * GB or own, ranks * host.total
     if needed <= room:
         return ""
-    whose = f"its {in_gb(room)} are" if stated else f"this machine's {in_gb(room)} are"
+    whose = f"its {in_gb(room)} are" if room == stated * GB else f"this machine's {in_gb(room)} are"
     remedy = (
         "state another node's memory by run.host_gb, or lower engine.max_images, task.max_pixels, task.sandbox.size or memory_mib, "
         "or what is offloaded"
