@@ -62,7 +62,7 @@ def host_misfit(host: HostPlan, settings: Settings, *, world_size: int, here: bo
 
 def _plan_host(share: Share, settings: Settings, *, replicas: int, seen: int, boxes: int) -> HostPlan:
     held, parallel = share.held, settings.parallel
-    state = (held.main or held.moments // 2) * 4 if parallel.offload_optimizer else 0  # weights, gradients, both moments
+    state = share.pinned + held.moments if parallel.offload_optimizer else 0
     references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it changes places with the current
     copies = share.policy.parameters * references + (held.parameters if parallel.offload_parameters else 0)
     written = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place

@@ -51,6 +51,9 @@ class Share:
     num_parameters: int
     num_trained: int
     policy: Footprint
+    pinned: int
+    """Bytes of page-locked main memory where its optimizer is on the host: copies of main weights and of gradients, fp32, each of which
+    torch rounds up to a power of two (2.13, ATen/core/CachingHostAllocator.h, allocate)."""
     critic: Footprint = NOTHING
     """Of one with a trunk of its own."""
 
@@ -89,10 +92,10 @@ def _share(model: ModelSpec, settings: Settings, *, has_values: bool) -> Share:
     values = {"value_sizes": critic.head_sizes, "normalizes": critic.normalize_returns} if has_values else {}
     is_own = has_values and critic.trunk == "own"
     with megatron_without_memory():
-        policy, footprint = _network(model, settings, layout, lora=settings.lora, heads=Heads(**({} if is_own else values)))
-        own, own_footprint = nn.ModuleList(), NOTHING
+        policy, footprint, pinned = _network(model, settings, layout, lora=settings.lora, heads=Heads(**({} if is_own else values)))
+        own, own_footprint, own_pinned = nn.ModuleList(), NOTHING, 0
         if is_own:
-            own, own_footprint = _network(
+            own, own_footprint, own_pinned = _network(
                 critic_spec(model, settings), settings, layout, lora=critic.lora, heads=Heads(speaks=False, **values)
             )
     parameters = [*policy.parameters(), *own.parameters()]
@@ -102,6 +105,7 @@ def _share(model: ModelSpec, settings: Settings, *, has_values: bool) -> Share:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         policy=footprint,
+        pinned=pinned + own_pinned,
         critic=own_footprint,
     )
 
@@ -111,10 +115,15 @@ def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
     return known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
 
 
-def _network(model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: Heads) -> tuple[nn.ModuleList, Footprint]:
+def _network(
+    model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: Heads
+) -> tuple[nn.ModuleList, Footprint, int]:
+    """A network, what it holds, and what its optimizer would pin."""
     chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
     parallel = with_gradients(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_reductions)
-    return chunks, held_by(parallel, build_optimizer(settings.optim, parallel, offload=False))
+    optimizer = build_optimizer(settings.optim, parallel, offload=False)
+    stepped = [4 * p.numel() for group in optimizer.param_groups for p in group["params"]]
+    return chunks, held_by(parallel, optimizer), 2 * sum(1 << (size - 1).bit_length() for size in stepped)
 
 
 def held_by(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Footprint:

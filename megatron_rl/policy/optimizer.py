@@ -1,5 +1,6 @@
 """Megatron's gradient buffers, optimizer and learning-rate schedule from our settings; which parts are trained, and how fast."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -74,7 +75,17 @@ def build_optimizer(
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             # It is given main weights, which are fp32 already. megatron-core 0.16.1 looks for other ones when it has loaded: KeyError.
             part.optimizer.param_update_in_fp32 = False
+    if offload:
+        _let_go()
     return optimizer
+
+
+def _let_go() -> None:
+    """Megatron builds an optimizer on the host twice (0.16.1, distrib_optimizer.py, __init__), first for the parameters as they are: every
+    one of them pinned, and once more in fp32. That one holds itself by its hooks, and torch keeps what was pinned for the next who asks."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._C._host_emptyCache()  # torch 2.13, cuda/graphs.py
 
 
 def take_step(optimizer: MegatronOptimizer) -> float:

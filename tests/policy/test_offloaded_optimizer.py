@@ -3,6 +3,7 @@
 What stands in is what asks for a device: streams, pinned memory, and that a parameter is on CUDA.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -102,6 +103,23 @@ def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_
             step(policy, random_model, number)
         assert bits(resumed) == bits(whole)
     assert bits(whole) != saved
+
+
+def test_the_first_of_two_that_megatron_builds_is_gone(world: None, offloaded: None, random_model: Path) -> None:
+    """It has pinned every parameter, and is a ring that nobody else holds."""
+    gc.collect()
+    before = num_alive()
+    gc.disable()
+    try:
+        policy = policy_of(random_model)
+        assert num_alive() - before == 1
+    finally:
+        gc.enable()
+    assert isinstance(policy.network.optimizer.chained_optimizers[0].optimizer, HybridDeviceOptimizer)
+
+
+def num_alive() -> int:
+    return sum(isinstance(each, HybridDeviceOptimizer) for each in gc.get_objects())
 
 
 def test_it_steps_as_the_optimizer_on_the_device_does(
