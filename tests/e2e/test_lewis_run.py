@@ -1,0 +1,134 @@
+"""A speaker in training beside a listener as it is started, real engines both: what it is paid is what the listener says, asked by hand.
+
+The listener is killed in the middle and started anew: rollouts fail and are played again, and nobody is paid a 0 for it.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.data.records import Records
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.recorder import read
+from megatron_rl.types import Rollout
+from tests.conftest import ROOT
+from tests.support import forked
+from tests.support.model_servers import Started, as_base64, start
+from tests.support.taught_speaker import rounds, taught
+from tools.data.make_tiny_qwen2_5_vl import make
+
+pytestmark = pytest.mark.timeout(600)
+SIZES = (
+    "model.min_pixels=7056", "model.max_pixels=7100", "engine.kv_cache_mib=32", "engine.max_model_len=512", "task.max_tokens_per_turn=48",
+    "batch.prompts_per_step=4", "batch.group_size=4", "run.record_best=16", "run.record_worst=0", "task.data.max_eval=2", "optim.lr=1e-5",
+)  # fmt: skip
+HASTY = ("task.listener.tries=2", "task.listener.backoff_s=0.1", "task.listener.patience_s=0.2")
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A run that has ended well, and the listener that it asked, as it was started the second time."""
+
+    home: Path
+    said: str
+    listener: Started
+
+    @property
+    def run(self) -> Path:
+        return self.home / "run"
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All of its training."""
+        return [entry.rollout for step in range(STEPS) for entry in read(self.run / "rollouts" / f"step_{step:06d}.jsonl")]
+
+
+def wait_for(path: Path, words: str, run: forked.Process) -> None:
+    deadline = time.monotonic() + 300
+    while not (path.exists() and words in path.read_text()):
+        assert time.monotonic() < deadline and run.poll() is None, run.output.read_text()[-6000:]
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    home = tmp_path_factory.mktemp("lewis")
+    rounds(home)
+    make(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
+    with ThreadPoolExecutor(1) as beside:
+        starting = beside.submit(start, "listener", home / "listener")
+        speaker = taught(home / "speaker", words=home / "rounds" / "words.txt")
+    listener = starting.result()
+    data = (f"task.data.train=[{home}/rounds/speaker:train]", f"task.data.eval=[{home}/rounds/speaker:test]")
+    own = (f"task.data.images={home}/pictures", f"task.listener.urls=[{listener.url}]", f"task.options.log={home}/log.jsonl")
+    words = ("task=lewis_speaker", f"model.path={speaker}", f"run.dir={home}/run", f"run.steps={STEPS}", *data, *own, *SIZES, *HASTY)
+    run = forked.Process(ROOT / "launch" / "train.py", *words)
+    try:
+        wait_for(home / "run" / "metrics.jsonl", "\n", run)
+        listener.process.kill()
+        listener.process.wait()
+        wait_for(run.output, "rollouts failed", run)
+        listener = start("listener", home / "listener", "--port", urlsplit(listener.url).port)
+        said, _ = run.communicate(300)
+        assert run.returncode == 0, said[-6000:]
+        yield Played(home, said, listener)
+    finally:
+        run.kill()
+        listener.process.kill()
+        listener.process.wait()
+
+
+def accuracy_by_hand(played: Played, rollout: Rollout) -> float | None:
+    """soft_gated of a recorded rollout: its words cut out here, its candidates' files read by the data's row, the listener asked over HTTP,
+    and its p(yes) made a reward as the game's own service does. None of one whose tags are not all there: sampled words may be any."""
+    text, row = rollout.turns[-1].text, Records([f"{played.home}/rounds/speaker:train"], images_root="")[int(rollout.example_id[6:])].row
+    parts = [re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("thinking", "coarse", "detailed")]
+    if [len(found) for found in parts] != [1, 1, 1]:
+        return None
+    words = f"{parts[1][0].strip()} {parts[2][0].strip()}"
+    question = f'Does this description, "{words}", describe the main subject of the image? Answer yes or no.'
+    files = [{"base64": as_base64((played.home / "pictures" / path).read_bytes())} for path in row["ret_paths"]]
+    answer = played.listener.post("/score", {"candidates": files, "question": question})
+    assert answer.status_code == 200, answer.text
+    p = answer.json()["yes_probabilities"]
+    share = max(p) / sum(p) * (1.0 if max(p) >= 0.3 else 0.5)
+    return share if p.index(max(p)) == "ABC".index(row["solution"]) else 0.0
+
+
+def test_rewards_are_what_the_listener_says_when_it_is_asked_by_hand(played: Played) -> None:
+    """With 1 for the tags beside it; rewards that are all alike would prove nothing."""
+    rollouts = played.rollouts
+    paid = {number: value for number, rollout in enumerate(rollouts) if (value := accuracy_by_hand(played, rollout)) is not None}
+    assert len(rollouts) == STEPS * 16 and len(paid) > 40 and len({round(value, 4) for value in paid.values()}) > 3
+    for number, accuracy in paid.items():
+        assert rollouts[number].rewards["accuracy"] == pytest.approx(accuracy, abs=1e-4)
+        assert rollouts[number].reward == pytest.approx(accuracy + 1.0, abs=1e-4)
+    lines = [json.loads(line) for line in (played.home / "log.jsonl").read_text().splitlines()]
+    told = {(line["content"], round(line["reward"], 6)) for line in lines}
+    assert {(rollout.turns[-1].text, round(rollout.rewards["accuracy"], 6)) for rollout in rollouts} <= told
+
+
+def test_weights_move_and_engine_and_trainer_agree(played: Played) -> None:
+    steps = read_metrics(played.run / "metrics.jsonl")[:-1]
+    assert len(steps) == STEPS and max(step["engine/logprob_gap_max"] for step in steps) <= 1e-4
+    before, after = (load_file(played.home / "speaker" / "model.safetensors"), {})
+    for file in (played.run / "final").glob("*.safetensors"):
+        after |= load_file(file)
+    changed = [name for name, tensor in after.items() if not torch.equal(tensor, before[name])]
+    assert changed and "lm_head.weight" in changed
+
+
+def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played) -> None:
+    """Which all were scored in the end: none is missing (above), and none of them is the listener's silence."""
+    assert re.search(r"waiting: \d+ of 16 rollouts failed \(.*listener: nothing after 2 of 2 tries", played.said)
+    assert {step["rollout/failed_fraction"] for step in read_metrics(played.run / "metrics.jsonl")[:-1]} == {0.0}
