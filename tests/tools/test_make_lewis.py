@@ -146,6 +146,67 @@ def test_a_concept_of_one_picture_is_told(tmp_path: Path) -> None:
         catalogue_of(tmp_path / "mug")
 
 
+def split_folders(root: Path, **concepts: list[str]) -> Path:
+    """root/<split>/<folder>/ of two pictures each, every one of its own color."""
+    for split, names in concepts.items():
+        for name in names:
+            (root / split / name).mkdir(parents=True)
+            for view in range(2):
+                color = hashlib.sha256(f"{split}{name}{view}".encode()).digest()[:3]
+                Image.new("RGB", (16, 16), tuple(color)).save(root / split / name / f"{view}.jpg")
+    return root
+
+
+def splits_made(root: Path, out: Path, *words: str) -> dict[str, set[str]]:
+    """Concepts of the speaker's rounds by split, as <category>/<concept>; every picture of a round is of its split's."""
+    assert main(["--pictures", str(root), "--out", str(out), *words]) == 0
+    found: dict[str, set[str]] = {}
+    for split in ("train", "test"):
+        rows = rows_of(out, split, root)
+        found[split] = {f"{row['category']}/{row['concept']}" for row in rows}
+        if "--resplit" not in words:
+            assert {path.split("/")[0] for row in rows for path in (row["image"]["path"], *row["ret_paths"])} == {split}
+    return found
+
+
+def test_train_and_test_above_the_categories_are_the_splits(tmp_path: Path) -> None:
+    """PerVA's layout, and YoLLaVA's, whose concepts have no category; no shares and no least number have a say."""
+    perva = split_folders(tmp_path / "perva", train=["mug/a", "mug/b", "bag/c"], test=["mug/d", "bag/e", "bag/f"])
+    assert splits_made(perva, tmp_path / "one") == {"train": {"mug/a", "mug/b", "bag/c"}, "test": {"mug/d", "bag/e", "bag/f"}}
+    plain = split_folders(tmp_path / "yollava", train=["bo", "mam", "pug"], test=["cat", "cup", "duck"])
+    assert splits_made(plain, tmp_path / "two") == {
+        "train": {"object/bo", "object/mam", "object/pug"},
+        "test": {"object/cat", "object/cup", "object/duck"},
+    }
+
+
+def test_a_concept_in_both_splits_is_told_and_can_be_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Then of the pictures of both folders; one that has a single picture in one of them has two together."""
+    names = ["mug/a", "mug/b", "mug/c", "mug/d", "mug/e", "mug/f"]
+    root = split_folders(tmp_path / "p", train=names, test=["mug/a", "mug/b"])
+    assert main(["--pictures", str(root), "--out", str(tmp_path / "x")]) == 1
+    assert "mug/a, mug/b (2 concepts in all) lies in train/ and in test/; --resplit" in capsys.readouterr().err
+    (root / "test" / "mug" / "b" / "1.jpg").unlink()
+    found = splits_made(root, tmp_path / "x", "--resplit", "--train-share", "0.5", "--queries", "9")
+    assert not found["train"] & found["test"] and found["train"] | found["test"] == {*names}
+    rows = [row for split in ("train", "test") for row in rows_of(tmp_path / "x", split, root)]
+    queries = {row["image"]["path"] for row in rows}
+    assert queries == {str(path.relative_to(root)) for path in root.rglob("*.jpg")}
+    plain = split_folders(tmp_path / "plain", mug=["a", "b", "c"])
+    assert main(["--pictures", str(plain), "--out", str(tmp_path / "y"), "--resplit"]) == 1
+    assert "has no train/ and test/" in capsys.readouterr().err
+    (root / "test" / "mug" / "a" / "1.jpg").unlink()
+    (root / "mug" / "g").mkdir(parents=True)
+    (root / "mug" / "g" / "0.jpg").write_bytes((root / "train" / "mug" / "a" / "0.jpg").read_bytes())
+    assert main(["--pictures", str(root), "--out", str(tmp_path / "y")]) == 1
+    assert "beside them, pictures in mug/" in capsys.readouterr().err
+
+
+def rows_of(out: Path, split: str, root: Path) -> list[dict[str, object]]:
+    records = Records([f"{out}/speaker:{split}"], images_root=str(root))
+    return [records[place].row for place in range(len(records))]
+
+
 def package_of(names: list[str]) -> bytes:
     """A package as npm packs it: a disc of its own color for each name."""
     file = io.BytesIO()

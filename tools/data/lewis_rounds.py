@@ -23,22 +23,67 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROBLEM = "Do the two images show the same {category}, and not only one of the same kind?"
 DISTRACTORS = ("nearest", "random")
 POSITIVES = ("most_dissimilar", "most_similar", "random")
+SPLITS = ("train", "test")
+ANY_CATEGORY = "object"
 SIDE = 8
 """Of the thumbnail that stands for a picture where no encoder is given."""
 
 
 def catalogue_of(root: Path) -> dict[str, dict[str, list[str]]]:
     """ValueError: there is none, or a concept has one picture and so no other view."""
-    suffixes = {suffix for suffix, form in Image.registered_extensions().items() if form in FORMATS}
-    found: dict[str, dict[str, list[str]]] = {}
-    for path in sorted(root.glob("*/*/*")):
-        if path.suffix.casefold() in suffixes:
-            category, concept, _ = path.relative_to(root).parts
-            found.setdefault(category, {}).setdefault(concept, []).append(str(path.relative_to(root)))
-    require(bool(found), "--pictures", root, "has no pictures in folders <category>/<concept>/")
-    single = [f"{category}/{concept}" for category, concepts in found.items() for concept, paths in concepts.items() if len(paths) < 2]
-    require(not single, "--pictures", root, f"needs two views of each concept; {', '.join(single[:3])} has one picture")
+    found = _found_in(root, root)
+    require_views(found, root)
     return found
+
+
+def splits_of(root: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """Catalogues of the folders train/ and test/ above the categories, as PerVA and YoLLaVA lie; empty where those folders are not there.
+    Where concepts stand there without categories, all are of one, `object`. ValueError: other pictures lie beside them."""
+    if not all((root / split).is_dir() for split in SPLITS):
+        return {}
+    beside = sorted({path.relative_to(root).parts[0] for path in _pictures_in(root, "*/*/*")} - {*SPLITS})
+    require(not beside, "--pictures", root, f"has train/ and test/ and, beside them, pictures in {beside[0] if beside else ''}/; move them")
+    return {split: _found_in(root / split, root) for split in SPLITS}
+
+
+def in_both(splits: Mapping[str, Catalogue]) -> list[str]:
+    """Concepts of train that are also of test: <category>/<concept>."""
+    train, test = ({f"{category}/{concept}" for category in splits[name] for concept in splits[name][category]} for name in SPLITS)
+    return sorted(train & test)
+
+
+def joined(splits: Mapping[str, Catalogue]) -> dict[str, dict[str, list[str]]]:
+    """One catalogue of the pictures of all."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for catalogue in splits.values():
+        for category, concepts in catalogue.items():
+            for concept, paths in concepts.items():
+                found.setdefault(category, {}).setdefault(concept, []).extend(paths)
+    return found
+
+
+def _pictures_in(root: Path, depth: str) -> list[Path]:
+    suffixes = {suffix for suffix, form in Image.registered_extensions().items() if form in FORMATS}
+    return [path for path in sorted(root.glob(depth)) if path.suffix.casefold() in suffixes and path.is_file()]
+
+
+def _found_in(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
+    """Of <category>/<concept>/, or of <concept>/ alone below a split's folder; paths are relative to `root`."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for path in _pictures_in(folder, "*/*/*"):
+        category, concept, _ = path.relative_to(folder).parts
+        found.setdefault(category, {}).setdefault(concept, []).append(str(path.relative_to(root)))
+    if not found and folder != root:
+        for path in _pictures_in(folder, "*/*"):
+            found.setdefault(ANY_CATEGORY, {}).setdefault(path.parent.name, []).append(str(path.relative_to(root)))
+    return found
+
+
+def require_views(catalogue: Catalogue, folder: Path) -> None:
+    """ValueError: there is no concept in it, or one has one picture and so no other view."""
+    require(bool(catalogue), "--pictures", folder, "has no pictures in folders <category>/<concept>/")
+    single = [f"{category}/{concept}" for category, concepts in catalogue.items() for concept, paths in concepts.items() if len(paths) < 2]
+    require(not single, "--pictures", folder, f"needs two views of each concept; {', '.join(single[:3])} has one picture")
 
 
 def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: int) -> dict[str, dict[str, dict[str, Sequence[str]]]]:

@@ -5,6 +5,9 @@
     OUT/words.txt               what is said in games of nano models (tools/data/make_tiny_qwen2_5_vl.py --words)
 
 Half of a listener's rows show the same object. No concept is in both splits. The same arguments write the same bytes.
+
+Where DIR has train/ and test/ above the categories (PerVA, YoLLaVA), those are the splits, and train/<concept>/ needs no category. Where
+they show the same concepts, --resplit takes the pictures of both and splits the concepts anew.
 """
 
 import argparse
@@ -23,11 +26,16 @@ from tools.data.encoders import encoded_by
 from tools.data.lewis_rounds import (
     DISTRACTORS,
     POSITIVES,
+    Catalogue,
     Dealer,
     catalogue_of,
+    in_both,
+    joined,
     listener_row,
+    require_views,
     speaker_row,
     split_by_concept,
+    splits_of,
     thumbnails,
 )
 
@@ -43,12 +51,13 @@ LISTENER = {
 
 def make(
     pictures: Path, out: Path, *, encoder: Path | None, candidates: int, queries: int, positive: str, distractors: str, cross_share: float,
-    train_share: float, least_concepts: int, seed: int,
+    train_share: float, least_concepts: int, resplit: bool, seed: int,
 ) -> dict[str, int]:  # fmt: skip
     """Write all of it, and return how many rounds each split has. ValueError: see the words."""
     require(not out.exists(), "--out", out, "exists; choose another folder")
-    catalogue = catalogue_of(pictures)
-    splits = split_by_concept(catalogue, share=train_share, least=least_concepts, seed=seed)
+    given = given_splits(pictures, resplit=resplit)
+    catalogue = joined(given) if given else whole_catalogue(pictures, resplit=resplit)
+    splits = given or split_by_concept(catalogue, share=train_share, least=least_concepts, seed=seed)
     paths = [path for concepts in catalogue.values() for views in concepts.values() for path in views]
     absolute = [pictures / path for path in paths]
     rows = encoded_by(encoder, absolute) if encoder else thumbnails(absolute)
@@ -87,6 +96,28 @@ def make(
     return {split: len(rounds) for split, rounds in dealt.items()}
 
 
+def given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
+    """Those of train/ and test/; empty where concepts are to be split here. ValueError: a concept is in both, or has one picture."""
+    splits = splits_of(pictures)
+    require(bool(splits) or not resplit, "--resplit", resplit, f"{pictures} has no train/ and test/; leave it out")
+    if not splits or resplit:
+        return {}
+    for split, catalogue in splits.items():
+        require_views(catalogue, pictures / split)
+    both = in_both(splits)
+    remedy = f"{', '.join(both[:3])} ({len(both)} concepts in all) lies in train/ and in test/; --resplit splits concepts anew"
+    require(not both, "--pictures", pictures, remedy)
+    return splits
+
+
+def whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
+    if not resplit:
+        return catalogue_of(pictures)
+    catalogue = joined(splits_of(pictures))
+    require_views(catalogue, pictures)
+    return catalogue
+
+
 def halves(num: int, dice: random.Random) -> list[bool]:
     """As many True as False, shuffled; one more True where the number is odd."""
     values = [place % 2 == 0 for place in range(num)]
@@ -107,7 +138,13 @@ def main(arguments: list[str] | None = None) -> int:
   %(prog)s --pictures data/emoji --out data/lewis
   %(prog)s --pictures PerVA --out data/perva --encoder checkpoints/qwen2_vl_7b --cross-share 0.2""",
     )
-    parser.add_argument("--pictures", type=Path, required=True, metavar="DIR", help="folders <category>/<concept>/ of two views at least")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folders <category>/<concept>/ of two views at least, or train/ and test/ of them",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     kinds = "a transformers model, or model.onnx beside its preprocessor_config.json"
     parser.add_argument("--encoder", type=Path, metavar="DIR", help=f"tells what is alike: {kinds}; default: colors")
@@ -118,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cross-share", type=float, default=0.0, help="rounds with distractors of other categories (default %(default)g)")
     parser.add_argument("--train-share", type=float, default=0.65, help="concepts of a category for training (default %(default)g)")
     parser.add_argument("--least-concepts", type=int, default=3, metavar="N", help="of a category that is kept (default %(default)s)")
+    parser.add_argument("--resplit", action="store_true", help="of train/ and test/: take the pictures of both, and split by concept")
     parser.add_argument("--seed", type=int, default=23)
     given = vars(parser.parse_args(arguments))
     pictures, out = given.pop("pictures"), given.pop("out")
