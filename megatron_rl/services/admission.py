@@ -98,11 +98,11 @@ class Admission:
         self.items.inc(items)
         self.pictures.inc(pictures)
 
-    def write(self, answers: Iterable[Mapping[str, object]]) -> None:
-        """Into the log, each with the time."""
+    def write(self, answers: Iterable[Mapping[str, object]], *, version: str) -> None:
+        """Into the log, each with the time and the version that gave it."""
         if self._log is not None:
             now = time.time()
-            self._log.write("".join(f"{to_line({'time': now, **answer})}\n" for answer in answers))
+            self._log.write("".join(f"{to_line({'time': now, 'version': version, **answer})}\n" for answer in answers))
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4")

@@ -123,7 +123,8 @@ class Listener:
         given = iter(logprobs)
         results = [heard([next(given) for _ in of_item], topk=item.topk) for item, of_item in zip(items, contexts, strict=True)]
         self.admission.count(items=len(items), pictures=len(logprobs))
-        self.admission.write({"question": item.question, **result.model_dump()} for item, result in zip(items, results, strict=True))
+        told = [{"question": item.question, **result.model_dump()} for item, result in zip(items, results, strict=True)]
+        self.admission.write(told, version=version)
         return results, version
 
     async def _prompts(self, shown: Sequence[Candidate], question: str, *, where: str) -> list[Context]:

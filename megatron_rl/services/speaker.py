@@ -112,7 +112,8 @@ class Speaker:
             replies = await asyncio.gather(*map(self._reply, contexts))
         results = [_said_in(reply, category=item.category) for reply, item in zip(replies, items, strict=True)]
         self.admission.count(items=len(items), pictures=len(items))
-        self.admission.write({"category": item.category, **said.model_dump()} for item, said in zip(items, results, strict=True))
+        told = [{"category": item.category, **said.model_dump()} for item, said in zip(items, results, strict=True)]
+        self.admission.write(told, version=version)
         return results, version
 
     async def _reply(self, context: Context) -> str:

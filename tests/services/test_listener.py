@@ -168,3 +168,4 @@ def test_it_tells_of_itself(listener: Started, folder: Path) -> None:
     items = next(float(line.split()[1]) for line in counted.splitlines() if line.startswith("listener_items_total"))
     lines = (folder.parent / "log.jsonl").read_text().splitlines()
     assert len(lines) == items and f'"reward_score": {before["reward_score"]!r}' in lines[-1]
+    assert f'"version": "{health["version"]}"' in lines[-1]
