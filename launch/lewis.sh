@@ -3,10 +3,13 @@
 #   bash launch/lewis.sh LISTENER_HOST [PORT] [EPOCHS] [DATASET] [SEED] [settings of launch/train.py ...]
 #   bash launch/lewis.sh gpu07 9000 4 data/lewis 23 model.path=checkpoints/qwen2_5_vl_7b
 #   LISTENER_MODEL=runs/listener/final bash launch/lewis.sh "" 9000 4 data/lewis 23    starts the listener, waits for it, and ends it
-# DATASET is a folder that tools/data/make_lewis.py wrote; its pictures are in PICTURES (data/emoji), EXPERIMENT is the recipe.
+# DATASET is a folder that tools/data/make_lewis.py wrote; its pictures are in PICTURES (data/emoji), EXPERIMENT is the recipe. EPOCHS becomes
+# run.steps, by the rounds of DATASET and the recipe's batch.prompts_per_step. A listener that is started here has the last of several GPUs,
+# and the run the others; of a single GPU it needs a share: services.listener.args=[--gpu-memory-utilization,0.3].
 # The game's variables become settings here and nowhere else: LISTENER_URL (without a host; several by commas), LISTENER_TIMEOUT,
 # LISTENER_CHUNK_SIZE, LISTENER_CHUNK_DELAY, LISTENER_MAX_RETRIES, LISTENER_BACKOFF_FACTOR, LISTENER_REWARD_MODE, NO_PROXY, DEBUG_MODE with
-# LOG_PATH. A listener reads its own (INFERENCE_CONCURRENCY, ...): python -m megatron_rl.services.listener --help
+# LOG_PATH. NO_PROXY has an effect as in the game: proxies of the environment are looked at where it names the listener, whom they then leave
+# alone. A listener reads its own (INFERENCE_CONCURRENCY, ...): python -m megatron_rl.services.listener --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
@@ -17,16 +20,45 @@ words=(
     "experiment=${EXPERIMENT-lewis_speaker_7b_h100x4}" "run.seed=$seed" "task.data.images=${PICTURES-data/emoji}"
     "task.data.train=[$dataset/speaker:train]" "task.data.eval=[$dataset/speaker:test]"
 )
-if [[ -n $host ]]; then
-    words+=("task.listener.urls=[http://$host:$port]")
-elif [[ -n ${LISTENER_URL-} ]]; then
-    address=${LISTENER_URL//\/batch_score/} # the game's own names an endpoint, we ask several
-    words+=("task.listener.urls=[${address//\/score/}]")
-elif [[ -n ${LISTENER_MODEL-} ]]; then
-    words+=("services.listener={kind: listener, model: '$LISTENER_MODEL', port: $port}" "task.listener.urls=[service:listener]")
-else
+if [[ -z $host${LISTENER_URL-}${LISTENER_MODEL-} ]]; then
     echo "error: LISTENER_HOST=: there is no listener; give its host, LISTENER_URL, or LISTENER_MODEL=FOLDER to start one" >&2
     exit 1
+fi
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+urls='' # several by commas
+if [[ -n $host ]]; then
+    urls=http://$host:$port
+elif [[ -n ${LISTENER_URL-} ]]; then
+    urls=${LISTENER_URL//\/batch_score/} # the game's own names an endpoint, we ask several
+    urls=${urls//\/score/}
+else
+    own="kind: listener, model: '$LISTENER_MODEL', port: $port"
+    if ((gpus > 1)); then
+        gpus=$((gpus - 1)) # the run's; the listener has the one behind them
+        own+=", gpus: [$gpus]"
+    fi
+    words+=("services.listener={$own}" "task.listener.urls=[service:listener]")
+fi
+if [[ -n $urls ]]; then words+=("services.listener={kind: '', model: '', args: []}" "task.listener.urls=[$urls]"); fi
+
+# excepted HOST: whether NO_PROXY names it, by itself, by a domain that it is in, or as all
+excepted() {
+    local entry entries
+    IFS=', ' read -ra entries <<<"${NO_PROXY-}"
+    for entry in "${entries[@]}"; do
+        entry=${entry%%:*}
+        if [[ $entry == '*' || $1 == "${entry#.}" || $1 == *".${entry#.}" ]]; then return 0; fi
+    done
+    return 1
+}
+if [[ -n $urls ]]; then
+    trusted=true
+    for url in ${urls//,/ }; do
+        name=${url#*://}
+        name=${name%%/*}
+        if ! excepted "${name%:*}"; then trusted=false; fi
+    done
+    if [[ $trusted == true ]]; then words+=(task.listener.proxy=true); fi
 fi
 
 # setting VARIABLE KEY: the variable's value, where it has one
@@ -37,15 +69,17 @@ setting LISTENER_CHUNK_DELAY task.listener.chunk_delay_s
 setting LISTENER_MAX_RETRIES task.listener.tries
 setting LISTENER_BACKOFF_FACTOR task.listener.backoff_s
 setting LISTENER_REWARD_MODE task.options.accuracy
-if [[ -n ${NO_PROXY-} ]]; then words+=(task.listener.proxy=true); fi
 case ${DEBUG_MODE-} in 1 | true | True | yes | on) words+=("task.options.log=${LOG_PATH-runs/lewis/predictions.jsonl}") ;; esac
 
-prompts=32 # a step's, as the recipe has it
-for word in "$@"; do
-    if [[ $word == batch.prompts_per_step=* ]]; then prompts=${word#*=}; fi
-done
-count='import sys; from megatron_rl.data.records import Records; print(len(Records(sys.argv[1:], images_root="")))'
-rows=$(python -c "$count" "$dataset/speaker:train")
-words+=("run.steps=$(((epochs * rows + prompts - 1) / prompts))")
-processes=$(python -c 'import torch; print(torch.cuda.device_count() or 1)') # one a GPU
-exec python launch/spawn.py --nproc_per_node "$processes" launch/train.py "${words[@]}" "$@"
+count='import sys
+from megatron_rl.cli.composed import composed
+from megatron_rl.data.records import Records
+try:
+    given = composed(sys.argv[1:])
+    rows = len(Records(given.task.data.train, images_root=given.task.data.images, key="task.data.train"))
+except ValueError as error:
+    sys.exit(f"error: {error}")
+print(-(-given.run.steps * rows // given.batch.prompts_per_step))'
+steps=$(python -c "$count" "${words[@]}" "$@" "run.steps=$epochs") # as if a step were an epoch
+words+=("run.steps=$steps")
+exec python launch/spawn.py --nproc_per_node "$((gpus > 0 ? gpus : 1))" launch/train.py "${words[@]}" "$@"

@@ -4,6 +4,8 @@
 #   bash launch/lewis_pair.sh alternating runs/lewis/speaker_sft/final runs/lewis/listener/final runs/lewis/pair run.steps=13
 # SPEAKER and LISTENER are the models that they begin with. simultaneous: after each step each run sends its weights to a service, which the
 # other one asks. alternating: TURNS (2) times the speaker's run and then the listener's, each against what the other has become.
+# A setting of one run alone has its name before it: speaker:task.options.log=FILE, or listeners that hear held-out games and never reward:
+# 'speaker:+task.options.witnesses={frozen: http://127.0.0.1:9002}'.
 # EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the recipes, PORTS (9000 9001) those of the services. On several machines, or GPUs, start
 # these four commands by hand, each in its place: docs/lewis.md.
 set -euo pipefail
@@ -16,15 +18,25 @@ if [[ ! $mode =~ ^(simultaneous|alternating)$ || -z $out ]]; then
     exit 1
 fi
 shift 4
-read -r speaks hears <<<"${EXPERIMENTS-lewis_cpu lewis_listener_cpu}"
+read -r speaker_recipe listener_recipe <<<"${EXPERIMENTS-lewis_cpu lewis_listener_cpu}"
 read -r listener_port speaker_port <<<"${PORTS-9000 9001}"
+says=() hears=() # settings of either run
+for word in "$@"; do
+    case $word in
+        speaker:*) says+=("${word#speaker:}") ;;
+        listener:*) hears+=("${word#listener:}") ;;
+        *) says+=("$word") hears+=("$word") ;;
+    esac
+done
 none="kind: '', model: '', args: []"
 
 if [[ $mode == alternating ]]; then
     for ((turn = 0; turn < ${TURNS-2}; turn++)); do
-        python launch/train.py "experiment=$speaks" "model.path=$speaker" "services.listener.model=$listener" "run.dir=$out/speaker_$turn" "$@"
+        python launch/train.py "experiment=$speaker_recipe" "model.path=$speaker" "services.listener.model=$listener" \
+            "run.dir=$out/speaker_$turn" "${says[@]}"
         speaker=$out/speaker_$turn/final
-        python launch/train.py "experiment=$hears" "model.path=$listener" "services.speaker.model=$speaker" "run.dir=$out/listener_$turn" "$@"
+        python launch/train.py "experiment=$listener_recipe" "model.path=$listener" "services.speaker.model=$speaker" \
+            "run.dir=$out/listener_$turn" "${hears[@]}"
         listener=$out/listener_$turn/final
     done
     exit
@@ -49,11 +61,11 @@ serve() {
 }
 serve listener "$listener" "$listener_port"
 serve speaker "$speaker" "$speaker_port"
-listens=http://127.0.0.1:$listener_port says=http://127.0.0.1:$speaker_port
-python launch/train.py "experiment=$hears" "model.path=$listener" "services.speaker={$none}" "task.speaker.urls=[$says]" \
-    "audience.urls=[$listens]" "run.dir=$out/listener" "$@" >"$out/listener_run.log" 2>&1 &
+listener_url=http://127.0.0.1:$listener_port speaker_url=http://127.0.0.1:$speaker_port
+python launch/train.py "experiment=$listener_recipe" "model.path=$listener" "services.speaker={$none}" "task.speaker.urls=[$speaker_url]" \
+    "audience.urls=[$listener_url]" "run.dir=$out/listener" "${hears[@]}" >"$out/listener_run.log" 2>&1 &
 trains=$!
 started+=("$trains")
-python launch/train.py "experiment=$speaks" "model.path=$speaker" "services.listener={$none}" "task.listener.urls=[$listens]" \
-    task.listener.follows=true "audience.urls=[$says]" "run.dir=$out/speaker" "$@"
+python launch/train.py "experiment=$speaker_recipe" "model.path=$speaker" "services.listener={$none}" "task.listener.urls=[$listener_url]" \
+    task.listener.follows=true "audience.urls=[$speaker_url]" "run.dir=$out/speaker" "${says[@]}"
 wait "$trains"

@@ -1,72 +1,119 @@
-"""launch/lewis.sh in the seed's calling form: which settings it makes of its words and of each variable; with a python that only tells."""
+"""launch/lewis.sh in the seed's calling form: which settings it makes of its words and of each variable; with a python that only tells how
+many GPUs there are and what it was to start, and counts steps where it is asked to. launch/lewis_pair.sh with another that only tells."""
 
 import os
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megatron_rl.config import ListenerSettings
+from megatron_rl.config import ListenerSettings, ServiceSettings
+from megatron_rl.rewards.listener import ListenerClient
+from megatron_rl.services.kept import environment
+from megatron_rl.services.serving import check_service
 from megatron_rl.tasks.options import LewisSpeakerOptions
+from tests.rewards.test_listener_client import held
+from tests.support.listeners import Room
+from tests.support.listening import listener_of
+from tests.support.listening import settings as listening_to
+from tools.data import dataset_dict
+from tools.data.dataset_dict import STRING
 
 ROOT = Path(__file__).resolve().parents[2]
-TELLS = """#!/bin/sh
+TELLS = f"""#!/bin/sh
 if [ "$1" != -c ]; then printf '%s\\n' "$@"; exit 0; fi
-case $2 in *Records*) echo 100 ;; *) echo 4 ;; esac
+case $2 in *device_count*) echo "$GPUS"; exit 0 ;; esac
+if [ -z "$COUNTS" ]; then echo 13; exit 0; fi
+PYTHONPATH={ROOT} exec {sys.executable} "$@"
 """
+PAIR_TELLS = """#!/bin/sh
+if [ "$1" = -m ]; then echo http://up; exec sleep 60; fi
+printf '%s ' "$@"; echo
+"""
+NONE = "{kind: '', model: '', args: []}"
 VARIABLES = (
     "LISTENER_URL", "LISTENER_MODEL", "LISTENER_TIMEOUT", "LISTENER_CHUNK_SIZE", "LISTENER_CHUNK_DELAY", "LISTENER_MAX_RETRIES",
     "LISTENER_BACKOFF_FACTOR", "LISTENER_REWARD_MODE", "NO_PROXY", "DEBUG_MODE", "LOG_PATH", "PICTURES", "EXPERIMENT",
 )  # fmt: skip
 
 
+def laid(tree: Path, script: str, python: str) -> Path:
+    """The tree with the script in it, and this python."""
+    (tree / "launch").mkdir()
+    (tree / "launch" / script).write_bytes((ROOT / "launch" / script).read_bytes())
+    (tree / ".venv" / "bin").mkdir(parents=True)
+    program = tree / ".venv" / "bin" / "python"
+    program.write_text(python)
+    program.chmod(0o755)
+    return tree
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "lewis.sh").write_bytes((ROOT / "launch" / "lewis.sh").read_bytes())
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(TELLS)
-    python.chmod(0o755)
-    return tmp_path
+    return laid(tmp_path, "lewis.sh", TELLS)
 
 
-def called(tree: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def called(tree: Path, *words: str, gpus: int = 4, **variables: str) -> subprocess.CompletedProcess[str]:
     plain = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     command = ["bash", str(tree / "launch" / "lewis.sh"), *words]
-    return subprocess.run(command, env={**plain, **variables}, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env={**plain, "GPUS": str(gpus), **variables}, capture_output=True, text=True, check=False, timeout=120)
 
 
-def settings_of(tree: Path, *words: str, **variables: str) -> dict[str, str]:
-    told = called(tree, *words, **variables)
+def settings_of(tree: Path, *words: str, gpus: int = 4, processes: int = 4, **variables: str) -> dict[str, str]:
+    told = called(tree, *words, gpus=gpus, **variables)
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
-    assert lines[:4] == ["launch/spawn.py", "--nproc_per_node", "4", "launch/train.py"]
+    assert lines[:4] == ["launch/spawn.py", "--nproc_per_node", str(processes), "launch/train.py"]
     return dict(line.split("=", 1) for line in lines[4:])
 
 
 def test_the_seeds_words(tree: Path) -> None:
-    """100 rounds, 32 a step: four epochs are 13 steps, and two at 16 a step too."""
     plain = settings_of(tree, "gpu07")
     assert plain == {
         "experiment": "lewis_speaker_7b_h100x4", "run.seed": "23", "task.data.images": "data/emoji", "run.steps": "13",
         "task.data.train": "[data/lewis/speaker:train]", "task.data.eval": "[data/lewis/speaker:test]",
-        "task.listener.urls": "[http://gpu07:9000]",
+        "task.listener.urls": "[http://gpu07:9000]", "services.listener": NONE,
     }  # fmt: skip
     given = settings_of(tree, "gpu07", "9100", "2", "mine", "7", "batch.prompts_per_step=16", "model.path=7b", PICTURES="p")
-    assert given["task.listener.urls"] == "[http://gpu07:9100]" and given["run.steps"] == "13" and given["run.seed"] == "7"
+    assert given["task.listener.urls"] == "[http://gpu07:9100]" and given["run.seed"] == "7"
     assert given["task.data.train"] == "[mine/speaker:train]" and given["model.path"] == "7b" and given["task.data.images"] == "p"
+
+
+def test_epochs_become_steps_by_the_rounds_and_the_recipe(tree: Path) -> None:
+    """100 rounds: four epochs are 25 steps of the CPU recipe's 16; three are 9.4 of 32 a step, so 10. What cannot be counted is a line."""
+    dataset_dict.write(tree / "mine" / "speaker", {split: [{"solution": "A"}] * 100 for split in ("train", "test")}, {"solution": STRING})
+    steps = [
+        settings_of(tree, "h", "9000", "4", "mine", COUNTS="1", EXPERIMENT="lewis_cpu")["run.steps"],
+        settings_of(tree, "h", "9000", "3", "mine", "23", "batch.prompts_per_step=32", COUNTS="1")["run.steps"],
+    ]
+    assert steps == ["25", "10"]
+    none = called(tree, "h", "9000", "4", "nowhere", COUNTS="1")
+    assert none.returncode == 1 and none.stderr.startswith("error: task.data.train=") and none.stderr.count("\n") == 1
 
 
 def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None:
     assert settings_of(tree, "", LISTENER_URL="http://a:1,http://b:1")["task.listener.urls"] == "[http://a:1,http://b:1]"
     seeds = settings_of(tree, "", LISTENER_URL="http://a:1/batch_score,http://b:1/score")
     assert seeds["task.listener.urls"] == "[http://a:1,http://b:1]", "as the game's own has it"
-    own = settings_of(tree, "", "9100", LISTENER_MODEL="runs/l")
-    assert own["services.listener"] == "{kind: listener, model: 'runs/l', port: 9100}"
-    assert own["task.listener.urls"] == "[service:listener]"
     none = called(tree)
     assert none.returncode == 1 and none.stderr.startswith("error: LISTENER_HOST=: there is no listener; give its host")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "service"), [(0, 1, ""), (1, 1, ""), (2, 1, ", gpus: [1]"), (4, 3, ", gpus: [3]"), (8, 7, ", gpus: [7]")]
+)
+def test_a_listener_of_its_own_has_the_last_gpu_and_the_run_the_others(tree: Path, gpus: int, processes: int, service: str) -> None:
+    """As services/serving.py and kept.py read it: the service is not refused for the run's GPUs, and sees that one alone."""
+    own = settings_of(tree, "", "9100", gpus=gpus, processes=processes, LISTENER_MODEL="runs/l")
+    assert own["services.listener"] == f"{{kind: listener, model: 'runs/l', port: 9100{service}}}"
+    assert own["task.listener.urls"] == "[service:listener]" and "task.listener.proxy" not in own
+    if service:
+        settings = ServiceSettings(**yaml.safe_load(own["services.listener"]))
+        check_service("listener", replace(settings, port=0), num_taken=processes, num_gpus=gpus)
+        assert environment({}, settings.gpus)["CUDA_VISIBLE_DEVICES"] == str(gpus - 1)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +125,6 @@ def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None
         ({"LISTENER_MAX_RETRIES": "7"}, "task.listener.tries", "7"),
         ({"LISTENER_BACKOFF_FACTOR": "2.0"}, "task.listener.backoff_s", "2.0"),
         ({"LISTENER_REWARD_MODE": "binary"}, "task.options.accuracy", "binary"),
-        ({"NO_PROXY": "gpu07"}, "task.listener.proxy", "true"),
         ({"DEBUG_MODE": "true", "LOG_PATH": "x.jsonl"}, "task.options.log", "x.jsonl"),
         ({"DEBUG_MODE": "true"}, "task.options.log", "runs/lewis/predictions.jsonl"),
     ],
@@ -93,3 +139,49 @@ def test_each_variable_is_one_setting(tree: Path, variables: dict[str, str], key
 
 def test_a_path_alone_logs_nothing(tree: Path) -> None:
     assert settings_of(tree, "gpu07", LOG_PATH="x") == settings_of(tree, "gpu07", DEBUG_MODE="false") == settings_of(tree, "gpu07")
+
+
+@pytest.mark.parametrize(
+    ("excepted", "host", "trusts"),
+    [
+        ("gpu07", "gpu07", True), ("a,gpu07 ,b", "gpu07", True), (".cluster", "gpu07.cluster", True), ("cluster", "gpu07.cluster", True),
+        ("*", "gpu07", True), ("gpu07:9000", "gpu07", True), ("", "gpu07", False), ("gpu08,gpu0", "gpu07", False), ("pu07", "gpu07", False),
+    ],
+)  # fmt: skip
+def test_no_proxy_has_the_seeds_effect(tree: Path, excepted: str, host: str, trusts: bool) -> None:
+    """Its session looks at the environment where NO_PROXY names the listener's host, and nowhere else; of several, where it names all."""
+    plain, given = settings_of(tree, host), settings_of(tree, host, NO_PROXY=excepted)
+    assert given == ({**plain, "task.listener.proxy": "true"} if trusts else plain)
+    both = settings_of(tree, "", LISTENER_URL=f"http://{host}:1/score,http://other:1", NO_PROXY=excepted)
+    assert ("task.listener.proxy" in both) == (excepted == "*")
+
+
+def test_no_proxy_of_the_environment_takes_the_way_to_a_listener(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP_PROXY leads to nobody: the listener is reached whether NO_PROXY names it, another, or is not there, as in the game."""
+
+    async def nothing(client: ListenerClient) -> None: ...
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with listener_of(Room()) as url:
+        for excepted in ("127.0.0.1", "elsewhere", ""):
+            monkeypatch.setenv("NO_PROXY", excepted)
+            told = settings_of(tree, "", LISTENER_URL=url, NO_PROXY=excepted)
+            held(listening_to(url, proxy=told.get("task.listener.proxy") == "true"), nothing)
+
+
+def test_a_setting_of_one_run_of_a_pair_reaches_that_run_alone(tmp_path: Path) -> None:
+    """In turns and at a time: what is said to both, to the speaker's (witnesses, with blanks in it) and to the listener's."""
+    tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
+    witnesses = "+task.options.witnesses={frozen: http://127.0.0.1:9002}"
+    for mode in ("alternating", "simultaneous"):
+        words = ["S", "L", str(tmp_path / "out"), "run.steps=2", f"speaker:{witnesses}", "listener:optim.lr=1"]
+        told = subprocess.run(
+            ["bash", str(tree / "launch" / "lewis_pair.sh"), mode, *words], env={**os.environ, "TURNS": "1"}, capture_output=True,
+            text=True, check=True, timeout=60,
+        )  # fmt: skip
+        heard = tmp_path / "out" / "listener_run.log"
+        lines = [*told.stdout.splitlines(), *(heard.read_text().splitlines() if heard.exists() else [])]
+        (speaks,) = [line for line in lines if "experiment=lewis_cpu" in line]
+        (hears,) = [line for line in lines if "experiment=lewis_listener_cpu" in line]
+        assert "run.steps=2" in speaks and witnesses in speaks and "optim.lr" not in speaks
+        assert "run.steps=2" in hears and "witnesses" not in hears and " optim.lr=1 " in hears
