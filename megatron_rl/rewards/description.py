@@ -20,6 +20,11 @@ PROMPT = (
     "between <detailed> and </detailed>, one fluent sentence that names three or four visible attributes which tell it from others of its "
     "kind. Leave out the background and where it stands; of a person, leave out the clothes."
 )
+SITUATION = (
+    "Last, give between <state> and </state> the state that it is in, and between <location> and </location> where it stands, neither of "
+    "which is said in the sentence."
+)
+"""Behind a prompt: the game's longer one asks for these, too."""
 QUESTION = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
 MOST_COARSE, MOST_DETAILED = 200, 1000
 """Characters that a listener is told: what a speaker says more never makes a question that cannot be asked."""

@@ -1,10 +1,11 @@
 """The rewards of the Lewis game, as its README has them and as its code has them (Deepayan137/Lewis_Game 621d687, which differ).
 
 Of a speaker, summed:
-    accuracy   binary: 1 where the listener picks the target. soft_gated: its reward_score there, else 0. soft_always: its reward_score
+    accuracy   binary (readme): 1 where the listener picks the target. soft_gated (code): its reward_score there, else 0. soft_always (code,
+               not by default): its reward_score
     format     readme: 1 where all three pairs of tags are there; code: 0.34, 0.33 and 0.33 for those of thinking, coarse and detailed
     length     readme: 0.1 for one sentence; code: -0.2 for more than one or fewer than 20 words, -0.1 for a phrase not of 6 to 8 words
-    overlap    code alone: minus the largest ROUGE-2 of a sentence with what is said of state and location
+    overlap    code alone: minus the largest ROUGE-2 of a sentence with what is said of state and location, for which the prompt then asks
 Of a listener that compares pictures, summed:
     consistency 1 where its yes or no is right; weighted: that, and -1 for a wrong yes (readme: -0.7) and -0.3 for a wrong no
     selection   1 for the letter of the candidate that is meant

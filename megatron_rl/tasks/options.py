@@ -161,8 +161,9 @@ class LewisSpeakerOptions(LewisOptions):
 
     parts: list[str] = field(default_factory=lambda: ["accuracy", "format"])
     """What the reward is the sum of: any of accuracy, format, length, overlap."""
-    accuracy: str = "soft_gated"
-    """What accuracy pays: binary 1 for the right pick, soft_gated the listener's reward_score for it, soft_always that for any pick."""
+    accuracy: str = ""
+    """What accuracy pays: binary 1 for the right pick, soft_gated the listener's reward_score for it, soft_always that for any pick. Empty
+    is the variant's own: soft_gated of the code, binary of the README, which knows no other."""
     witnesses: dict[str, str] = field(default_factory=dict)
     """Addresses of listeners that hear held-out games and never reward, by the names of their figures: {frozen: http://HOST:9002}. One that
     is called frozen gives the drift: how much more often the partner picks the target than it does."""
@@ -171,7 +172,9 @@ class LewisSpeakerOptions(LewisOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("task.options.accuracy", self.accuracy, ("binary", "soft_gated", "soft_always"))
+        require_choice("task.options.accuracy", self.mode, ("binary", "soft_gated", "soft_always"))
+        has_soft = self.variant == "readme" and self.mode != "binary"
+        require(not has_soft, "task.options.accuracy", self.accuracy, "the game's README pays binary; use task.options.variant=code")
         for part in self.parts:
             require_choice("task.options.parts", part, ("accuracy", "format", "length", "overlap"))
         for name, url in self.witnesses.items():
@@ -182,6 +185,11 @@ class LewisSpeakerOptions(LewisOptions):
         require(len({*self.parts}) == len(self.parts) > 0, "task.options.parts", self.parts, "names no part, or one twice")
         has_overlap = "overlap" in self.parts and self.variant == "readme"
         require(not has_overlap, "task.options.parts", self.parts, "the game's README has no overlap; use task.options.variant=code")
+
+    @property
+    def mode(self) -> str:
+        """How accuracy is paid."""
+        return self.accuracy or {"readme": "binary", "code": "soft_gated"}[self.variant]
 
 
 @dataclass

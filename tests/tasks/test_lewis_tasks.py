@@ -9,6 +9,7 @@ from PIL import Image
 
 from megatron_rl.choices import build_task
 from megatron_rl.config import DataSettings, ListenerSettings, TaskSettings
+from megatron_rl.rewards.description import described
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import HostFault, Turn
@@ -87,6 +88,67 @@ def test_a_speaker_is_paid_by_the_listener_that_sees_the_candidates(built: tuple
     assert 0 < sum(score.rewards["picked"] for score in given) < 8
 
 
+LONG = "The mug is red, " + "with a chip and " * 6 + "small."
+SPOKEN = f"<thinking>x</thinking><coarse>a photo of a red mug</coarse><detailed>{LONG}</detailed>"
+VARIANTS = {
+    "readme": {SPOKEN: (1.0, 0.1), SPOKEN.replace("</thinking>", ""): (0.0, 0.1), REPLY.replace(".<", ". Big.<"): (1.0, 0.0)},
+    "code": {SPOKEN: (1.0, 0.0), SPOKEN.replace("</thinking>", ""): (0.66, 0.0), REPLY.replace(".<", ". Big.<"): (1.0, -0.2)},
+}
+"""format and length by hand, of replies of one sentence of 25 words, without a closing tag, and of two short ones; the phrase has six."""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_means_each_reward_of_its_account(built: tuple[Path, Path], variant: str) -> None:
+    """The README pays 1 for the right pick, the code its reward_score, worked out from the listener's known numbers; docs/lewis.md."""
+    with listener_of(Room()) as url:
+        options = LewisSpeakerOptions(parts=["accuracy", "format", "length"], variant=variant)
+        task = task_of("lewis_speaker", built, url, options=options)
+        asked = [(example, text) for example in task.examples("train") for text in VARIANTS[variant]]
+        given = scores(task, asked)
+    for (example, text), score in zip(asked, given, strict=True):
+        question = described(text, category="mug").question
+        ps = [p_of(image.open(), question) for image in example.payload["candidates"]]
+        is_right = ps.index(max(ps)) == example.payload["target"]
+        pays = 1.0 if variant == "readme" else max(ps) / sum(ps) * (1.0 if max(ps) >= 0.3 else 0.5)
+        assert score.rewards["accuracy"] == pytest.approx(pays if is_right else 0.0)
+        assert (score.rewards["format"], score.rewards["length"]) == pytest.approx(VARIANTS[variant][text])
+    right = {score.rewards["accuracy"] for score in given if score.rewards["picked"]}
+    assert right == {1.0} if variant == "readme" else len(right) > 3
+
+
+@pytest.mark.parametrize(("variant", "false_yes"), [("readme", -0.7), ("code", -1.0)])
+def test_a_variant_of_the_listener_means_its_punishment(built: tuple[Path, Path], variant: str, false_yes: float) -> None:
+    task = task_of("lewis_listener", built, options=LewisListenerOptions(reward="weighted", variant=variant))
+    wrong = next(example for example in task.examples("train") if example.payload["answer"] == "no")
+    (score,) = scores(task, [(wrong, task.gold(wrong)[0].replace('"no"', '"yes"'))])
+    assert score.rewards == {"weighted": false_yes, "format": 1.0}
+
+
+def test_overlap_is_asked_for_and_paid(built: tuple[Path, Path]) -> None:
+    """With it the prompt asks for what it reads, once, and no reply is cut before that. A reply of a model that does as it is told: its
+    sentence shares "red mug", "mug wooden" and "wooden table" of 4 pairs with the 3 of state and location: -2 * 3 / 7."""
+    reply = f"{REPLY[: REPLY.index('<detailed>')]}<detailed>The old red mug is on a wooden table.</detailed>"
+    state = "<state>a red mug</state><location>on a wooden table</location>"
+    with listener_of(Room()) as url:
+        plain = task_of("lewis_speaker", built, url)
+        task = task_of("lewis_speaker", built, url, options=LewisSpeakerOptions(parts=["accuracy", "format", "overlap"]))
+        example = task.examples("train")[0]
+        prompt, without = parts_of(task, example)[-1], parts_of(plain, plain.examples("train")[0])[-1]
+        assert prompt.startswith(without) and all(f"<{tag}>" in prompt and f"<{tag}>" not in without for tag in ("state", "location"))
+        assert task.stop == ("</location>",) and reply + state == (reply + state).split(task.stop[0])[0] + task.stop[0]
+        said, silent = scores(task, [(example, reply + state), (example, reply)])
+    assert said.rewards["overlap"] == pytest.approx(-6 / 7) and silent.rewards["overlap"] == 0.0
+    assert said.rewards["picked"] == silent.rewards["picked"] and said.reward == pytest.approx(silent.reward - 6 / 7)
+
+
+def test_a_row_that_asks_for_state_itself_is_not_asked_twice(built: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({**ROW, "speaker_problem": "Say <state> and <location>."}) + "\n")
+    options = LewisSpeakerOptions(parts=["accuracy", "overlap"])
+    task = task_of("lewis_speaker", built, "http://127.0.0.1:9", options=options, train=[str(file)])
+    assert parts_of(task, task.examples("train")[0])[-1].strip() == "Say <state> and <location>."
+
+
 def test_a_listener_that_is_gone_is_no_score(built: tuple[Path, Path]) -> None:
     room = Room(answer=lambda p: [float("nan")] * 3)
     with listener_of(room) as url:
@@ -145,6 +207,8 @@ def test_settings_that_do_not_fit_are_refused(built: tuple[Path, Path]) -> None:
         task_of("lewis_speaker", built)
     with pytest.raises(ValueError, match=r"^task.options.parts=.*the game's README has no overlap"):
         LewisSpeakerOptions(parts=["accuracy", "overlap"], variant="readme")
+    with pytest.raises(ValueError, match=r"^task.options.accuracy=soft_gated: the game's README pays binary"):
+        LewisSpeakerOptions(accuracy="soft_gated", variant="readme")
     for wrong in ({"parts": []}, {"parts": ["accuracy", "accuracy"]}, {"parts": ["beauty"]}, {"accuracy": "soft"}, {"variant": "paper"}):
         with pytest.raises(ValueError, match=r"^task.options"):
             LewisSpeakerOptions(**wrong)

@@ -14,7 +14,7 @@ from megatron_rl.config import DataSettings, require
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Record, Records
 from megatron_rl.jsonl import to_line
-from megatron_rl.rewards.description import PROMPT
+from megatron_rl.rewards.description import PROMPT, SITUATION
 from megatron_rl.rewards.listener import Shown
 from megatron_rl.rewards.listening import MOST_CANDIDATES
 from megatron_rl.rewards.rubric import Outcome
@@ -63,6 +63,13 @@ def speaker_round(record: Record) -> Payload:
         "answer": solution, "system": "", "extra": {}, "category": category, "target": names.index(solution),
         "images": (record.image(_given(record, "image"), "image"),), "candidates": candidates, "names": names,
     }  # fmt: skip
+
+
+def situated_round(record: Record) -> Payload:
+    """A speaker's round that asks for state and location, too, where its row's words do not: what overlap is paid by."""
+    given = speaker_round(record)
+    words = str(given["question"])
+    return {**given, "question": words if "<state>" in words and "<location>" in words else f"{words} {SITUATION}"}
 
 
 def compared_round(record: Record) -> Payload:

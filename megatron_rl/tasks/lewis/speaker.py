@@ -11,7 +11,7 @@ from megatron_rl.rewards.listener import Shown, listener_of
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.lewis.demonstrations import SPLITS, demonstrated
-from megatron_rl.tasks.lewis.games import PictureEnv, PredictionLog, games, shown_of, speaker_round
+from megatron_rl.tasks.lewis.games import PictureEnv, PredictionLog, games, shown_of, situated_round, speaker_round
 from megatron_rl.tasks.lewis.sheets import Sheets
 from megatron_rl.tasks.options import LewisSpeakerOptions
 from megatron_rl.types import Demonstration, Example, Rollout
@@ -39,10 +39,11 @@ class LewisSpeakerTask(Task):
         self.witnesses = {name: listener_of(replace(one, urls=[url])) for name, url in options.witnesses.items()}
         self.sheets = Sheets(Path(options.sheets)) if options.sheets else None
         self.rubric = speaker_rubric(
-            hearing(self.listener, shown), parts=options.parts, mode=options.accuracy, variant=options.variant, tell=self.log,
+            hearing(self.listener, shown), parts=options.parts, mode=options.mode, variant=options.variant, tell=self.log,
             witnesses={name: hearing(client, shown) for name, client in self.witnesses.items()},
             **({"show": self.sheets.note} if self.sheets else {}),
         )  # fmt: skip
+        self._round_of = situated_round if "overlap" in options.parts else speaker_round
         self.stop = ("</location>",) if "overlap" in options.parts else ("</detailed>",)
         self._splits: dict[str, Sequence[Example]] = {}
 
@@ -59,7 +60,7 @@ class LewisSpeakerTask(Task):
     def examples(self, split: str) -> Sequence[Example]:
         """Every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
-            self._splits[split] = games(self.settings.data, split, speaker_round)
+            self._splits[split] = games(self.settings.data, split, self._round_of)
         return self._splits[split]
 
     def env(self, example: Example) -> PictureEnv:
