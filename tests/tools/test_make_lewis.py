@@ -114,7 +114,9 @@ def test_datasets_reads_what_is_written_and_its_own_is_read(rounds: Path, tmp_pa
     loaded.save_to_disk(str(tmp_path / "again"))
     ours = Records([f"{rounds}/speaker:train"], images_root=str(rounds))
     theirs = Records([f"{tmp_path}/again:train"], images_root=str(rounds))
-    assert [ours[place].row for place in range(18)] == [theirs[place].row for place in range(18)]
+    for ours_row, theirs_row in ((ours[place].row, theirs[place].row) for place in range(18)):
+        image = {**ours_row["image"], "path": Path(ours_row["image"]["path"]).name}  # as datasets 5.2 embeds a file (features/image.py)
+        assert {**ours_row, "image": image} == theirs_row
 
 
 def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, tmp_path: Path) -> None:
