@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -67,6 +68,44 @@ def test_descriptions_travel_in_chunks_and_pictures_once(monkeypatch: pytest.Mon
 
     with listener_of(Room()) as url:
         held(settings(url, chunk_size=4), use)
+
+
+def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerClient]:
+    """How long one question takes to fail so."""
+    took: list[float] = []
+
+    async def use(client: ListenerClient) -> None:
+        began = time.monotonic()
+        with pytest.raises(HostFault, match=fault):
+            await client.hear(SHOWN[:2], "This?")
+        took.append(time.monotonic() - began)
+
+    client = held(chosen, use)
+    return took[0], client
+
+
+def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
+    """LISTENER_TIMEOUT, LISTENER_MAX_RETRIES and LISTENER_BACKOFF_FACTOR: a second is too long for a fifth of one; there are as many
+    requests as tries; two rests of 0.4 s and twice that, each shortened by half at most, are 0.6 s at least."""
+    with listener_of(Room(delay_s=1.0)) as url:
+        assert seconds_of(settings(url, timeout_s=0.2, tries=1), "TimeoutError")[0] < 1.0
+        held(settings(url, timeout_s=20.0, tries=1), lambda client: client.hear(SHOWN[:2], "This?"))
+    with listener_of(Room(answer=lambda p: [float("nan")] * 3)) as url:
+        for tries in (1, 4):
+            assert seconds_of(settings(url, tries=tries), f"nothing after {tries} of {tries} tries")[1].servers.requests == tries
+        assert seconds_of(settings(url, tries=3, backoff_s=0.4, patience_s=60.0), "no number")[0] >= 0.6
+
+
+def test_a_request_waits_for_others_as_long_as_is_set() -> None:
+    """LISTENER_CHUNK_DELAY: a question that comes 0.1 s later travels with the first where a request waits for a second."""
+
+    async def use(client: ListenerClient) -> None:
+        first = asyncio.create_task(client.hear(SHOWN[:2], "a?"))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(first, client.hear(SHOWN[:2], "b?"))
+
+    with listener_of(Room()) as url:
+        assert [held(settings(url, chunk_delay_s=delay), use).servers.requests for delay in (1.0, 0.0)] == [1, 2]
 
 
 def test_a_listener_that_forgot_is_sent_the_pictures_again() -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from megatron_rl.config import EngineSettings
+from megatron_rl.services import engine_room
+from megatron_rl.services.admission import Limits
 from megatron_rl.services.listener import surface_forms
-from megatron_rl.services.model_server import parser
+from megatron_rl.services.model_server import parser, run_server
 from megatron_rl.services.version import version_of
 from tests.support.listeners import Room, Tokenizer, app_of, p_of
 from tests.support.model_servers import as_base64, noise, png
@@ -150,3 +153,24 @@ def test_the_seeds_variables_are_words_of_the_command_line() -> None:
     assert words(variables, "--concurrency", "5", "--batch-size", "6") == (5, 7.5, 6, None)
     assert words({"LOG_PATH": "x"}) == words({"DEBUG_MODE": "true"}) == words({"DEBUG_MODE": "false", "LOG_PATH": "x"}) == words({})
     assert words({"DEBUG_MODE": "true", "LOG_PATH": "x"})[3] == Path("x")
+
+
+def test_the_seeds_variables_reach_the_engine_and_the_limits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """From the environment of a process, through the command line's whole way: what the engine and the routes are made with."""
+    engines: list[EngineSettings] = []
+
+    class Taken(Room):
+        def __init__(self, model: object, settings: EngineSettings) -> None:
+            engines.append(settings)
+
+        def close(self) -> None: ...
+
+    def make(room: Room, pictures: object, *, limits: Limits, log: Path | None, **_: object) -> object:
+        raise ValueError(f"{limits.concurrency} at once, {limits.acquire_s:g} s, {log}")
+
+    monkeypatch.setattr(engine_room, "EngineRoom", Taken)
+    variables = {"INFERENCE_CONCURRENCY": "3", "INFERENCE_ACQUIRE_TIMEOUT": "7.5", "LISTENER_BATCH_SIZE": "11", "DEBUG_MODE": "1"}
+    for name, value in {**variables, "LOG_PATH": "said.jsonl"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_server("listener", make, description="", port=0, arguments=["--model", "m"]) == 1
+    assert capsys.readouterr().err == "listener: 3 at once, 7.5 s, said.jsonl\n" and engines[0].max_num_seqs == 11
