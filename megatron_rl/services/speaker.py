@@ -2,14 +2,15 @@
 
     python -m megatron_rl.services.speaker --model runs/speaker/final --root data/lewis --port 9001
 
-    POST /describe          {"image": a picture, "category": "mug"}          or {"image_path": path, "category": ...}
+    POST /describe          {"image": a picture, "category": "mug"}          or {"image_path": path, "category": ..., "situation": true}
     POST /batch_describe    {"batch": [the same, ...]}
     -> {"results": [{"thinking", "coarse", "detailed", "state", "location", "text"}], "took": s, "version": v}, one result a picture
     POST /weights           with --trained, from the run that trains the speaker (incoming.py)
     GET  /health /metrics
 
 A picture is a path below the server's roots, the base64 of an image file, or the SHA-256 of one that was sent before. Replies are greedy
-and read as rewards/description.py reads them; what was not found in one is empty. Statuses are the listener's.
+and read as rewards/description.py reads them; what was not found in one is empty. With "situation" state and location are asked for.
+Statuses are the listener's.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from fastapi import FastAPI, Request
 from pydantic import Field, StringConstraints, model_validator
 
-from megatron_rl.rewards.description import PROMPT, described
+from megatron_rl.rewards.description import PROMPT, SITUATION, described
 from megatron_rl.rewards.listening import MOST_ITEMS, Candidate, Strict
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.services.admission import Admission, Limits
@@ -46,6 +47,8 @@ class Shown(Strict):
     image: Candidate | None = None
     image_path: Annotated[str, StringConstraints(max_length=4096)] = ""
     category: Annotated[str, StringConstraints(min_length=1, max_length=200)] = "object"
+    situation: bool = False
+    """Ask for state and location, too, by the game's longer prompt."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -56,6 +59,16 @@ class Shown(Strict):
     @property
     def picture(self) -> Candidate:
         return self.image or Candidate(path=self.image_path)
+
+    @property
+    def words(self) -> str:
+        words = PROMPT.format(category=self.category)
+        return f"{words} {SITUATION}" if self.situation else words
+
+    @property
+    def end(self) -> str:
+        """Of a reply."""
+        return "</location>" if self.situation else "</detailed>"
 
 
 class ShownBatch(Strict):
@@ -105,19 +118,18 @@ class Speaker:
         async with self.admission.admitted(), self.room.steady() as version:
             shown = await taken(self.room, self.pictures, [[item.picture] for item in items])
             asked = [
-                prompts(self.room, self.pictures, shown[number], PROMPT.format(category=item.category), where=f"item {number}")
-                for number, item in enumerate(items)
+                prompts(self.room, self.pictures, shown[number], item.words, where=f"item {number}") for number, item in enumerate(items)
             ]
             contexts = [context for found in await asyncio.gather(*asked) for _, context in found]
-            replies = await asyncio.gather(*map(self._reply, contexts))
+            replies = await asyncio.gather(*(self._reply(each, item.end) for each, item in zip(contexts, items, strict=True)))
         results = [_said_in(reply, category=item.category) for reply, item in zip(replies, items, strict=True)]
         self.admission.count(items=len(items), pictures=len(items))
         told = [{"category": item.category, **said.model_dump()} for item, said in zip(items, results, strict=True)]
         self.admission.write(told, version=version)
         return results, version
 
-    async def _reply(self, context: Context) -> str:
-        sampling = Sampling(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=("</detailed>",))
+    async def _reply(self, context: Context, end: str) -> str:
+        sampling = Sampling(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=(end,))
         completion = await self.room.generate(context, sampling)
         if not completion.token_ids:
             raise HostFault("the model gave no reply")

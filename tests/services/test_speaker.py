@@ -28,6 +28,8 @@ REPLIES = {
     "cap": "A photo of a blue cap. The cap is blue and old. <state>worn</state><location>a shelf",
 }
 
+SAID = "<state>chipped</state><location>on a shelf</location>"
+
 
 class Room:
     """Says what belongs to the category that its prompt names."""
@@ -49,8 +51,10 @@ class Room:
 
     async def generate(self, context: str, sampling: Sampling) -> Completion:
         assert sampling.temperature == 0.0 and sampling.max_tokens == MOST_TOKENS
-        (category,) = [name for name in REPLIES if PROMPT.format(category=name) == context]
-        return Completion(list(map(ord, REPLIES[category])), [], finished=True, versions=[])
+        (category,) = [name for name in REPLIES if context.startswith(PROMPT.format(category=name))]
+        has_situation = "<state>" in context and "<location>" in context
+        assert sampling.stop == (("</location>",) if has_situation else ("</detailed>",))
+        return Completion(list(map(ord, REPLIES[category] + SAID * has_situation)), [], finished=True, versions=[])
 
 
 def asked(path: str, body: object) -> httpx.Response:
@@ -73,6 +77,15 @@ def test_each_picture_has_one_description() -> None:
     assert (cap["thinking"], cap["coarse"], cap["detailed"]) == ("", "A photo of a blue cap", "The cap is blue and old.")
     assert (cap["state"], cap["location"], cap["text"]) == ("worn", "a shelf", REPLIES["cap"])
     assert asked("/describe", batch[1]).json()["coarse"] == "A photo of a blue cap"
+
+
+def test_state_and_location_are_asked_for_where_they_are_wanted() -> None:
+    """By the longer prompt, whose reply ends behind them; in one request with a picture of which they are not wanted."""
+    image = {"base64": as_base64(png(noise(0, side=28)))}
+    batch = [{"image": image, "category": "mug", "situation": wanted} for wanted in (True, False)]
+    with_it, without = asked("/batch_describe", {"batch": batch}).json()["results"]
+    assert (with_it["state"], with_it["location"]) == ("chipped", "on a shelf") and (without["state"], without["location"]) == ("", "")
+    assert with_it["detailed"] == without["detailed"] == "The mug is red."
 
 
 @pytest.mark.parametrize(
