@@ -55,21 +55,6 @@ def test_the_numbers_are_those_of_the_run(kind: str, words: tuple[str, ...], tra
     assert "success_low" not in found, "all starts are played, with their probabilities: they are no sample"
 
 
-def test_the_weights_are_those_that_were_asked_for(random_model: Path, tmp_path: Path) -> None:
-    """Greedily: what the first model's folder says with another one's weights is what that one says."""
-    make(tmp_path / "model", preset="nano", init="random", seed=7)
-    said = {}
-    for name, words in {
-        "base": (f"model.path={random_model}",),
-        "weights": (f"model.path={random_model}", f"evaluation.weights={tmp_path}/model"),
-        "other": (f"model.path={tmp_path}/model",),
-    }.items():
-        result = forked.run(EVALUATE, *GAME, *words, f"run.dir={tmp_path}/{name}", timeout_s=240)
-        assert result.returncode == 0, result.stdout
-        said[name] = (tmp_path / name / "examples.jsonl").read_text()
-    assert said["weights"] == said["other"] != said["base"]
-
-
 def test_weights_are_read_from_what_the_converters_read_and_from_adapters(
     checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:

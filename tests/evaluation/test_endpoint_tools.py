@@ -1,0 +1,156 @@
+"""An endpoint that calls tools: code runs in a real box, and words and pictures of a tool go back to it as text and PNG.
+
+The endpoint is a strict HTTP server with replies by script. Oracle: the same replies played by tokens through the renderer, as in training.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image as pil
+
+from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, TaskSettings
+from megatron_rl.observe.recorder import read
+from megatron_rl.rollout.conversation import TokenConversation
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.base import Task
+from megatron_rl.tasks.visual_python.task import VisualPythonTask
+from megatron_rl.tasks.visual_search.drawing import Scene
+from megatron_rl.tasks.visual_search.task import VisualSearchTask, middle
+from megatron_rl.types import End, Example, Rollout
+from tests.conftest import ROOT
+from tests.e2e.test_visual_python_task import COLORS, Policy, room_or_skip
+from tests.support import forked
+from tests.support.judges import Reply, completion, serving
+
+PIXELS = {"min_pixels": 3136, "max_pixels": 20000}
+LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_tokens_per_turn=4000, max_context=9000, max_images=6, seed=0)
+SPEECH = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+PICTURE = re.compile(r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>")
+Heard = tuple[str, str, list[bytes]]
+"""A message: by whom, in which words, with which pictures' pixels."""
+
+
+def visual_search(_: Path) -> tuple[Task, list[str]]:
+    settings = TaskSettings(
+        name="visual_search", reward="pyvision", protocol="pyvision", data=DataSettings(max_eval=4), sandbox=SandboxSettings(size=2)
+    )
+    return VisualSearchTask(settings), ["task=visual_search", "task.data.max_eval=4"]
+
+
+def visual_python(folder: Path) -> tuple[Task, list[str]]:
+    """Pictures that only code sees."""
+    rows = []
+    for name, color in COLORS.items():
+        pil.new("RGB", (100, 80), color).save(folder / f"{name}.png")
+        row = {"images": [{"path": f"{name}.png"}], "env_name": "pyvision_gym_wo_image_hint", "reward_model": {"ground_truth": name}}
+        rows.append({**row, "extra_info": {"question": f"Which color? ({len(rows)})", "answer": name}})
+    (folder / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSettings(train=[str(folder / "q.jsonl")], eval=[str(folder / "q.jsonl")])
+    settings = TaskSettings(name="visual_python", reward="pyvision", data=data, sandbox=SandboxSettings(size=2))
+    return VisualPythonTask(settings), ["task=visual_python", "task.reward=pyvision", f"task.data.eval=[{folder}/q.jsonl]"]
+
+
+def replies_of(task: Task, number: int, example: Example) -> list[str]:
+    """Looks and answers; mends an error; shows a figure and answers wrongly; is no call, then shows two and looks until turns are out."""
+    code, figure = task.protocol.write_code, "Image.new('RGB', (70, 90), (0, {}, 9)).show()"
+    look, answer = task.gold(example)
+    return [
+        [look, answer],
+        [code("print('before')\n1 / 0"), look, answer],
+        [code(f"print('shown')\n{figure.format(200)}"), task.protocol.write_answer("nothing like it")],
+        ["Hm.", code(f"{figure.format(20)}\n{figure.format(90)}"), look],
+    ][number]
+
+
+def played(task: Task, examples: list[Example], scripts: list[list[str]], renderer: Renderer) -> tuple[list[Rollout], list[list[Heard]]]:
+    """By our own engine's interface, and all that it was shown in each episode."""
+    heard: list[list[Heard]] = [[] for _ in examples]
+
+    def policy(number: int) -> Callable:
+        def said(text: str, images: list) -> str:
+            speeches, pictures = SPEECH.findall(text), iter(image.picture.tobytes() for image in images)
+            heard[number] = [(who, PICTURE.sub("", words), [next(pictures) for _ in PICTURE.findall(words)]) for who, words in speeches]
+            return scripts[number][sum(who == "assistant" for who, _ in speeches)]
+
+        return said
+
+    async def one(number: int, example: Example) -> Rollout:
+        conversation = TokenConversation(Policy(renderer, policy(number)), renderer, LIMITS)
+        return await run_episode(task, example, conversation=conversation, settings=LIMITS, group=number, sample=0)
+
+    async def everyone() -> list[Rollout]:
+        await task.start()
+        try:
+            return await asyncio.gather(*(one(number, example) for number, example in enumerate(examples)))
+        finally:
+            await task.close()
+
+    return asyncio.run(everyone()), heard
+
+
+def heard_of(message: dict) -> Heard:
+    if isinstance(message["content"], str):
+        return message["role"], message["content"], []
+    words = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+    urls = [part["image_url"]["url"] for part in message["content"] if part["type"] == "image_url"]
+    assert all(url.startswith("data:image/png;base64,") for url in urls)
+    pictures = [pil.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+    assert all(picture.format == "PNG" for picture in pictures)
+    return message["role"], words, [picture.tobytes() for picture in pictures]
+
+
+def told(rollout: Rollout) -> tuple:
+    turns = [(turn.text, turn.call, [image.key for image in turn.images]) for turn in rollout.turns]
+    shown = [image.key for context in rollout.contexts for image in context.images]
+    return rollout.example_id, rollout.reward, rollout.rewards, rollout.outcome, rollout.end, rollout.status, rollout.reason, turns, shown
+
+
+@pytest.mark.parametrize("made", [visual_search, visual_python])
+def test_tools_of_an_endpoint_are_those_of_our_engine(
+    made: Callable[[Path], tuple[Task, list[str]]], random_model: Path, tmp_path: Path
+) -> None:
+    room_or_skip()
+    task, words = made(tmp_path)
+    examples = list(task.examples("eval"))
+    scripts = [replies_of(task, number, example) for number, example in enumerate(examples)]
+    renderer = Renderer(ModelSettings(path=str(random_model), **PIXELS))
+    own, heard = played(task, examples, scripts, renderer)
+    far_heard: list[list[Heard]] = [[] for _ in examples]
+
+    def behave(body: dict) -> Reply:
+        messages = [heard_of(message) for message in body["messages"]]
+        (number,) = [number for number, known in enumerate(heard) if known[:2] == messages[:2]]
+        far_heard[number] = messages
+        return completion(scripts[number][sum(who == "assistant" for who, _, _ in messages)])
+
+    limits = ("task.max_turns=3", "task.max_tokens_per_turn=4000", *(f"model.{name}={value}" for name, value in PIXELS.items()))
+    with serving(behave) as server:
+        given = (*words, *limits, "task.sandbox.size=2", "model.path=someone", f"evaluation.urls=[{server.url}]")
+        result = forked.run(ROOT / "launch" / "evaluate.py", *given, f"run.dir={tmp_path}/out", timeout_s=120)
+    assert result.returncode == 0, result.stdout
+    far = [each.rollout for each in read(tmp_path / "out" / "rollouts" / "step_000000.jsonl")]
+    assert [told(rollout) for rollout in far] == [told(rollout) for rollout in own]
+    assert [rollout.end for rollout in far] == [End.DONE, End.DONE, End.DONE, End.MAX_TURNS]
+    assert [rollout.reward for rollout in far[2:]] == [0.0, 0.0] and min(rollout.reward for rollout in far[:2]) > 1
+    assert far_heard == heard, "words and pixels of every message that either was shown"
+    assert "ZeroDivisionError" in heard[1][3][1] and "before" in heard[1][3][1] and not heard[1][3][2]
+    assert len(heard[3][5][2]) == 2, "both pictures of one call"
+    by_hand = pictures_by_hand(task, examples[0])
+    shown = heard[0][3][2]
+    assert shown == [renderer.image(by_hand).picture.tobytes()]
+
+
+def pictures_by_hand(task: Task, example: Example) -> pil.Image:
+    """What the first look shows: the middle of the cell, cut out here; or the picture itself."""
+    (stored,) = example.payload["images"]
+    if isinstance(task, VisualPythonTask):
+        return stored.open()
+    scene: Scene = stored.scene
+    return stored.open().crop(middle(scene.target.cell))

@@ -1,0 +1,67 @@
+"""launch/evaluate.py plays Megatron's checkpoints and PEFT's adapters. Oracle: the Hugging Face folder of the same weights, the merged one
+made by PEFT itself; every reply, every reward and every figure is equal, and what the engine says of each token is to 1e-5."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText
+
+from megatron_rl.observe.recorder import read
+from tests.conftest import ROOT
+from tests.support import forked
+from tools.convert.converter_hf_to_mcore import main as convert
+from tools.data.make_tiny_qwen2_5_vl import make
+
+EVALUATE = ROOT / "launch" / "evaluate.py"
+GAME = (
+    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=512", "run.seed=5",
+    "task=number_line", "task.max_turns=2", "task.max_tokens_per_turn=6", "task.options.invalid=random",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return played(tmp_path_factory.mktemp("base") / "out", f"model.path={random_model}")
+
+
+def played(out: Path, *words: str) -> str:
+    """What was said and earned, and the figures."""
+    result = forked.run(EVALUATE, *GAME, *words, f"run.dir={out}", timeout_s=240)
+    assert result.returncode == 0, result.stdout
+    return (out / "examples.jsonl").read_text() + json.dumps(json.loads((out / "evaluation.json").read_text())["scores"])
+
+
+def logprobs(out: Path) -> torch.Tensor:
+    """Of every sampled token: one that is as likely as before is no proof of the same weights, its probability is."""
+    entries = read(out / "rollouts" / "step_000000.jsonl", pictures=False)
+    return torch.tensor([logprob for entry in entries for context in entry.rollout.contexts for logprob in context.engine_logprobs])
+
+
+def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path) -> None:
+    """As the converter writes one for two ranks and two stages."""
+    make(tmp_path / "hf", preset="nano", init="random", seed=7)
+    assert convert(["--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "mcore"), "--tp", "2", "--pp", "2"]) == 0
+    expected = played(tmp_path / "expected", f"model.path={tmp_path}/hf")
+    found = played(tmp_path / "found", f"model.path={random_model}", f"evaluation.weights={tmp_path}/mcore")
+    assert found == expected != base
+    torch.testing.assert_close(logprobs(tmp_path / "found"), logprobs(tmp_path / "expected"), rtol=0, atol=1e-5)
+
+
+def test_an_adapter_of_pefts(base: str, random_model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_pretrained(random_model, dtype=torch.float32)
+    targets = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*\.(" + "|".join(targets) + ")"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected = played(tmp_path / "expected", f"model.path={random_model}", f"evaluation.weights={tmp_path}/merged")
+    found = played(tmp_path / "found", f"model.path={random_model}", f"evaluation.weights={tmp_path}/adapter")
+    assert found == expected != base
+    torch.testing.assert_close(logprobs(tmp_path / "found"), logprobs(tmp_path / "expected"), rtol=0, atol=1e-5)
