@@ -32,6 +32,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--rollouts", type=int, default=4, metavar="N", help="to play back, the most suspicious first (default 4)")
     parser.add_argument("--no-model", action="store_true", help="look only at what needs no weights")
     parser.add_argument("--engine", action="store_true", help="start the engine, too, and ask it for the same tokens again")
+    parser.add_argument(
+        "--whole-gb", type=float, default=16.0, metavar="GB", help="of weights in float32 that a process may hold whole (default 16)"
+    )
     for name in ("tp", "pp", "vpp"):
         parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"in the place of the run's parallel.{name}")
     return parser
@@ -41,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = parser_of()
     options = parser.parse_args(arguments)
     sizes = tuple((name, number) for name in ("tp", "pp", "vpp") if (number := vars(options)[name]))
-    for name, least, number in (("step", 0, options.step), ("rollouts", 1, options.rollouts), *((each, 1, num) for each, num in sizes)):
+    given = (("step", 0, options.step), ("rollouts", 1, options.rollouts), ("whole-gb", 0, options.whole_gb))
+    for name, least, number in (*given, *((each, 1, num) for each, num in sizes)):
         if number < least:
             parser.error(f"--{name}={number}: give {least} or more")
     from megatron_rl.explain.explain import Asked, explain  # brings torch and Megatron
@@ -52,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     world = place()
     asked = Asked(
         run=options.run, step=options.step, weights=options.weights, older=options.older, model=options.model, rollouts=options.rollouts,
-        with_model=not options.no_model, with_engine=options.engine, sizes=sizes,
+        with_model=not options.no_model, with_engine=options.engine, whole_gb=options.whole_gb,
+        sizes=sizes,
     )  # fmt: skip
     with ExitStack() as closing:
         try:

@@ -1,6 +1,7 @@
 """The engine that samples, alive, on recorded contexts: what it says of each sampled token now, asked in that token's place.
 
-A request for one token stands for each; what they begin with lies in the engine's prefix cache.
+A request for one token stands for each; what they begin with lies in the engine's prefix cache. Every process has an engine, or a part of
+one that spans settings.tp neighbors, as in a run; the first is asked, and the others keep still.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config import EngineSettings
 from megatron_rl.explain.checks import Patches
@@ -17,26 +19,36 @@ from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image
 from megatron_rl.weights.formats.source import Source, tensors_of
+from megatron_rl.world import World
 
 
 class LiveEngine:
-    """An engine in this process, with the weights of a source."""
+    """This process's engine, or its part of one, with the weights of a source. All ranks together."""
 
-    def __init__(self, model_path: str, settings: EngineSettings, renderer: Renderer, source: Source, *, patches: Patches) -> None:
+    def __init__(
+        self, model_path: str, settings: EngineSettings, renderer: Renderer, source: Source, *, patches: Patches, world: World
+    ) -> None:  # fmt: skip
         self._patches, self._image_token_id = patches, renderer.image_token_id
+        self._is_first, group = world.rank < settings.tp, None
+        if settings.tp > 1:
+            firsts = range(0, world.size, settings.tp)
+            groups = [dist.new_group(list(range(first, first + settings.tp)), backend="gloo") for first in firsts]
+            group = groups[world.rank // settings.tp]
         self._engine = LocalEngine(
             model_path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
-            group=None, pixels=renderer.final_pixels, reads_weights=False,
+            group=group, pixels=renderer.final_pixels, reads_weights=False,
         )  # fmt: skip
         self._engine.load_weights(tensors_of(source), version=0)
 
     def logprobs(self, looked: Sequence[Looked], *, temperature: float) -> list[torch.Tensor]:
-        """float64 [R] of each context's sampled tokens."""
+        """float64 [R] of each context's sampled tokens, on the main rank; elsewhere nothing."""
+        if not self._is_first:
+            return []
 
         async def everything() -> list[list[float]]:
             return [await asyncio.gather(*(self._one(*each, temperature) for each in self._places(one))) for one in looked]
 
-        return [torch.tensor(said, dtype=torch.float64) for said in self._engine.run(everything())]
+        return [torch.tensor(said, dtype=torch.float64) for said in self._engine.run(everything()) or []]
 
     def close(self) -> None:
         """The last thing that a process does: vLLM leaves the process group."""

@@ -22,6 +22,7 @@ from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 from megatron_rl.weights.formats.source import Source
 from megatron_rl.world import World, on_main_rank, patient, together
 
+GB = 1e9
 WAIT_S = 86400.0
 """How long ranks wait for the first one, which plays back through Hugging Face's model alone."""
 
@@ -39,14 +40,15 @@ class Asked:
     rollouts: int = 4
     with_model: bool = True
     with_engine: bool = False
+    whole_gb: float = 16.0
+    """Of weights in float32. As much of Hugging Face's model stays in memory; a larger one of the trainer's is played at a layout alone."""
     sizes: tuple[tuple[str, int], ...] = ()
     """Of the layout, by name; what is lacking is the run's."""
 
 
 def explain(asked: Asked, world: World) -> Page:
     """ValueError, OSError: there is nothing to look at."""
-    require(world.size == 1 or not asked.with_engine, "--engine", True, "is asked by one process; leave out the launcher")
-    settings, step, renderer, spec = together(lambda: _read(asked))
+    settings, step, renderer, spec = together(lambda: _read(asked, world))
     page = Page(title=[_title(asked, step)], skipped=step.skipped)
     checks = {"sampled_at": asked.step, "max_staleness": settings.max_staleness}
     page.checks = on_main_rank(lambda: checked(step, renderer, spec, **checks))
@@ -65,35 +67,43 @@ def explain(asked: Asked, world: World) -> Page:
     play = Playback(
         spec=spec, renderer=renderer, source=source, older=older, version=version, step=asked.step, settings=settings, device=world.device,
         patches=partial(renderer.patches, picture_of=attrgetter("picture")),
-        gallery={image.key: image for each in step.rollouts.values() for image in each.images}, asks=asked.with_engine,
+        gallery={image.key: image for each in step.rollouts.values() for image in each.images}, whole_bytes=int(asked.whole_gb * GB),
     )  # fmt: skip
     try:
-        _play(page, play, chosen, parallel=_layout(asked, settings, spec, world), world=world)
+        _play(page, play, chosen, parallel=_layout(asked, settings, spec, world), asks=asked.with_engine, world=world)
     finally:
         play.close()
     return page
 
 
-def _play(page: Page, play: Playback, looked: Sequence[Looked], *, parallel: ParallelSettings | None, world: World) -> None:
-    """Through Hugging Face and one process on the first rank, then at the layout on all."""
+def _play(
+    page: Page, play: Playback, looked: Sequence[Looked], *, parallel: ParallelSettings | None, asks: bool, world: World
+) -> None:  # fmt: skip
+    """Through Hugging Face and one process on the first rank, then at the layout on all; and an engine's parts are on all."""
     waiting = patient(timeout_s=WAIT_S)
-    layout = build_layout(ParallelSettings(), seed=0)
-    try:
-        played: Played = on_main_rank(lambda: play.alone(looked, layout), group=waiting)
-    finally:
-        leave_layout()
+    played: Played = on_main_rank(lambda: play.recorded(looked), group=waiting)
+    if play.is_whole:
+        layout = build_layout(ParallelSettings(), seed=0)
+        try:
+            played = on_main_rank(lambda: play.alone(played, looked, layout), group=waiting)
+        finally:
+            leave_layout()
+    else:
+        page.skipped.append("trainer, one process: its weights are larger than --whole-gb; give a layout, or more")
     if parallel is not None:
         try:
             played = play.at_layout(played, looked, build_layout(parallel, seed=0), is_main=world.is_main, waiting=waiting)
         finally:
             leave_layout()
+    if asks:
+        played = play.asked(played, looked, world=world, waiting=waiting)
     page.checks += played.checks
     page.compared, page.layers, page.explained = played.compared, played.layers, played.explained
 
 
-def _read(asked: Asked) -> tuple[Conditions, Step, Renderer, ModelSpec]:
+def _read(asked: Asked, world: World) -> tuple[Conditions, Step, Renderer, ModelSpec]:
     require(asked.run.is_dir(), "RUN", asked.run, "no such folder")
-    settings = settings_of(asked.run, model=asked.model)
+    settings = settings_of(asked.run, model=asked.model, num_processes=world.size)
     key = "--model" if asked.model else "model.path"
     spec = read_spec(settings.model.path, key=key)
     return settings, read_step(asked.run, asked.step), Renderer(settings.model), spec

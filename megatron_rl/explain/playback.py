@@ -20,7 +20,7 @@ from megatron_rl.policy.parallel import Layout
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image
 from megatron_rl.weights.formats.source import Source
-from megatron_rl.world import on_main_rank
+from megatron_rl.world import World, on_main_rank
 
 EXPLAINED = 3
 """Contexts of one party, the first that differ, for which suspects are looked for."""
@@ -56,16 +56,22 @@ class Playback:
     patches: Patches
     """As the trainer makes them."""
     gallery: Mapping[str, Image]
+    whole_bytes: int
+    """Of weights in float32 that one process may hold of Hugging Face's model, and of the trainer's."""
     reference: Reference | None = None
-    asks: bool = False
-    """Of an engine, too, in a world of one."""
     engine: LiveEngine | None = None
 
-    def alone(self, looked: Sequence[Looked], layout: Layout) -> Played:
-        """Through Hugging Face's model and the trainer's in this process."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether one process has the trainer's network whole."""
+        return sum(spec.shape.numel() for spec in self.source.specs.values()) * torch.float32.itemsize <= self.whole_bytes
+
+    def recorded(self, looked: Sequence[Looked]) -> Played:
+        """What was said then, against Hugging Face's model in this process."""
         reference = self.reference = Reference(
-            self.spec, self.source, banned_ids=self.renderer.banned_ids, patches=of_pixels(self.renderer), device=self.device
-        )
+            self.spec, self.source, banned_ids=self.renderer.banned_ids, patches=of_pixels(self.renderer), device=self.device,
+            held_bytes=self.whole_bytes,
+        )  # fmt: skip
         temperature = self.settings.temperature
         played = Played([reference.logprobs(each, reference.logits(each), temperature=temperature) for each in looked])
         played.checks.append(self._positions(looked))
@@ -73,20 +79,31 @@ class Playback:
         self._compare(played, looked, RECORDED, engine, bound=BOUNDS[self.settings.dtype])
         if self.version == self.step and any(each.context.old_logprobs for each in looked):
             self._compare(played, looked, "trainer, recorded", list(map(_then, looked)), bound=BOUNDS[self.settings.dtype])
+        played.checks += self._moved()
+        return played
+
+    def alone(self, played: Played, looked: Sequence[Looked], layout: Layout) -> Played:
+        """Through the trainer's network in this process."""
         trainer = self._trainer(layout)
-        tensors = self._tensors(trainer, "weights in the trainer")
-        played.checks += [tensors, *self._moved()]
+        played.checks.append(self._tensors(trainer, "weights in the trainer"))
         one, packed = (trainer.logprobs(looked, together=together) for together in (False, True))
         number = self._compare(played, looked, "trainer, one process", one, bound=BOUNDS["float32"])
         self._compare(played, looked, "trainer, packed as an update", packed, bound=BOUNDS["float32"])
         if number is not None:
             played.layers += self._layers("trainer, one process", looked[number], trainer.passed(looked[number]))
-        if self.asks:
-            given = self.settings
-            self.engine = LiveEngine(given.model.path, given.engine, self.renderer, self.source, patches=self.patches)
-            said = self.engine.logprobs(looked, temperature=temperature)
-            self._compare(played, looked, "engine, asked now", said, bound=BOUNDS[given.engine.dtype])
         return played
+
+    def asked(self, played: Played, looked: Sequence[Looked], *, world: World, waiting: dist.ProcessGroup | None) -> Played:
+        """By an engine that is started now; all ranks together."""
+        given = self.settings
+        self.engine = LiveEngine(given.model.path, given.engine, self.renderer, self.source, patches=self.patches, world=world)
+        said = self.engine.logprobs(looked, temperature=given.temperature)
+
+        def compare() -> Played:
+            self._compare(played, looked, "engine, asked now", said, bound=BOUNDS[given.engine.dtype])
+            return played
+
+        return on_main_rank(compare, group=waiting)
 
     def close(self) -> None:
         if self.engine is not None:
@@ -212,8 +229,9 @@ class Playback:
         """Where nearly all tensors have moved since the older weights, those that have not."""
         if self.older is None or self.settings.trains_parts:
             return []
-        moved = set(moved_tensors(self.reference, self.older))
-        still = sorted(self.reference.parameters.keys() - moved)
+        weights = self.reference.weights
+        moved = set(moved_tensors(weights, self.older))
+        still = sorted(set(weights.names) - moved)
         result = Checked("weights that moved", num=len(moved), unit="tensors")
         if len(still) * 10 <= len(moved):
             result.found += [f"{name}: is as in the older weights, {len(moved)} others have moved" for name in still]

@@ -73,7 +73,7 @@ class Conditions:
     model: ModelSettings
     parallel: ParallelSettings
     engine: EngineSettings
-    """In this process, on this machine."""
+    """On this machine, over as many processes as in the run where the world is made of such parts, else in each alone."""
     temperature: float
     dtype: str
     """The coarser of the engine's and the trainer's."""
@@ -86,7 +86,7 @@ class Conditions:
     """Only some of the weights move: others are frozen, or an adapter is trained."""
 
 
-def settings_of(run: Path, *, model: str = "") -> Conditions:
+def settings_of(run: Path, *, model: str = "", num_processes: int = 1) -> Conditions:
     """`model` in the place of the run's model.path, where its files lie elsewhere now. ValueError: there are no settings of a run."""
     try:
         found = read_settings(run / CONFIG)
@@ -100,6 +100,7 @@ def settings_of(run: Path, *, model: str = "") -> Conditions:
         )  # fmt: skip
         sizes = {name: found["parallel"][name] for name in ("tp", "pp", "vpp", "sequence_parallel")}
         alike = {name: engine[name] for name in ("dtype", "kv_cache_mib", "max_model_len", "max_images", "gpu_memory_utilization")}
+        alike["tp"] = engine["tp"] if num_processes % engine["tp"] == 0 else 1
         return Conditions(
             model=chosen, parallel=ParallelSettings(**sizes), engine=EngineSettings(**alike), temperature=float(sampled),
             dtype="bfloat16" if "bfloat16" in (given["dtype"], engine["dtype"]) else "float32",

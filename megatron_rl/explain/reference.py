@@ -1,32 +1,29 @@
 """Hugging Face's own model on recorded contexts: what everybody else is held against."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 
 import torch
 
 from megatron_rl.explain.checks import Patches
 from megatron_rl.explain.layers import Passed, Probes, plain, watched
 from megatron_rl.explain.recording import Looked
-from megatron_rl.models.mapping import canonical
+from megatron_rl.explain.streamed import Streamed
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.types import Image
 from megatron_rl.weights.formats.source import Source
 
 
 class Reference:
-    """In float32, a context at a time, with the weights of a source."""
+    """In float32, a context at a time, with the weights of a source, of which up to `held_bytes` stay in memory."""
 
-    @torch.no_grad()
-    def __init__(self, spec: ModelSpec, source: Source, *, banned_ids: Sequence[int], patches: Patches, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, source: Source, *,
+        banned_ids: Sequence[int], patches: Patches, device: torch.device, held_bytes: int,
+    ) -> None:  # fmt: skip
         self.spec, self._patches, self._device = spec, patches, device
-        config = deepcopy(spec.config)
-        config.dtype = torch.float32
-        self.model = spec.family.model(config).float().eval().to(device)
-        self.parameters = {canonical(name): parameter for name, parameter in self.model.named_parameters()}
-        for name in self.parameters:
-            self.fill({name: source.read(name)})
+        self.weights = Streamed(spec, source, held_bytes=held_bytes, device=device)
+        self.model = self.weights.model
         self.rotary = self.model.model.language_model.rotary_emb
         self.banned = torch.zeros(spec.vocab_size, dtype=torch.bool, device=device)
         self.banned[list(banned_ids)] = True
@@ -85,19 +82,3 @@ class Reference:
             yield
         finally:
             self.rotary.mrope_section = before
-
-    @torch.no_grad()
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Have these tensors under these names."""
-        for name, tensor in tensors.items():
-            self.parameters[name].copy_(tensor)
-
-    @contextmanager
-    def holding(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Have these tensors inside the block."""
-        before = {name: self.parameters[name].detach().clone() for name in tensors}
-        self.fill(tensors)
-        try:
-            yield
-        finally:
-            self.fill(before)

@@ -15,6 +15,7 @@ from PIL.Image import Resampling
 from megatron_rl.explain.findings import Bound
 from megatron_rl.explain.recording import Looked
 from megatron_rl.explain.reference import Reference
+from megatron_rl.explain.streamed import Streamed
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image
 from megatron_rl.weights.formats.source import Source
@@ -198,10 +199,10 @@ def other_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _of_weights(case: Case, reference: Reference, older: Source, say: Say) -> Iterator[tuple[str, Logprobs]]:
-    moved = moved_tensors(reference, older)
+    moved = moved_tensors(reference.weights, older)
 
     def with_older(names: Sequence[str]) -> torch.Tensor:
-        with reference.holding({name: older.read(name) for name in names}):
+        with reference.weights.holding(names, older):
             return say(reference.logits(case.looked))
 
     if moved:
@@ -210,7 +211,10 @@ def _of_weights(case: Case, reference: Reference, older: Source, say: Say) -> It
         yield f"{name} is stale: it is as in the older weights", partial(with_older, [name])
 
 
-def moved_tensors(reference: Reference, older: Source) -> list[str]:
+def moved_tensors(weights: Streamed, older: Source) -> list[str]:
     """Those that the older weights have otherwise."""
-    now = {name: tensor.detach() for name, tensor in reference.parameters.items()}
-    return [name for name, tensor in now.items() if not torch.equal(older.read(name).to(tensor), tensor)]
+    return [name for name in weights.names if not _are_equal(older.read(name), weights.tensor(name))]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.to(other), other)
