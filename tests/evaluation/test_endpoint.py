@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,20 +11,18 @@ import pandas as pd
 import pytest
 from PIL import Image as pil
 
-from megatron_rl.config import EngineSettings, EvaluationSettings, ModelSettings
+from megatron_rl.config import EvaluationSettings, ModelSettings
 from megatron_rl.evaluation.endpoint import ChatConversation, Speaker, ended_at, image_of
 from megatron_rl.jsonl import read_lines, replace_lines
 from megatron_rl.observe.recorder import read
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.command import PROGRAM, server_arguments, server_environment
-from megatron_rl.services.kept import Kept, free_port
 from megatron_rl.types import End, HostFault, Status
 from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.judges import Reply, completion, serving
-from tests.support.served import HOST, wait_for
+from tests.support.served import openai_server
 from tests.support.tables import png
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
@@ -38,23 +35,8 @@ LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_tokens_per_turn=6, ma
 @pytest.fixture(scope="module")
 def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with the model's own weights, and with what a run's engine is told of pixels."""
-    renderer, settings, port = Renderer(ModelSettings(path=str(random_model))), EngineSettings(kv_cache_mib=32), free_port(HOST)
-    arguments = server_arguments(
-        str(random_model), settings, banned_ids=renderer.banned_ids, pixels=(3136, 4000), cuda=False, seed=0, timeout_s=60
-    )
-    arguments[arguments.index("--load-format") + 1] = "auto"
-    place = arguments.index(
-        "--logits-processors"
-    )  # which asks for a run's own arguments; such a model's likeliest tokens are none that it bans
-    del arguments[place : place + 2]
-    environment = {**os.environ, **server_environment(settings), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log = tmp_path_factory.mktemp("endpoint") / "server.log"
-    kept = Kept([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
-    try:
-        wait_for(f"http://{HOST}:{port}", kept, log)
-        yield f"http://{HOST}:{port}/v1"
-    finally:
-        kept.kill()
+    with openai_server(random_model, tmp_path_factory.mktemp("endpoint") / "server.log", pixels=(3136, 4000)) as served:
+        yield served
 
 
 def evaluated(out: Path, *words: str, code: int = 0) -> str:

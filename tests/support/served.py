@@ -47,6 +47,23 @@ def wait_for(url: str, kept: Kept, log: Path, *, within_s: float = 240.0) -> Non
 
 
 @contextmanager
+def openai_server(model: Path, log: Path, *, pixels: tuple[int, int]) -> Iterator[str]:
+    """The address, up to /v1, of a server with the model's own weights, and with what a run's engine is told of pixels."""
+    renderer, settings, port = Renderer(ModelSettings(path=str(model))), EngineSettings(kv_cache_mib=32), free_port(HOST)
+    arguments = server_arguments(str(model), settings, banned_ids=renderer.banned_ids, pixels=pixels, cuda=False, seed=0, timeout_s=60)
+    arguments[arguments.index("--load-format") + 1] = "auto"
+    place = arguments.index("--logits-processors")  # which asks for a run's own arguments
+    del arguments[place : place + 2]  # such a model's likeliest tokens are none that it bans
+    environment = {**os.environ, **server_environment(settings), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    kept = Kept([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
+    try:
+        wait_for(f"http://{HOST}:{port}", kept, log)
+        yield f"http://{HOST}:{port}/v1"
+    finally:
+        kept.kill()
+
+
+@contextmanager
 def servers(
     model: Path, folder: Path, *, num: int, settings: EngineSettings = SETTINGS, limits: Mapping[str, int] = NO_LIMITS
 ) -> Iterator[list[str]]:
