@@ -215,7 +215,7 @@ class ToolCall:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Verdict:
-    """What a judge said of an episode: its prompts let it say nothing but a number."""
+    """What a judge said of an episode: its prompts let it answer nothing but a number."""
 
     judge: str
     """The model."""
@@ -226,6 +226,9 @@ class Verdict:
     """Index into Rollout.turns of the one that it is about; None: of the whole."""
     wall_s: float = field(default=0.0, compare=False)
     """Seconds from the question to the answer: waits, and tries that failed, included."""
+    words: str = field(default="", compare=False)
+    """What it thought before it answered, where its server gives that beside the answer: the beginning. Empty where the verdict is an older
+    one's of task.judge.cache."""
 
 
 @dataclass(slots=True)

@@ -25,10 +25,10 @@ FIELDS = {
     "entropies",
     Turn: "context span text action reward score gain call images state reply_s environment_s",
     ToolCall: "tool source text error ran frame",
-    Verdict: "judge prompt value turn wall_s",
+    Verdict: "judge prompt value turn wall_s words",
     Image: "picture patch_PC grid key merge",
 }
-"""Of version 4."""
+"""Of version 5."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -135,7 +135,7 @@ def full() -> Rollout:
         task="mine", example_id="e-1", group=3, sample=4, source="vstar", contexts=[context], turns=[turn],
         status=Status.TRUNCATED, end=End.MAX_TURNS,
         reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
-        verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5)],
+        verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5, words="Hm.")],
         wall_s=3.0, environment_s=2.0, scoring_s=1.0,
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def test_every_field_is_carried() -> None:
 
 def test_other_fields_are_another_version() -> None:
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (4, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
+    assert (VERSION, now) == (5, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
@@ -181,8 +181,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
     "turns\\[0\\].action: 3: not within the span \\(2, 3\\)": (("turns", 0, "action"), 3),
-    "version: 1: this program reads 4": (("version",), 1),
-    "version: None: this program reads 4": (("version",), None),
+    "version: 1: this program reads 5": (("version",), 1),
+    "version: None: this program reads 5": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': no number": (("reward",), "nan"),
     "rollout.reward: True: no number": (("reward",), True),

@@ -73,6 +73,13 @@ def api_key() -> str:
 
 class SaidMessage(BaseModel):
     content: str
+    reasoning: object = None
+    reasoning_content: object = None
+    """What it thought, as vLLM and as others call it. Whatever is no text there is none, and costs no answer."""
+
+    @property
+    def thoughts(self) -> str:
+        return next((said for said in (self.reasoning, self.reasoning_content) if isinstance(said, str)), "")
 
 
 class Choice(BaseModel):

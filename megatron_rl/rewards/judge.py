@@ -21,7 +21,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import JudgeSettings
 from megatron_rl.config.checks import require
-from megatron_rl.rewards.client import Completion, api_key, as_servers_say, client_of
+from megatron_rl.rewards.client import Completion, SaidMessage, api_key, as_servers_say, client_of
 from megatron_rl.rewards.greeting import greet, served_by, warning_of
 from megatron_rl.rewards.judge_prompt import JudgePrompt, Malformed
 from megatron_rl.rewards.verdicts import Verdicts
@@ -30,6 +30,14 @@ from megatron_rl.types import LastingFault, Rollout, Verdict
 
 LONGEST_SIDE, SHORTEST_SIDE = 1024, 28
 """Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
+
+
+WORDS = 500
+"""Characters that are kept of what a judge thought."""
+REMEMBERED = 10_000
+"""Verdicts whose words are there for who asks the same again."""
+Said = tuple[float, str]
+"""A verdict, and the words before it."""
 
 
 class Judge:
@@ -47,7 +55,9 @@ class Judge:
         self._clients: dict[str, openai.AsyncOpenAI] = {}
         self._refuses_schemas: set[str] = set()
         """Servers that have refused a JSON schema and gone on without."""
-        self._asked: dict[str, asyncio.Task[float]] = {}
+        self._asked: dict[str, asyncio.Task[Said]] = {}
+        self._words: dict[str, str] = {}
+        """By the key of a verdict, where there were some."""
         self._verdicts: Verdicts | None = None
         """From `start` on."""
 
@@ -77,8 +87,10 @@ class Judge:
         """`verdict`, which the rollout keeps: of this turn, or of the whole."""
         clock = asyncio.get_running_loop().time
         asked = clock()
-        value = await self.verdict(prompt, fields=fields, images=images)
-        said = Verdict(judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked)
+        value, words = await self._said(prompt, fields, images)
+        said = Verdict(
+            judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked, words=words
+        )
         if said not in rollout.verdicts:  # by another part of the reward
             rollout.verdicts.append(said)
             rollout.verdicts.sort(key=lambda each: (each.turn is None, each.turn or 0, each.prompt))  # whoever answered first
@@ -86,13 +98,16 @@ class Judge:
 
     async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
         """Raises HostFault, naming server and reason, after the last try."""
+        return (await self._said(prompt, fields, images))[0]
+
+    async def _said(self, prompt: JudgePrompt, fields: Mapping[str, str], images: Sequence[Picture]) -> Said:
         urls = await asyncio.to_thread(lambda: [data_url(picture) for picture in images])
         key = key_of(self.model, prompt, fields, urls)
         found = self._verdicts.find(key)
         self.cache_hits += found is not None or key in self._asked
         if found is not None:
             require_verdict(found, prompt, path=self.settings.cache)
-            return found
+            return found, self._words.get(key, "")
         if not self._clients:
             raise LastingFault(
                 f"judge: {self.settings.cache} holds no verdict of {prompt.name} {prompt.version} by {self.model} on {fields}"
@@ -102,28 +117,32 @@ class Judge:
             self._asked[key].add_done_callback(lambda _: self._asked.pop(key))
         return await asyncio.shield(self._asked[key])  # one who is no longer interested takes nothing from the others
 
-    async def _ask(self, key: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: list[str]) -> float:
+    async def _ask(self, key: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: list[str]) -> Said:
         text = prompt.text(fields)
         parts = [{"type": "text", "text": text}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
         messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": parts if urls else text}]
-        verdict = await self.servers.ask(lambda endpoint: self._answer(endpoint, prompt, messages))
+        verdict, words = await self.servers.ask(lambda endpoint: self._answer(endpoint, prompt, messages))
         self._verdicts.keep(
             key, model=self.model, prompt=f"{prompt.name} {prompt.version}", fields=json.dumps(dict(fields)), verdict=verdict
         )
-        return verdict
+        if words:
+            self._words[key] = words
+            if len(self._words) > REMEMBERED:
+                del self._words[next(iter(self._words))]
+        return verdict, words
 
-    async def _answer(self, endpoint: Endpoint, prompt: JudgePrompt, messages: list[dict[str, object]]) -> float:
+    async def _answer(self, endpoint: Endpoint, prompt: JudgePrompt, messages: list[dict[str, object]]) -> Said:
         wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": prompt.schema}}
         if endpoint.url not in self._refuses_schemas:
             try:
-                return verdict_of(await self._complete(endpoint, messages, response_format=wanted), prompt)
+                return said_in(await self._complete(endpoint, messages, response_format=wanted), prompt)
             except Refused:
                 reply = await self._complete(endpoint, messages)
                 self._refuses_schemas.add(endpoint.url)  # what it refused was the schema
-                return verdict_of(reply, prompt)
-        return verdict_of(await self._complete(endpoint, messages), prompt)
+                return said_in(reply, prompt)
+        return said_in(await self._complete(endpoint, messages), prompt)
 
-    async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> str:
+    async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> SaidMessage:
         with as_servers_say():
             raw = await self._clients[endpoint.url].chat.completions.with_raw_response.create(
                 model=self.model,
@@ -132,11 +151,17 @@ class Judge:
                 max_completion_tokens=self.settings.max_tokens,
                 **options,
             )
-            return Completion.model_validate_json(raw.content).choices[0].message.content
+            return Completion.model_validate_json(raw.content).choices[0].message
 
     async def _served_model(self, endpoint: Endpoint) -> str:
         with as_servers_say():
             return (await served_by(self._clients[endpoint.url]))[0]
+
+
+def said_in(message: SaidMessage, prompt: JudgePrompt) -> Said:
+    """Malformed: there is no verdict in it. Words are without a secret that the server repeated."""
+    words = message.thoughts.replace(api_key(), "***") if api_key() else message.thoughts
+    return verdict_of(message.content, prompt), words[:WORDS]
 
 
 def verdict_of(reply: str, prompt: JudgePrompt) -> float:

@@ -54,6 +54,39 @@ def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (judge.servers.requests, judge.servers.failures, judge.cache_hits) == (2, 0, 0) and judge.servers.seconds > 0
 
 
+def test_a_verdict_keeps_the_judges_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a judge that thinks: the first 500 characters, by either name, for everybody who asks the same; a secret is not among them, and
+    whatever is no text costs no verdict."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    thoughts = {
+        "a": {"reasoning": "It is red. " + "x" * 600}, "b": {"reasoning_content": "sk-secret is red"},
+        "c": {"reasoning": {"not": "text"}}, "d": {},
+    }  # fmt: skip
+
+    def behave(body: dict) -> Reply:
+        asked = body["messages"][1]["content"].rpartition('answer: "')[2][0]
+        message = {"role": "assistant", "content": '{"correct": true}', **thoughts[asked]}
+        return Reply(json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}))
+
+    rollouts = [episode(0, 1.0) for _ in range(3)]
+
+    async def use(judge: Judge) -> None:
+        for rollout in rollouts[:2]:
+            for answer in thoughts:
+                assert await judge.judged(rollout, PROMPT, fields=fields(answer), turn=ord(answer)) == 1.0
+
+    async def later(judge: Judge) -> None:
+        assert await judge.judged(rollouts[2], PROMPT, fields=fields("a"), turn=ord("a")) == 1.0
+
+    with serving(behave) as server:
+        held(settings(server, cache=str(tmp_path / "verdicts")), use)
+        assert len(server.bodies) == 4
+    for rollout in rollouts[:2]:
+        assert [said.words for said in rollout.verdicts] == ["It is red. " + "x" * 489, "*** is red", "", ""]
+    held(settings(model="judge", cache=str(tmp_path / "verdicts")), later)
+    assert rollouts[2].verdicts == rollouts[0].verdicts[:1] and rollouts[2].verdicts[0].words == "", "a file has verdicts alone"
+
+
 def test_a_verdict_knows_what_it_was_waited_for() -> None:
     """Two parts of a reward ask the same, one after the other: one verdict, with the seconds of whoever asked the server."""
     rollout = episode(0, 1.0)
