@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from megatron_rl.config import Settings
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.run import require_finite
+from megatron_rl.run import failure_of, require_finite
 from megatron_rl.step_metrics import by_source
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Example, Rollout, RunFailed, Status
+from megatron_rl.types import Example, Rollout, Status
 
 
 def evaluate(task: Task, settings: Settings, *, fleet: Fleet) -> dict[str, float]:
@@ -37,11 +37,10 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     example, or works its success out, the examples are no sample. RunFailed when more than `max_failed` of them failed on our side, or no
     other is left; NotFinite when one was rewarded what is no number: NaN is not above 0, and would be told as no success.
     """
-    failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
+    failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):
-        raise RunFailed(
-            f"evaluation: {len(failed)} of {len(rollouts)} episodes failed, run.max_failed={max_failed}; first reason: {failed[0]}"
-        )
+        line = f"evaluation: {len(failed)} of {len(rollouts)} episodes failed, run.max_failed={max_failed}"
+        raise failure_of(failed, line, num=len(rollouts), limit=max_failed)
     require_finite(rollouts)
     scored = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
     weights = [1.0 if example.probability is None else example.probability for example in examples]

@@ -24,7 +24,7 @@ from megatron_rl.observe.recorder import write as write_rollouts
 from megatron_rl.observe.trace import STEP, Trace
 from megatron_rl.observe.trace import write as write_trace
 from megatron_rl.step_metrics import credited_groups, idle
-from megatron_rl.types import Batch, End, NotFinite, Rollout, RunFailed, Status
+from megatron_rl.types import Batch, End, NotFinite, Outage, Rollout, RunFailed, Status
 from megatron_rl.world import World, gather, on_main_rank, together
 
 CONFIG, EVALUATION, FINAL, CHECKPOINTS = "config.yaml", "eval.json", "final", "checkpoints"
@@ -228,10 +228,12 @@ class Result:
     """False: the run was stopped, and the same settings go on where it was."""
     is_new: bool = True
     """False: it was finished before, and nothing was done."""
+    reason: str = ""
+    """What stopped it, where nobody has asked for it: an Outage's words."""
 
     def __str__(self) -> str:
         if not self.is_finished:
-            return f"stopped at step {self.step} of {self.num_steps}; the same command goes on"
+            return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command goes on'}"
         left = self.folder / FINAL if (self.folder / FINAL).exists() else self.folder
         return f"{'done' if self.is_new else f'{self.folder} is finished'}: {reached(self.metrics)}; {left}"
 
@@ -263,9 +265,19 @@ def writing(folder: Path) -> Iterator[None]:
 
 def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
     """End the run when more than `limit` of a step's rollouts failed through our own fault."""
-    failed = [rollout.reason for rollout in rollouts if rollout.status is Status.FAILED]
-    if len(failed) > limit * len(rollouts):
-        raise RunFailed(f"{len(failed)} of {len(rollouts)} rollouts failed, above run.max_failed={limit}; first reason: {failed[0]}")
+    failed, num = [rollout for rollout in rollouts if rollout.status is Status.FAILED], len(rollouts)
+    if len(failed) > limit * num:
+        raise failure_of(failed, f"{len(failed)} of {num} rollouts failed, above run.max_failed={limit}", num=num, limit=limit)
+
+
+def failure_of(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
+    """What ends a run of whose `num` rollouts these failed, more than `limit` of them: an Outage, unless those that no waiting mends
+    (End.LASTING_FAULT) are enough for it."""
+    lasting = [rollout.reason for rollout in failed if rollout.end is End.LASTING_FAULT]
+    if len(lasting) > limit * num or len(lasting) == num:
+        return RunFailed(f"{line}; first reason: {lasting[0]}")
+    first = next(rollout.reason for rollout in failed if rollout.end is not End.LASTING_FAULT)
+    return Outage(f"{line}; first reason: {first}; the same command goes on")
 
 
 def require_finite(rollouts: list[Rollout]) -> None:

@@ -40,7 +40,7 @@ from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.stages import REPLAY, STAGES, Parts, Stage
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import RunFailed, Stopped
+from megatron_rl.types import Outage, RunFailed, Stopped
 from megatron_rl.watch import Watch
 from megatron_rl.world import World, connect, disconnect, expand_segments, patient, place, return_freed_blocks, together
 
@@ -109,12 +109,28 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
                 return collect(playing, task=task, algorithm=algorithm, world=world, stop=stop, household=household, closing=closing)
             parts = build(settings, stage, task=task, own=own, world=world, stop=stop, closing=closing)
             parts.household = household
-            try:
-                finish(settings, parts, stage.play(playing, parts))
-            except Stopped:
-                parts.save_what_is_done()
+            reason = played(settings, parts, lambda: stage.play(playing, parts))
             done = parts.run
-            return Result(folder=folder, step=done.num_done, num_steps=num_steps, metrics=done.evaluation, is_finished=done.is_finished)
+            return Result(
+                folder=folder, step=done.num_done, num_steps=num_steps, metrics=done.evaluation, is_finished=done.is_finished, reason=reason
+            )  # fmt: skip
+
+
+def played(settings: Settings, parts: Parts, play: Callable[[], Fleet | None]) -> str:
+    """Play and finish, or keep what is done. Returns what has stopped the run, where nobody asked for it.
+
+    Outage: this life has done no step, so that another one would only meet the same.
+    """
+    try:
+        finish(settings, parts, play())
+    except Stopped:
+        parts.save_what_is_done()
+    except Outage as outage:
+        parts.save_what_is_done()
+        if parts.run.num_done == parts.run.first_step:
+            raise
+        return str(outage)
+    return ""
 
 
 def planned_bytes(settings: Settings, own: Own, *, world: World) -> int | ValueError | OSError:

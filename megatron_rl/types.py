@@ -34,8 +34,16 @@ class LastingFault(HostFault):
     """Trouble of ours that no further try can mend: a prompt without room, a picture that is none, an engine that has failed."""
 
 
+class WaitedFault(HostFault):
+    """What was down was waited for as long as it may be: the same wait again would only add to it."""
+
+
 class RunFailed(RuntimeError):
     """The run did what it was told and the outcome is not acceptable: too many failed rollouts, no improvement."""
+
+
+class Outage(RunFailed):
+    """Too many rollouts failed because something of ours is down. What is done is kept, and the same command goes on."""
 
 
 class NotFinite(RunFailed):
@@ -78,6 +86,8 @@ class End(StrEnum):
     """Ours (HostFault): the rollout is failed."""
     LASTING_FAULT = "lasting_fault"
     """Ours too (LastingFault), and the same whenever it is played."""
+    WAITED_FAULT = "waited_fault"
+    """Ours too (WaitedFault), behind as long a wait as there may be."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,7 +17,7 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import Progress
 from megatron_rl.run import History, Run, check_failures, check_improvement
 from megatron_rl.step_metrics import idle, merge_updates, rollout_metrics, staleness_metrics
-from megatron_rl.types import End, Rollout, RunFailed, Status, ToolCall
+from megatron_rl.types import End, Outage, Rollout, RunFailed, Status, ToolCall
 from megatron_rl.world import World
 from tests.support.episodes import episode
 
@@ -42,6 +42,18 @@ def test_failed_rollouts_end_the_run_above_the_limit() -> None:
     check_failures(rollouts, limit=0.1)
     with pytest.raises(RunFailed, match="1 of 10 rollouts failed, above run.max_failed=0.09; first reason: sandbox down"):
         check_failures(rollouts, limit=0.09)
+
+
+def test_an_outage_is_told_from_what_no_waiting_mends() -> None:
+    """A restart helps where the run would have gone on but for what is down."""
+    good, down, lasting = rollout(0, 1.0), rollout(0, None), rollout(0, None)
+    down.end, lasting.end, lasting.reason = End.FAULT, End.LASTING_FAULT, "no room"
+    cases = [([down] * 3, True), ([down, down, lasting], True), ([down, lasting, lasting], False), ([lasting] * 2, False)]
+    for failed, is_outage in cases:
+        with pytest.raises(RunFailed) as error:
+            check_failures([good] * 7 + failed, limit=0.1)
+        assert isinstance(error.value, Outage) == is_outage, failed
+        assert str(error.value).endswith(f"; first reason: {'sandbox down; the same command goes on' if is_outage else 'no room'}")
 
 
 def test_a_failed_rollout_is_in_no_mean() -> None:

@@ -44,8 +44,8 @@ class EngineSettings:
     """Seconds in which a remote engine must say that it lives, and give up what it has when it is told to; else others have its work."""
     turn_s: float = 600.0
     """Seconds that a remote engine may take for one reply; then another one is asked."""
-    patience_s: float = 120.0
-    """Seconds for which a reply waits while no remote engine is well; then its rollout fails (run.patience_s)."""
+    patience_s: float = 600.0
+    """Seconds for which a run waits while no remote engine is well; then it keeps what is done and ends, and the same command goes on."""
 
     def __post_init__(self) -> None:
         require_choice("engine.kind", self.kind, ("local", "remote"))

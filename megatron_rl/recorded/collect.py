@@ -23,7 +23,7 @@ from megatron_rl.step_metrics import rollout_metrics
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.train import played_enough
-from megatron_rl.types import Rollout, Stopped
+from megatron_rl.types import Outage, Rollout, Stopped
 from megatron_rl.weights.formats.open import open_source
 from megatron_rl.weights.formats.source import tensors_of
 from megatron_rl.world import World, on_main_rank, patient, together
@@ -37,6 +37,7 @@ def collect(
     first, history = on_main_rank(lambda: done_before(Path(settings.run.dir)))
     run = Run(settings, world, num_steps=settings.run.steps, first_step=first, history=history)
     closing.callback(run.close)
+    reason = ""
     try:
         with run.spans("start"):
             renderer = Renderer(settings.model)
@@ -66,7 +67,13 @@ def collect(
         run.finish({})
     except Stopped:
         pass
-    return Result(folder=run.folder, step=run.num_done, num_steps=run.num_steps, metrics={}, is_finished=run.is_finished)
+    except Outage as outage:
+        if run.num_done == first:
+            raise
+        reason = str(outage)
+    return Result(
+        folder=run.folder, step=run.num_done, num_steps=run.num_steps, metrics={}, is_finished=run.is_finished, reason=reason
+    )  # fmt: skip
 
 
 def credited(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, rounds: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels_of
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.tasks.base import Env, Task
-from megatron_rl.types import End, Example, HostFault, LastingFault, Rollout, Status
+from megatron_rl.types import End, Example, HostFault, LastingFault, Rollout, Status, WaitedFault
 
 T = TypeVar("T")
 Timed = Callable[[str], AbstractContextManager[None]]
@@ -75,12 +75,20 @@ async def run_episode(
         for turn, worth, gain in zip(rollout.turns, score.turns, score.gains, strict=True):
             turn.score, turn.gain = worth, gain
     except HostFault as fault:
-        rollout.status, rollout.reason, rollout.reward = Status.FAILED, str(fault), None
-        rollout.end = End.LASTING_FAULT if isinstance(fault, LastingFault) else End.FAULT
+        rollout.status, rollout.reason, rollout.reward, rollout.end = Status.FAILED, str(fault), None, _end_of(fault)
     finally:
         await env.close()
     rollout.wall_s = clock() - started
     return rollout
+
+
+def _end_of(fault: HostFault) -> End:
+    match fault:
+        case LastingFault():
+            return End.LASTING_FAULT
+        case WaitedFault():
+            return End.WAITED_FAULT
+    return End.FAULT
 
 
 async def _play(

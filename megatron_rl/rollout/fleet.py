@@ -155,7 +155,13 @@ class Fleet:
     def _mended(self, dealt: Mapping[int, Dealt], rollouts: list[Rollout]) -> list[Rollout]:
         """All of them, ordered; those that failed because something was down are played again, with their own seeds, until it is back or
         patience_s have passed. That time is read from the rollouts themselves, which are everywhere the same: all ranks give up
-        together."""
+        together.
+
+        What was waited for already (WaitedFault) is tried once more and waited for no longer: it may be back by now.
+        """
+        if waited_for := [rollout for rollout in rollouts if rollout.end is End.WAITED_FAULT]:
+            again = self._play_again(dealt, waited_for)
+            rollouts = [rollout for rollout in rollouts if rollout.end is not End.WAITED_FAULT] + again
         waited, pause = 0.0, FIRST_PAUSE_S
         while waited < self.patience_s and (down := [rollout for rollout in rollouts if rollout.end is End.FAULT]):
             pause = min(pause, self.patience_s - waited)
@@ -163,14 +169,17 @@ class Fleet:
                 f"waiting: {len(down)} of {len(rollouts)} rollouts failed ({down[0].reason}); they are played again in {pause:.0f} s, "
                 f"for {self.patience_s - waited:.0f} s more (run.patience_s)"
             )
-            samples: dict[int, list[int]] = {}
-            for rollout in down:
-                samples.setdefault(rollout.group, []).append(rollout.sample)
-            again = self._play(dealt, samples, table=Table(), pause=pause)
+            again = self._play_again(dealt, down, pause=pause)
             rollouts = [rollout for rollout in rollouts if rollout.end is not End.FAULT] + again
             waited += pause + max(rollout.wall_s for rollout in again)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return sorted(rollouts, key=lambda rollout: (rollout.group, rollout.sample))
+
+    def _play_again(self, dealt: Mapping[int, Dealt], failed: Sequence[Rollout], *, pause: float = 0.0) -> list[Rollout]:
+        samples: dict[int, list[int]] = {}
+        for rollout in failed:
+            samples.setdefault(rollout.group, []).append(rollout.sample)
+        return self._play(dealt, samples, table=Table(), pause=pause)
 
     def _play(
         self, dealt: Mapping[int, Dealt], samples: Mapping[int, Sequence[int]], *,

@@ -45,12 +45,14 @@ class Household(Protocol):
 class Lookout:
     def __init__(
         self, servers: Sequence[Server], *, http: httpx.AsyncClient, asking: Asking, probe_s: float, wanted: Callable[[], str],
-        salt: Callable[[], str], sender: Sender | None, household: Household | None, tell: Callable[[str], None],
+        salt: Callable[[], str], sender: Sender | None, household: Household | None, tell: Callable[[str], None], patience_s: float,
     ) -> None:  # fmt: skip
         """`wanted` is the label of the weights that are served; empty while nobody may ask. `sender` gives weights, where this process
-        does. `http` and `asking` have probe_s as their limit."""
+        does. `http` and `asking` have probe_s as their limit. `patience_s`: for which those who ask wait while nobody is in."""
         self._servers, self._http, self._asking, self._probe_s, self._wanted, self._salt = servers, http, asking, probe_s, wanted, salt
-        self._sender, self._household, self.tell = sender, household, tell
+        self._sender, self._household, self.tell, self._patience_s = sender, household, tell, patience_s
+        self.dark_since: float | None = None
+        """Since when nobody is in, on time.monotonic's clock; None where somebody is, or nothing was served yet."""
 
     def start(self) -> None:
         for server in self._servers:
@@ -145,9 +147,19 @@ class Lookout:
             server.is_in = False
             server.fall.set_result(reason)
             self.tell(f"engine {server.url}: {reason}")
+            self.note()
+
+    def note(self) -> None:
+        """Whether nobody is in, and since when: all who wait give up together, however late they have begun to ask."""
+        if any(server.is_in for server in self._servers):
+            self.dark_since = None
+        elif self.dark_since is None:
+            self.dark_since = time.monotonic()
+            self.tell(f"no engine is well; replies wait for one up to {self._patience_s:g} s (engine.patience_s)")
 
     def take_back(self, server: Server) -> None:
         if not server.is_in:
             server.is_in, server.fall = True, asyncio.get_running_loop().create_future()
             server.known.clear()
             server.heard = time.monotonic()
+            self.note()

@@ -25,7 +25,7 @@ from megatron_rl.rollout.lookout import Household, Lookout
 from megatron_rl.rollout.sender import Sender
 from megatron_rl.rollout.server import Server
 from megatron_rl.servers import ServerFault, told
-from megatron_rl.types import HostFault, Image
+from megatron_rl.types import HostFault, Image, WaitedFault
 
 T = TypeVar("T")
 TRIES = 5
@@ -72,6 +72,7 @@ class RemoteEngine:
         self._lookout = Lookout(
             self._servers, http=self._looks, asking=asking, probe_s=self._settings.probe_s, salt=lambda: self.salt,
             wanted=lambda: self.label if self._is_open.is_set() else "", sender=self._sender, household=self._household, tell=self._tell,
+            patience_s=self._settings.patience_s,
         )  # fmt: skip
         self._lookout.start()
 
@@ -110,7 +111,7 @@ class RemoteEngine:
     async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
         """Sample one turn after `token_ids`, whose image placeholders are expanded, as LocalEngine.generate does.
 
-        Raises HostFault after TRIES servers in trouble, or where none was well for engine.patience_s.
+        Raises HostFault after TRIES servers in trouble, WaitedFault where none was well for engine.patience_s.
         """
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
@@ -146,8 +147,8 @@ class RemoteEngine:
         return end is not None or part.reason == "stop"
 
     async def _server(self, faults: Sequence[str]) -> Server:
-        """The episode's own, if it is in; else the least busy one, if possible none that has just failed. HostFault: see generate."""
-        task, ill_since = asyncio.current_task(), None
+        """The episode's own, if it is in; else the least busy one, if possible none that has just failed. WaitedFault: see generate."""
+        task, resting_since = asyncio.current_task(), None
         while True:
             await self._is_open.wait()
             now = time.monotonic()
@@ -159,9 +160,10 @@ class RemoteEngine:
                 server = min(able, key=lambda each: (each.endpoint.in_flight, self._order[each.url]))
                 self._homes[task] = server
                 return server
-            ill_since = ill_since or now
-            if now - ill_since > self._settings.patience_s:
-                raise HostFault(f"none of {', '.join(self.urls)} was well for {self._settings.patience_s:g} s (engine.patience_s)")
+            resting_since = resting_since or now  # those that are in
+            since = resting_since if self._lookout.dark_since is None else self._lookout.dark_since
+            if now - since > self._settings.patience_s:
+                raise WaitedFault(f"none of {', '.join(self.urls)} was well for {self._settings.patience_s:g} s (engine.patience_s)")
             await asyncio.sleep(LOOK_S)
 
     async def _in_time(self, asked: Coroutine[object, object, Part], server: Server) -> Part:
@@ -230,6 +232,7 @@ class RemoteEngine:
             else:
                 self._lookout.lose(server, faults.get(server.url, "was not there when the weights changed"))
         self._is_open.set()
+        self._lookout.note()
 
     async def _end(self) -> None:
         await self._lookout.end()

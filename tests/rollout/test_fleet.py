@@ -14,7 +14,7 @@ from megatron_rl.rollout import fleet as fleet_module
 from megatron_rl.rollout.admission import choose_prompts
 from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import End, Example, LastingFault, Rollout, Status
+from megatron_rl.types import End, Example, LastingFault, Rollout, Status, WaitedFault
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Scripted, fleet_of, said
 
 
@@ -141,6 +141,20 @@ def test_what_waiting_cannot_mend_is_not_waited_for(renderer: Renderer, pauses: 
     fleet = fleet_of(renderer, engine, patience_s=600.0)
     assert {rollout.end for rollout in fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)} == {End.LASTING_FAULT}
     assert set(engine.tries.values()) == {1} and not any(pauses)
+
+
+@pytest.mark.parametrize(("faults", "status"), [(10**6, Status.FAILED), (1, Status.TRUNCATED)])
+def test_what_was_waited_for_is_waited_for_no_longer(renderer: Renderer, pauses: list[float], faults: int, status: Status) -> None:
+    """No episode is tried thrice, nobody waits run.patience_s besides: all are played once more at once: it may be back."""
+    engine, told = Scripted(faults=faults, fault=WaitedFault), []
+    fleet = fleet_of(renderer, engine, patience_s=600.0, tell=told.append)
+    rollouts = fleet.play(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
+    assert [rollout.status for rollout in rollouts] == [status] * 6 and len(rollouts) == 6
+    assert set(engine.tries.values()) == {2} and not any(pauses) and told == []
+    if status is Status.FAILED:
+        assert {rollout.end for rollout in rollouts} == {End.WAITED_FAULT}
+    else:
+        assert said(rollouts) == said(fleet_of(renderer).play(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1)))
 
 
 def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
