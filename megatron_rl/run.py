@@ -85,7 +85,7 @@ class Run:
         self._runs_ahead = settings.run.max_staleness > 0
         self._recorded = {"best": settings.run.record_best, "worst": settings.run.record_worst}
         self._keeps_all = settings.run.record == "all"
-        self._told = set(self.history.faulty)
+        self._told, self._busy_s, self._busy_before = set(self.history.faulty), lambda: 0.0, 0.0
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = Trace(settings.run.trace)
         self.spans = Spans(watch=self.progress.phase if self.progress else None, around=partial(self.trace, STEP))
@@ -105,7 +105,7 @@ class Run:
     @contextmanager
     def rolling_out(self, busy_s: Callable[[], float]) -> Iterator[None]:
         """Time a rollout: the seconds that the engine was busy are its own, the rest is environment and reward."""
-        busy = busy_s()
+        self._busy_s, busy = busy_s, busy_s()
         with self.spans("environment"):
             yield
             self.spans.add("engine", busy_s() - busy)
@@ -181,8 +181,10 @@ class Run:
         if not self.is_main:
             return
         with writing(self.folder):
-            times = self.spans.take()
-            metrics = {**metrics, **times, **(idle(times) if self._runs_ahead else {}), **self.bank.figures(), **largest(memory)}
+            times, busy = self.spans.take(), self._busy_s()
+            shares = idle(times, busy_s=busy - self._busy_before) if self._runs_ahead else {}
+            self._busy_before = busy
+            metrics = {**metrics, **times, **shares, **self.bank.figures(), **largest(memory)}
             self.log.log(step, metrics)
         taught_nothing = metrics.get("rollout/nothing_learned", 0.0) > 0
         self.progress.step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
@@ -197,8 +199,7 @@ class Run:
             remedy = (
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
             )
-            num_steps = len(self.history.returns)
-            self.tell(f"nothing was learned in any of {num_steps} steps: all rewards of a group were always alike; {remedy}")
+            self.tell(f"nothing was learned in any of {len(self.history.returns)} steps: rewards of a group were always alike; {remedy}")
         with writing(self.folder):
             self.log.log(self.num_steps, {**metrics, **self.spans.take()})
             replace_bytes(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())

@@ -95,10 +95,11 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int)
     }
 
 
-def idle(times: Mapping[str, float]) -> dict[str, float]:
-    """The shares of a step (Spans.take) in which this process's engine computed nothing, and in which its trainer left it the device."""
-    engine, total = times.get("time/engine", 0.0), times["time/total"]
-    return {"engine/idle_fraction": 1 - engine / total, "trainer/idle_fraction": (engine + times.get("time/environment", 0.0)) / total}
+def idle(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
+    """The shares of a step (Spans.take) in which this process's engine had nothing to do, and in which its trainer waited for rollouts.
+    busy_s: what the engine worked from the last step's end to this one's, updates and evaluations included."""
+    waited, total = times.get("time/engine", 0.0) + times.get("time/environment", 0.0), times["time/total"]
+    return {"engine/idle_fraction": 1 - busy_s / total, "trainer/idle_fraction": waited / total}
 
 
 def credited_groups(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:

@@ -131,7 +131,24 @@ def test_staleness_by_hand() -> None:
     }  # fmt: skip
     assert staleness_metrics(rollouts[4:], step=7, num_stale=0)["rollout/staleness_max"] == 0
     times = {"time/engine": 2.0, "time/environment": 1.0, "time/update": 4.0, "time/outside": 1.0, "time/total": 8.0}
-    assert idle(times) == {"engine/idle_fraction": 0.75, "trainer/idle_fraction": 0.375}
+    assert idle(times, busy_s=2.0) == {"engine/idle_fraction": 0.75, "trainer/idle_fraction": 0.375}
+    assert idle(times, busy_s=6.0) == {"engine/idle_fraction": 0.25, "trainer/idle_fraction": 0.375}, "it went on in the update"
+
+
+def test_an_engine_that_goes_on_in_the_update_is_not_idle(tmp_path: Path) -> None:
+    """By what it has worked from one record to the next: 2 s before this life's first step, 1 s in its rollout, 4 s in its update; then
+    3 s in a rollout and 8 s in an update with an evaluation."""
+    settings, worked = Settings(run=RunSettings(dir=str(tmp_path), max_staleness=1)), [2.0]
+    run = Run(settings, World(0, 1, 0, torch.device("cpu")), num_steps=2)
+    for step, (rolling, training) in enumerate(((1.0, 4.0), (3.0, 8.0))):
+        with run.rolling_out(lambda: sum(worked)):
+            worked.append(rolling)
+        worked.append(training)
+        run.record(step, {})
+    run.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [round((1 - line["engine/idle_fraction"]) * line["time/total"], 6) for line in lines] == [7.0, 11.0]
+    assert [line["time/engine"] for line in lines] == [1.0, 3.0]
 
 
 def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to_compare_with() -> None:

@@ -82,7 +82,7 @@ class TrainedEngine(Engine, Protocol):
     trainer's devices in turn with it; one elsewhere (remote.py) goes on meanwhile."""
 
     busy_s: float
-    """Seconds of work since construction."""
+    """Seconds of work since construction; of servers elsewhere the mean of those in which each had something under way."""
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main`, which may await `generate`, to its end. Its result on the engine's leader, None on its other ranks.

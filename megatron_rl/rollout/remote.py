@@ -8,6 +8,7 @@ The event loop has a thread of its own, so that episodes go on while the trainer
 """
 
 import asyncio
+import statistics
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ class RemoteEngine:
         self.weight_version = 0
         self._figures: dict[str, float] = {}
         self._homes: WeakKeyDictionary[asyncio.Task, Server] = WeakKeyDictionary()
-        self._busy_s, self._busy_since, self._num_open = 0.0, 0.0, 0
+        self._num_open = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
@@ -106,7 +107,9 @@ class RemoteEngine:
 
     @property
     def busy_s(self) -> float:
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._num_open else 0.0)
+        """In which turns of this process were under way; of several servers the mean."""
+        now = time.perf_counter()
+        return statistics.fmean(server.work.seconds(now) for server in self._servers)
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
         """Sample one turn after `token_ids`, whose image placeholders are expanded, as LocalEngine.generate does.
@@ -169,8 +172,7 @@ class RemoteEngine:
     async def _in_time(self, asked: Coroutine[object, object, Part], server: Server) -> Part:
         """What is asked of a server, or ServerFault as soon as it falls."""
         task, fall = asyncio.ensure_future(asked), server.fall  # it may be back, with another one, before this task goes on
-        if not self._num_open:
-            self._busy_since = time.perf_counter()
+        server.work.begin(time.perf_counter())
         self._num_open += 1
         server.endpoint.in_flight += 1
         try:
@@ -182,8 +184,7 @@ class RemoteEngine:
             task.cancel()
             server.endpoint.in_flight -= 1
             self._num_open -= 1
-            if not self._num_open:
-                self._busy_s += time.perf_counter() - self._busy_since
+            server.work.end(time.perf_counter())
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Give all servers these weights. Turns that are under way stop where they are, and go on with them. All ranks together.

@@ -5,6 +5,7 @@ All that it says is checked. A call that goes wrong raises ServerFault, with wha
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import httpx
 import torch
@@ -37,6 +38,28 @@ class _Natures(BaseModel):
     results: list[dict[str, str]]
 
 
+@dataclass(slots=True)
+class Work:
+    """How long a server has had something under way; times are a clock's."""
+
+    num_open: int = 0
+    since: float = 0.0
+    past_s: float = 0.0
+
+    def begin(self, now: float) -> None:
+        if self.num_open == 0:
+            self.since = now
+        self.num_open += 1
+
+    def end(self, now: float) -> None:
+        self.num_open -= 1
+        if self.num_open == 0:
+            self.past_s += now - self.since
+
+    def seconds(self, now: float) -> float:
+        return self.past_s + (now - self.since if self.num_open else 0.0)
+
+
 class Server:
     """One server. Of the loop's thread, but for `call` and what is made of it."""
 
@@ -47,6 +70,8 @@ class Server:
         """It holds the weights that are served now, as far as is known."""
         self.answers = True
         """It has said what weights it has when it was asked last, or was not asked yet."""
+        self.work = Work()
+        """Of this process's turns, on time.perf_counter's clock."""
         self.heard = 0.0
         """When it has sampled last, on time.monotonic's clock."""
         self.known: set[str] = set()

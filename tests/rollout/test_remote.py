@@ -9,10 +9,18 @@ import pytest
 from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.remote import RemoteEngine
-from megatron_rl.rollout.server import Server
+from megatron_rl.rollout.server import Server, Work
 from megatron_rl.types import WaitedFault
 
 NOBODY = "http://127.0.0.1:9"
+
+
+def test_a_server_works_while_anything_of_ours_is_under_way() -> None:
+    """Turns from 1 to 4, 2 to 6 and 8 to 9 s; at 10 s one that is not over has begun at 9.5."""
+    work = Work()
+    for act, now in ((work.begin, 1), (work.begin, 2), (work.end, 4), (work.end, 6), (work.begin, 8), (work.end, 9), (work.begin, 9.5)):
+        act(now)
+    assert work.seconds(10) == 5 + 1 + 0.5
 
 
 @pytest.fixture
