@@ -111,10 +111,15 @@ class Asking:
         if answer.is_error:
             server.endpoint.failed(began=began)
             raise ServerFault(f"{answer.status_code}, {one_line(answer.text)}")
+        try:
+            part = _checked(answer.content, asked, label)
+        except ServerFault:
+            server.endpoint.failed(began=began)
+            raise
         server.known.update(image.key for image in turn.images)
         server.endpoint.answered()
         server.heard = time.monotonic()
-        return _checked(answer.content, asked, label)
+        return part
 
     def _params(self, sampling: Sampling, num_said: int) -> dict[str, object]:
         return {

@@ -6,7 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -57,10 +60,32 @@ def broken(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def ends(random_model: Path, broken: Path) -> dict[str, tuple[int, str]]:
+def page() -> Iterator[str]:
+    """The address of a server that has a page for every question."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>Welcome</html>")
+
+        do_POST = do_GET
+
+        def log_message(self, *given: object) -> None:
+            """It keeps silent."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def ends(random_model: Path, broken: Path, page: str) -> dict[str, tuple[int, str]]:
     """{what was typed: (exit code, standard error)}, all from one process, whose own folder configs/ has the broken files."""
     given = [f"model.path={random_model}", f"run.dir={broken}/run"]
-    lines = [[*given, *mistake.replace("{tmp}", str(broken)).split(" ")] for mistake in MISTAKES]
+    lines = [[*given, *mistake.replace("{tmp}", str(broken)).replace("{page}", page).split(" ")] for mistake in MISTAKES]
     (broken / "lines.json").write_text(json.dumps(lines))
     shutil.copy(SUPPORT / "mistakes_made.py", broken / "mine.py")
     nobody = {"HOME": str(broken), "NETRC": str(broken / "netrc"), "WANDB_API_KEY": ""}
@@ -75,9 +100,9 @@ def ends(random_model: Path, broken: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake: str, ends: dict[str, tuple[int, str]], random_model: Path, broken: Path) -> None:
+def test_a_mistake_is_one_line(mistake: str, ends: dict[str, tuple[int, str]], random_model: Path, broken: Path, page: str) -> None:
     code, said = ends[mistake]
-    expected = MISTAKES[mistake].replace("{tmp}", str(broken)).replace("{model}", str(random_model))
+    expected = MISTAKES[mistake].replace("{tmp}", str(broken)).replace("{model}", str(random_model)).replace("{page}", page)
     pattern = ".*".join(map(re.escape, expected.split("...")))
     assert re.fullmatch(f"error: {pattern}\n", said), said
     assert code == 1

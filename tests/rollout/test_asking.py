@@ -58,6 +58,8 @@ def natures(**changes: str) -> tuple[int, object]:
     [
         ({}, "no server of vLLM answers there (/version: 404"),
         ({"/version": (200, {"release": "2"})}, "no server of vLLM answers there"),
+        ({"/version": (200, b"<html>Welcome to nginx</html>")}, "no server of vLLM answers there"),
+        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (200, b"<html>")}, "is no engine of a run"),
         ({"/version": (200, {"version": "0.31.1"})}, "is a server of vLLM 0.31.1, this is for 0.32.0; start one of that version"),
         ({"/version": (200, {"version": "0.32.0"})}, "is no engine of a run (/collective_rpc: 404"),
         ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_nature"})}, "is no engine of a run"),

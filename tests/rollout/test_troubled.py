@@ -1,0 +1,201 @@
+"""Servers in trouble, over real HTTP: whom a turn asks next and when, and how soon a server is out. In the place of vLLM's are servers of
+this file, which say and sample what a test has them."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from threading import Event, Thread
+
+import pytest
+
+from megatron_rl.config import EngineSettings
+from megatron_rl.rollout import server as server_module
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.lookout import WATCH_S
+from megatron_rl.rollout.remote import TRIES, RemoteEngine
+from megatron_rl.rollout.server import Server
+from megatron_rl.types import HostFault
+
+PROBE_S, SLACK_S = 1.0, 3.0
+"""What a server may take for a word of itself; what a busy machine may add."""
+GENERATE = "/inference/v1/generate"
+ALL = ("/weight_info", "/metrics", GENERATE)
+
+
+class Troubled:
+    """A server whose `how` says, by path, what it does instead of an answer: 500, garbage (200 and a page), other (another run's tokens),
+    hangs."""
+
+    def __init__(self) -> None:
+        self.how: dict[str, str] = {}
+        self.asked: list[float] = []
+        """When it was asked for tokens by a turn: a look asks for one."""
+        self.label, self.ends = "", Event()
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                status, body = stand_in.answer(self.path, json.loads(self.rfile.read(length)) if length else {})
+                if stand_in.ends.is_set():  # it has died, with all that was under way
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET
+
+            def log_message(self, *given: object) -> None:
+                """It keeps silent."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, path: str, body: dict) -> tuple[int, bytes]:
+        if path == GENERATE and body["sampling_params"]["max_tokens"] > 1:
+            self.asked.append(time.monotonic())
+        how = self.how.get(path, "")
+        if how == "hangs":
+            self.ends.wait(60)
+        if how in ("500", "garbage"):
+            return (500, b"EngineCore has died") if how == "500" else (200, b"<html>Welcome to nginx</html>")
+        said = {"/weight_info": {"weight_version": self.label}}
+        if path == GENERATE:
+            said[path] = self.sampled(body, of="theirs.9" if how == "other" else self.label)
+        return 200, json.dumps(said.get(path, {})).encode()
+
+    def sampled(self, body: dict, *, of: str) -> dict:
+        num = body["sampling_params"]["max_tokens"]
+        choice = {
+            "finish_reason": "length", "token_ids": [5] * num, "logprobs": {"content": [{"logprob": -1.0}] * num},
+            "weight_versions": [{"version": of, "start": 0, "end": num}],
+        }  # fmt: skip
+        return {"prompt_token_ids": body["token_ids"], "choices": [choice]}
+
+    def close(self) -> None:
+        self.ends.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+class Giver:
+    transfer_s = 0.0
+
+    def __init__(self, servers: Mapping[str, Troubled]) -> None:
+        self.servers = servers
+
+    def send(self, tensors: object, label: str, *, to: list[str]) -> tuple[list[str], dict[str, str]]:
+        for url in to:
+            self.servers[url].label = label
+        return list(to), {}
+
+    def admit(self, url: str) -> None:
+        """It has them."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def two() -> Iterator[list[Troubled]]:
+    made = [Troubled(), Troubled()]
+    yield made
+    for each in made:
+        each.close()
+
+
+Open = Callable[[list[Troubled]], RemoteEngine]
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Open]:
+    """An engine over these servers, all of which have its weights."""
+    opened: list[RemoteEngine] = []
+
+    def opens(servers: list[Troubled]) -> RemoteEngine:
+        urls = [each.url for each in servers]
+        settings = EngineSettings(kind="remote", urls=urls, probe_s=PROBE_S, turn_s=60.0, patience_s=60.0)
+        engine = RemoteEngine(
+            [Server(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode=str,
+            meet=lambda mine: [mine or ([], {})], sender=Giver(dict(zip(urls, servers, strict=True))), tell=lambda _: None,
+        )  # fmt: skip
+        opened.append(engine)
+        engine.load_weights(iter(()), version=0)
+        return engine
+
+    yield opens
+    for engine in opened:
+        engine.close()
+
+
+async def say(engine: RemoteEngine) -> Completion:
+    return await asyncio.wait_for(engine.generate([1, 2], [], Sampling(3, 1.0, seed=0)), 60)
+
+
+@pytest.mark.parametrize("how", ["500", "garbage", "other"])
+def test_the_second_try_goes_to_another(how: str, two: list[Troubled], open_engine: Open) -> None:
+    """Though the first says that it is well, and is no busier."""
+    two[0].how[GENERATE] = how
+    engine = open_engine(two)
+    assert engine.run(say(engine)).token_ids == [5, 5, 5]
+    assert [len(each.asked) for each in two] == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["500", "garbage", "other"])
+def test_tries_of_one_server_are_apart(how: str, two: list[Troubled], open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no other: each rest is twice the one before, less half at most, behind a 200 that cannot be believed too. Then the
+    turn fails. A look would have found it out meanwhile: here none does."""
+    monkeypatch.setattr(server_module, "FIRST_REST_S", 0.1)
+    two[0].how[GENERATE] = how
+    engine = open_engine(two[:1])
+    engine._servers[0].heard = time.monotonic() + 1000
+    with pytest.raises(HostFault, match=f"{TRIES} tries$"):
+        engine.run(say(engine))
+    gaps = [after - before for before, after in pairwise(two[0].asked)]
+    assert len(gaps) == TRIES - 1 and all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps)), gaps
+
+
+@pytest.mark.parametrize(
+    ("how", "paths", "within_s"),
+    [
+        ("dead", (), WATCH_S),
+        ("500", ALL, WATCH_S),
+        ("garbage", ALL, WATCH_S),
+        ("hangs", ALL, WATCH_S + PROBE_S),
+        ("hangs", (GENERATE,), 2 * WATCH_S + 2 * PROBE_S),  # it is asked for a token when nothing was heard of it for engine.probe_s
+    ],
+)
+def test_within_seconds_one_in_trouble_is_out(
+    how: str, paths: tuple[str, ...], within_s: float, two: list[Troubled], open_engine: Open
+) -> None:  # fmt: skip
+    """And the turn that it has is played by the other."""
+    engine = open_engine(two)
+    two[0].how[GENERATE] = "hangs"
+    bad = engine._servers[0]
+
+    async def main() -> tuple[float, float, Completion]:
+        turn = asyncio.create_task(say(engine))
+        while not two[0].asked:
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        if how == "dead":
+            await asyncio.to_thread(two[0].close)
+        two[0].how |= dict.fromkeys(paths, how)
+        while bad.is_in:
+            await asyncio.sleep(0.01)
+        is_out = time.monotonic()
+        completion = await turn
+        return is_out - began, time.monotonic() - is_out, completion
+
+    out_s, elsewhere_s, completion = engine.run(main())
+    assert out_s < within_s + SLACK_S and elsewhere_s < SLACK_S, (out_s, elsewhere_s)
+    assert completion.token_ids == [5, 5, 5] and len(two[1].asked) == 1 and engine._servers[1].is_in
