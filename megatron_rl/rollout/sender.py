@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_rl.rollout.server import LOAD_S, Server
+from megatron_rl.rollout.server import LOAD_S, Server, label_of
 from megatron_rl.rollout.vllm.transfer import WIRES, Bucket, Digest, Meeting, Wire, packed, store_of
 from megatron_rl.rollout.vllm.weights import buckets
 from megatron_rl.servers import ServerFault, told
@@ -158,7 +158,7 @@ class Sender:
                     faults[line.server.url] = "is still being given the weights before these"
             lines, more = self._each(lines, Line.begin)
             faults, sent = faults | more, time.perf_counter()
-            self._label, self._kept = label, []
+            is_first, self._label, self._kept = not self._label, label, []
             digest, held = Digest(), None
             for bucket in buckets(tensors, self._bucket_bytes):
                 digest.add(bucket)
@@ -167,6 +167,9 @@ class Sender:
                 held = packed(bucket)
             lines, faults = self._pass(lines, faults, (replace(held[0], digest=digest.text()), held[1]))
             self.transfer_s = time.perf_counter() - sent
+            if is_first and len(lines) > 1:
+                lines, more = self._alike(lines)
+                faults |= more
             lines, more = self._each(lines, lambda line: line.end(label))
             self.pause_s = time.perf_counter() - began
             return [line.server.url for line in lines], faults | more
@@ -175,6 +178,23 @@ class Sender:
         self._kept.append((each[0], each[1].cpu()))
         left, more = self._each(lines, lambda line: line.send(*each))
         return left, faults | more
+
+    def _alike(self, lines: list[Line]) -> tuple[list[Line], dict[str, str]]:
+        """Those that hold, by vLLM's own word, what the first of them holds, and what is to be said of the others."""
+        sums: dict[str, dict[str, str]] = {}
+
+        def ask(line: Line) -> None:
+            sums[line.server.url] = line.server.checksums()
+
+        def compare(line: Line) -> None:
+            require_same(sums[line.server.url], sums[first.server.url], of=first.server.url)
+
+        lines, faults = self._each(lines, ask)
+        if not lines:
+            return lines, faults
+        first = lines[0]
+        lines, more = self._each(lines, compare)
+        return lines, faults | more
 
     def _each(self, lines: list[Line], act: Callable[[Line], None]) -> tuple[list[Line], dict[str, str]]:
         """Side by side; those for which it went well, and what is to be said of the others."""
@@ -207,14 +227,36 @@ class Sender:
                 line.begin()
                 for bucket, flat in kept:
                     line.send(bucket, flat)
+                self._hold_against_another(line, label)
                 line.end(label)
             except ServerFault:
                 line.break_off()
                 raise
 
+    def _hold_against_another(self, line: Line, label: str) -> None:
+        """ServerFault: it holds, by vLLM's own word, other bits than a server that serves this update. Where none does, or weights change
+        meanwhile, nothing is compared: that what was sent is held is proven in any case (vllm/served.py)."""
+        other = next((each.server for each in self._lines.values() if each is not line and each.server.is_in), None)
+        if other is None:
+            return
+        try:
+            labels, theirs = {label_of(other.call("/weight_info"))}, other.checksums()
+            labels.add(label_of(other.call("/weight_info")))
+        except ServerFault:  # of the other one
+            return
+        if labels == {label}:
+            require_same(line.server.checksums(), theirs, of=other.url)
+
     def release(self) -> None:
         for line in self._lines.values():
             line.release()
+
+
+def require_same(mine: Mapping[str, str], theirs: Mapping[str, str], *, of: str) -> None:
+    """ServerFault: checksums differ."""
+    names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    if names:
+        raise ServerFault(f"holds other weights than {of}: {len(names)} differ, {names[0]} first (/weight_checker)")
 
 
 def address_towards(url: str) -> str:

@@ -16,8 +16,8 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.command import PROGRAM, VLLM, nature_of, server_arguments, shell_line
 from megatron_rl.servers import Endpoint, ServerFault, one_line, told
 
-ANSWER_S, LOAD_S = 10.0, 120.0
-"""What a server may take to say something of itself, and for a call that changes it."""
+ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
+"""What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
 FIRST_REST_S = 0.5
 HOW = "start it with the command that launch/engine.py prints"
 
@@ -32,6 +32,10 @@ class _WeightInfo(BaseModel):
 
 class _WorldSize(BaseModel):
     world_size: int
+
+
+class _Checksums(BaseModel):
+    checksums: dict[str, str]
 
 
 class _Natures(BaseModel):
@@ -96,6 +100,14 @@ class Server:
     def num_workers(self) -> int:
         try:
             return _WorldSize.model_validate_json(self.call("/get_world_size")).world_size
+        except ValidationError as error:
+            raise ServerFault(told(error)) from error
+
+    def checksums(self) -> dict[str, str]:
+        """vLLM's own of all weights that it holds, by worker and parameter (model_executor/model_loader/weight_checksum.py: SHA-256)."""
+        try:
+            body = self.call("/weight_checker", {"action": "checksum"}, timeout_s=CHECK_S)
+            return _Checksums.model_validate_json(body).checksums
         except ValidationError as error:
             raise ServerFault(told(error)) from error
 

@@ -4,6 +4,7 @@ Left: what is typed after `launch/train.py model.path={model} run.dir={tmp}/run`
 says `...`. {model} is a good model, {tmp} a folder with the broken things that test_mistakes.py makes, {page} a server of pages.
 """
 
+NOBODY = "engine.urls={}: no server of vLLM answers there (/version...); start it with the command that launch/engine.py prints"
 LISTS_ALL = "--help lists all"
 MISTAKES = {
     # a key that is not there
@@ -109,8 +110,8 @@ MISTAKES = {
     "engine.kind=remote engine.servers=2 engine.urls=[http://a:1]": "engine.servers=2: are started by the run, and engine.urls names ...",
     "engine.servers=2": "engine.servers=2: are asked by engine.kind=remote alone; choose it, or leave them out",
     "engine.kind=remote": "engine.urls=[]: is needed by engine.kind=remote; name its servers, or have the run start some: engine.servers=2",
-    "experiment=numberline_grpo_cpu engine.kind=remote engine.urls=[http://127.0.0.1:1]": "engine.urls=http://127.0.0.1:1: no server of vLLM answers there (/version: ConnectError: ...); start it with the command ...",
-    "experiment=numberline_grpo_cpu engine.kind=remote engine.urls=[{page}]": "engine.urls={page}: no server of vLLM answers there (...); start it with the command that launch/engine.py prints",
+    "experiment=numberline_grpo_cpu engine.kind=remote engine.urls=[http://127.0.0.1:1]": NOBODY.format("http://127.0.0.1:1"),
+    "experiment=numberline_grpo_cpu engine.kind=remote engine.urls=[{page}]": NOBODY.format("{page}"),
     "engine.kind=remote engine.servers=2 engine.start_s=0": "engine.start_s=0.0: must be a number of seconds",
     "wandb.mode=onlin": "wandb.mode=onlin: choose one of disabled, offline, online",
     "trackio.mode=online": "trackio.mode=online: choose one of disabled, local",

@@ -1,6 +1,7 @@
 """New weights for real servers: proven on arrival, and every token's logprob is that of its own version, whatever caches hold."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.remote import RemoteEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.sender import Line
+from megatron_rl.rollout.sender import Line, require_same
+from megatron_rl.servers import ServerFault
 from megatron_rl.types import Rollout
 from tests.parity.test_engine_versions import EPISODES, LIMITS, VERSIONS, episode, gaps, policies
 from tests.support.packed import prompts
@@ -126,6 +128,24 @@ def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: RemoteEngine, rando
     assert [server.is_in for server in engine._servers] == [True, True]
 
 
+def test_what_real_servers_say_that_they_hold_is_compared(engine: RemoteEngine, random_model: Path) -> None:
+    """vLLM's own /weight_checker, on CPUs: SHA-256 of every parameter. After one update both say the same; one that has another differs in
+    what was changed alone, and would not be let in beside the other."""
+    tensors, (first, second) = load_file(random_model / "model.safetensors"), engine._servers
+    engine.load_weights(iter(tensors.items()), version=15)
+    began = time.perf_counter()
+    held = first.checksums()
+    print(f"{len(held)} parameters in {time.perf_counter() - began:.3f} s")
+    assert held == second.checksums() and len(held) > 20 and all(name.startswith("dp0:pp0:pcp0:tp0:") for name in held)
+    name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    changed = {**tensors, name: tensors[name].nextafter(tensors[name] + 1)}
+    engine._sender.send(iter(changed.items()), "versions.changed", to=[second.url])
+    with pytest.raises(ServerFault, match=rf"holds other weights than {first.url}: 1 differ, dp0.*layers.0.mlp.down_proj.weight first"):
+        require_same(second.checksums(), held, of=first.url)
+    engine.load_weights(iter(tensors.items()), version=16)
+    assert held == second.checksums() and all(server.is_in for server in engine._servers)
+
+
 def label(engine: RemoteEngine, url: str) -> str:
     async def asked() -> str:
         return await engine._lookout.label(next(server for server in engine._servers if server.url == url))
@@ -148,7 +168,7 @@ def test_an_update_that_is_none_is_not_served(engine: RemoteEngine, random_model
     engine.load_weights(iter(changed.items()), version=20)
     assert not any(server.is_in for server in engine._servers)
     text = {"missing": "were not sent", "unknown": "no place for", "misshapen": "was sent as"}[mistake]
-    assert len(said) == 2 and all(text in line for line in said), said
+    assert len(said) == 3 and all(text in line for line in said[:2]) and said[2].startswith("no engine is well"), said
     engine.load_weights(iter(tensors.items()), version=21)
     assert all(server.is_in for server in engine._servers)
 

@@ -1,5 +1,6 @@
 """Weights on their way to servers, each with a stand-in of vLLM's four calls that takes what comes by the same wire (gloo), in threads."""
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ class StandIn:
         self.held: dict[str, torch.Tensor] = {}
         self.label, self.fails, self.after = "default", "", 0
         self.wire, self.is_open, self.digest = None, False, Digest()
+        self.flips = False
+        """It holds a bit otherwise than it came."""
         self.holds = Event()
         """Cleared: it takes no bucket."""
         self.holds.set()
@@ -57,7 +60,13 @@ class StandIn:
         self.calls.append(path)
         if path == self.fails and self.calls.count(path) > self.after:
             return 500, {"error": "it would not"}
-        said = {"/version": {"version": "0.32.0"}, "/collective_rpc": {"results": [{"model": "m"}]}, "/get_world_size": {"world_size": 1}}
+        sums = {name: hashlib.sha256(tensor.float().numpy()).hexdigest() for name, tensor in self.held.items()}
+        told = {"/weight_info": {"weight_version": self.label}, "/weight_checker": {"checksums": sums}}
+        told |= {
+            "/version": {"version": "0.32.0"},
+            "/collective_rpc": {"results": [{"model": "m"}]},
+            "/get_world_size": {"world_size": 1},
+        }
         try:
             {
                 "/init_weight_transfer_engine": self.meet, "/start_weight_update": self.start, "/update_weights": self.take,
@@ -65,7 +74,7 @@ class StandIn:
             }.get(path, lambda body: None)(body)  # fmt: skip
         except RuntimeError as error:
             return 500, {"error": str(error)}
-        return 200, said.get(path, {})
+        return 200, told.get(path, {})
 
     def meet(self, body: dict) -> None:
         claim = dict(body["init_info"])
@@ -89,6 +98,8 @@ class StandIn:
         tensors = unpacked(bucket, flat)
         self.digest.add(tensors)
         self.held |= {name: tensor.clone() for name, tensor in tensors}
+        if self.flips and bucket.digest:
+            self.held["c"].view(torch.int32)[3, 5] ^= 1
         if bucket.digest and bucket.digest != self.digest.text():
             raise RuntimeError("what came is not what was sent")
 
@@ -143,14 +154,16 @@ def test_two_servers_hold_what_was_sent(two: tuple[StandIn, StandIn]) -> None:
             assert holds(each, scale=1.0 + number) and each.label == label and each.owner == "me"
     first = two[0].calls[two[0].calls.index("/pause") :]
     assert first[: first.index("/resume") + 1] == [
-        "/pause", "/start_weight_update", *["/update_weights"] * 3, "/reset_encoder_cache", "/finish_weight_update", "/resume",
+        "/pause", "/start_weight_update", *["/update_weights"] * 3, "/weight_checker", "/reset_encoder_cache", "/finish_weight_update",
+        "/resume",
     ]  # fmt: skip
     assert two[0].calls.count("/init_weight_transfer_engine") == 1, "one group for all updates"
+    assert two[0].calls.count("/weight_checker") == 1, "all weights are read once in a life"
     assert 0 < sender.transfer_s < sender.pause_s
 
 
 STOPS = [("/pause", 0), ("/start_weight_update", 0), ("/update_weights", 0), ("/update_weights", 2)]
-STOPS += [("/reset_encoder_cache", 0), ("/finish_weight_update", 0)]
+STOPS += [("/weight_checker", 0), ("/reset_encoder_cache", 0), ("/finish_weight_update", 0)]
 
 
 @pytest.mark.parametrize(("path", "after"), STOPS)
@@ -168,6 +181,25 @@ def test_one_that_fails_on_the_way_is_left_out(two: tuple[StandIn, StandIn], pat
     sender.admit(bad.url)
     assert holds(bad) and bad.label == "mine.1" and bad.calls[-1] == "/resume"
     assert send(sender, "mine.2", *two, scale=3.0)[0] == [bad.url, good.url] and holds(bad, scale=3.0)
+
+
+def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> None:
+    """One that has a bit turned over behind its own proof is out with the first update, and is not let in while the bit is there."""
+    good, bad = two
+    sender = sender_to(*two)
+    sender.claim()
+    bad.flips = True
+    line = f"holds other weights than {good.url}: 1 differ, c first (/weight_checker)"
+    assert send(sender, "mine.0", *two) == ([good.url], {bad.url: line}) and bad.label == "default"
+    sender._lines[good.url].server.is_in = True
+    with pytest.raises(ServerFault) as fault:
+        sender.admit(bad.url)
+    assert str(fault.value) == line and bad.label == "default" and "/resume" not in bad.calls
+    good.label = "mine.1"  # it is given newer ones just then: there is nobody to compare with
+    sender.admit(bad.url)
+    good.label, bad.flips = "mine.0", False
+    sender.admit(bad.url)
+    assert holds(bad) and bad.label == "mine.0"
 
 
 def test_an_update_does_not_wait_for_one_that_has_come_back(two: tuple[StandIn, StandIn]) -> None:
