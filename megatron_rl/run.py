@@ -23,7 +23,7 @@ from megatron_rl.observe.recorder import PICTURES, Recorder, best_and_worst, sto
 from megatron_rl.observe.recorder import write as write_rollouts
 from megatron_rl.observe.trace import STEP, Trace
 from megatron_rl.observe.trace import write as write_trace
-from megatron_rl.step_metrics import credited_groups, idle
+from megatron_rl.step_metrics import Worked, credited_groups, idle
 from megatron_rl.types import Batch, End, NotFinite, Outage, Rollout, RunFailed, Status
 from megatron_rl.world import World, gather, on_main_rank, together
 
@@ -85,7 +85,7 @@ class Run:
         self._runs_ahead = settings.run.max_staleness > 0
         self._recorded = {"best": settings.run.record_best, "worst": settings.run.record_worst}
         self._keeps_all = settings.run.record == "all"
-        self._told, self._busy_s, self._busy_before = set(self.history.faulty), lambda: 0.0, 0.0
+        self._told, self._worked = set(self.history.faulty), Worked()
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = Trace(settings.run.trace)
         self.spans = Spans(watch=self.progress.phase if self.progress else None, around=partial(self.trace, STEP))
@@ -105,7 +105,7 @@ class Run:
     @contextmanager
     def rolling_out(self, busy_s: Callable[[], float]) -> Iterator[None]:
         """Time a rollout: the seconds that the engine was busy are its own, the rest is environment and reward."""
-        self._busy_s, busy = busy_s, busy_s()
+        busy = self._worked.begin(busy_s)
         with self.spans("environment"):
             yield
             self.spans.add("engine", busy_s() - busy)
@@ -181,9 +181,8 @@ class Run:
         if not self.is_main:
             return
         with writing(self.folder):
-            times, busy = self.spans.take(), self._busy_s()
-            shares = idle(times, busy_s=busy - self._busy_before) if self._runs_ahead else {}
-            self._busy_before = busy
+            times = self.spans.take()
+            shares = idle(times, busy_s=self._worked.since_last()) if self._runs_ahead else {}
             metrics = {**metrics, **times, **shares, **self.bank.figures(), **largest(memory)}
             self.log.log(step, metrics)
         taught_nothing = metrics.get("rollout/nothing_learned", 0.0) > 0

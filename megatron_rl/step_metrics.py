@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.algo.select import REASONS, kept_groups
 from megatron_rl.types import End, Rollout, Status
@@ -93,6 +93,24 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int)
         "rollout/dropped_stale": float(num_stale),
         "rollout/stale_fraction": num_stale / (len(rollouts) + num_stale),
     }
+
+
+class Worked:
+    """Seconds that an engine has worked, from one question to the next."""
+
+    def __init__(self) -> None:
+        self._busy_s: Callable[[], float] = lambda: 0.0
+        self._before: float | None = None
+
+    def begin(self, busy_s: Callable[[], float]) -> float:
+        """What `busy_s` says now; the first time that it is told, counting begins."""
+        self._busy_s, busy = busy_s, busy_s()
+        self._before = busy if self._before is None else self._before
+        return busy
+
+    def since_last(self) -> float:
+        before, self._before = self._before, self._busy_s()
+        return self._before - (before or 0.0)
 
 
 def idle(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:

@@ -4,6 +4,8 @@ Engine, tools and networks are scripted.
 """
 
 import asyncio
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl import train
-from megatron_rl.config import AlgoSettings, BatchSettings, ModelSettings, RunSettings, Settings
+from megatron_rl.config import AlgoSettings, BatchSettings, CheckpointSettings, ModelSettings, RunSettings, Settings
 from megatron_rl.gallery import Gallery
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.rollout.admission import choose_prompts
@@ -24,6 +26,8 @@ from megatron_rl.run import Run
 from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.types import Stopped
 from megatron_rl.world import connect, place
+from tests.conftest import SUPPORT
+from tests.support import forked
 from tests.support.lasting_fleet import HeldTask, lasting_fleet
 from tests.support.scripted_fleet import EPISODE, EXAMPLES
 from tests.test_train_loop import Learner
@@ -51,15 +55,22 @@ class SlowTask(HeldTask):
 
 
 class Slept(Learner):
-    """Its updates take a while, in which tools go on."""
+    """Its updates take a while, in which tools go on; that of one step nobody survives."""
+
+    killed_in = -1
 
     def update(self, *given: object, step: int, **more: object) -> dict[str, float]:
         time.sleep(0.03)
+        if step == self.killed_in:
+            os.kill(os.getpid(), signal.SIGKILL)
         return {name: value for name, value in super().update(*given, step=step, **more).items() if value is not None}
 
 
-def live(settings: Settings, *, stopped_after: int | None = None, given_up_in: int | None = None) -> Run:
-    """A life of the run: to its end, stopped after a step, or stopped in the middle of one whose rollouts were given up."""
+def live(
+    settings: Settings, *, stopped_after: int | None = None, given_up_in: int | None = None, killed_in: tuple[str, int] = ("", -1)
+) -> Run:  # fmt: skip
+    """A life of the run: to its end, stopped after a step, stopped in the middle of one whose rollouts were given up, or ended by SIGKILL
+    in the rollouts or the update of one."""
     policy, (checkpoint, state) = Slept(), find(settings)
     run = Run(settings, place(), num_steps=STEPS, first_step=state.step, history=state.history)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
@@ -71,7 +82,15 @@ def live(settings: Settings, *, stopped_after: int | None = None, given_up_in: i
         if run.num_done == stopped_after:
             raise Stopped
 
+    where, policy.killed_in = killed_in[0], killed_in[1] if killed_in[0] == "update" else -1
+
     async def within_grace(play: object) -> object:
+        if (where, run.num_done) == ("rollouts", killed_in[1]):
+            begun = asyncio.create_task(play())
+            for _ in range(20):  # turns are under way
+                await asyncio.sleep(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+            await begun
         if run.num_done != given_up_in:
             return await play()
         work = asyncio.create_task(play())
@@ -99,7 +118,7 @@ def settings_of(folder: Path, model: Path, *, max_staleness: int) -> Settings:
     return Settings(
         model=ModelSettings(path=str(model)), algo=AlgoSettings(name="rloo"),
         batch=BatchSettings(prompts_per_step=2, group_size=3, micro_batch_tokens=400),
-        run=RunSettings(dir=str(folder), steps=STEPS, max_staleness=max_staleness),
+        run=RunSettings(dir=str(folder), steps=STEPS, max_staleness=max_staleness), checkpoint=CheckpointSettings(every=1),
     )  # fmt: skip
 
 
@@ -124,6 +143,20 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
     for line in lines:
         assert line["rollout/stale_fraction"] == line["rollout/dropped_stale"] == 0, "whatever is due is waited for"
         assert 0 <= line["engine/idle_fraction"] <= 1 and 0 <= line["trainer/idle_fraction"] <= 1
+
+
+@pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3)])
+def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: Path, tmp_path: Path) -> None:
+    """By SIGKILL, while episodes are under way in the middle of a step. The next life goes on from the last complete checkpoint."""
+    killed = forked.run(SUPPORT / "killed_life.py", random_model, tmp_path, where, step, timeout_s=120)
+    assert killed.returncode == -signal.SIGKILL and len(read_metrics(tmp_path / "metrics.jsonl")) == step, killed.stdout
+    settings = settings_of(tmp_path, random_model, max_staleness=1)
+    assert 0 < find(settings)[1].step <= step
+    run = live(settings)
+    assert (run.num_done, run.history.rounds, run.history.dealt) == (STEPS, STEPS, [])
+    counted = {name: (episodes, rewards) for name, (episodes, rewards, _) in run.history.prompts.items()}
+    assert counted == {name: (3 * num, 3.0 * num) for name, num in DEALT.items()}
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(STEPS))
 
 
 def test_a_synchronous_run_has_none_of_these_metrics(random_model: Path, tmp_path: Path) -> None:
