@@ -30,7 +30,7 @@ from megatron_rl.policy.parallel import build_layout, leave_layout
 from megatron_rl.recorded.collect import collect
 from megatron_rl.recorded.replay import check_recorded
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.server import check_servers
 from megatron_rl.run import Result, Run, check_improvement, writing
 from megatron_rl.run_folder import held
@@ -175,7 +175,7 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
     num_steps = stage.num_steps(settings)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
-    renderer = Renderer(settings.model)
+    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
     algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
     group = patient(timeout_s=settings.parallel.skew_s)
     gallery = Gallery(patch=renderer.patch, group=group)

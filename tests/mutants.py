@@ -841,7 +841,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the event loop waits for pictures",
         "megatron_rl/rollout/conversation.py",
-        "return act() if pixels < SMALL_PIXELS else await renderer.aside(act)",
+        "return act() if pixels < renderer.small_pixels else await renderer.aside(act)",
         "return act()",
         "tests/rollout/test_local.py",
     ),

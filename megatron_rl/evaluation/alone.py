@@ -27,7 +27,7 @@ from megatron_rl.observe.recorder import read
 from megatron_rl.parts import Staying, build_fleet, episode_settings
 from megatron_rl.published.benchmarks import official_interval
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.run import writing
 from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.start import outside_of_loops, prepared
@@ -114,7 +114,7 @@ def _player(settings: Settings, task: Task, source: Source | None, *, world: Wor
 
 
 def _open(settings: Settings, task: Task, source: Source, *, world: World, stop: Stop, closing: ExitStack) -> Fleet:
-    renderer = Renderer(settings.model)
+    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
     gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
 
     def tell(line: str) -> None:

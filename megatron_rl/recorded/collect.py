@@ -17,7 +17,7 @@ from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.opening import tell_prompts
 from megatron_rl.parts import Staying, build_fleet
 from megatron_rl.rollout.lookout import Household
-from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.run import History, Result, Run
 from megatron_rl.step_metrics import rollout_metrics
 from megatron_rl.stop import Stop
@@ -40,7 +40,7 @@ def collect(
     reason = ""
     try:
         with run.spans("start"):
-            renderer = Renderer(settings.model)
+            renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
             gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
             fleet = build_fleet(
                 settings, task, trainer=Staying(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=run.tell,

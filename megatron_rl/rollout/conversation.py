@@ -15,9 +15,6 @@ from megatron_rl.rollout.renderer import Renderer, pictures_of
 from megatron_rl.types import Context, End, Image, Message, Turn
 
 T = TypeVar("T")
-SMALL_PIXELS = 1 << 17
-"""Pictures of fewer are rendered at once, in a few milliseconds, less than a decode step of a large model. Their requests come in the same
-order every time, so that a run on a CPU repeats bit for bit."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -158,9 +155,9 @@ class TokenConversation:
 
 
 async def beside(renderer: Renderer, act: Callable[[], T], messages: Sequence[Message]) -> T:
-    """What `act` makes of these messages; in a thread where their pictures are large."""
+    """What `act` makes of these messages; in a thread where their pictures are not small (Renderer.small_pixels)."""
     pixels = sum(picture.width * picture.height for picture in pictures_of(messages))
-    return act() if pixels < SMALL_PIXELS else await renderer.aside(act)
+    return act() if pixels < renderer.small_pixels else await renderer.aside(act)
 
 
 def pixels_of(images: Sequence[Image]) -> int:

@@ -22,11 +22,13 @@ from transformers import AutoProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from megatron_rl.config import ModelSettings, require
+from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.types import Context, Image, Message
 
 T = TypeVar("T")
+SMALL_PIXELS = 1 << 17
+"""Pictures of fewer take less than 8 ms, which is less than a decode step of a large model."""
 _THREADS = 4
 """Beside an event loop: a picture of 2,000,000 pixels takes one about 100 ms and, meanwhile, 100 MB."""
 _CACHED_BYTES = 1 << 30
@@ -36,10 +38,19 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 _NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
+def small_pixels(engine: EngineSettings) -> int:
+    """Pictures of fewer are rendered in the event loop itself, for an engine in this process: its requests come in the same order every
+    time, so that a run on a CPU repeats bit for bit. Engines elsewhere are asked as it happens, and every picture is rendered beside the
+    loop."""
+    return 1 if engine.kind == "remote" else SMALL_PIXELS
+
+
 class Renderer:
     """Renders for one checkpoint. `banned_ids` and `stop_ids` are the same for engine and trainer."""
 
-    def __init__(self, model: ModelSettings) -> None:
+    def __init__(self, model: ModelSettings, *, small_pixels: int = SMALL_PIXELS) -> None:
+        """`small_pixels`: see the function of this name."""
+        self.small_pixels = small_pixels
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
         folder = Path(model.path)
         there = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.jsonl import read_lines
 from tests.conftest import SUPPORT
-from tests.remote.test_remote_run import RUN, assert_alike
+from tests.remote.test_remote_run import RUN, assert_alike, steps_of
 from tests.support.killed_engines import PHASES, WAYS, moments
 
 SCRIPT = SUPPORT / "killed_engines.py"
-SEED, LONG_SEED = 165, 1
+SEED, LONG_SEED, STALE_SEED = 165, 1, 351
 """The first begins with a kill in a transfer and an end with code 0 in generation."""
 
 
@@ -38,6 +39,27 @@ def test_a_killed_engine_changes_nothing(colocated: Path, random_model: Path, tm
     assert f": has ended with exit code {128 + signal.SIGKILL}, and is started again in 0 s; " in said, said[-6000:]
     assert said.count("\nengine http://127.0.0.1:") >= 2, "each is told; the run may end before the second server has shut down"
     assert_alike(folder, colocated)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_killed_engine_loses_nothing_that_goes_on(random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+    """run.max_staleness=1, while turns of two steps are under way: no episode fails, every prompt is trained on once, its rewards count
+    once, and every token has the logprob of its version."""
+    words = ("run.max_staleness=1", "run.steps=5")
+    torchrun(1, RUN, random_model, tmp_path / "whole", *words, timeout_s=800)
+    said = torchrun(1, SCRIPT, random_model, tmp_path / "run", STALE_SEED, 2, *words, timeout_s=900)
+    kills = kills_of(tmp_path / "run")
+    print("\n".join(map(json.dumps, kills)))
+    assert [(kill["phase"], kill["way"]) for kill in kills] == [("generation", "killed"), ("generation", "core killed")], kills
+    assert kills[0]["down_s"] > 0 and said.count("is started again in ") >= 1, said[-6000:]
+    steps = steps_of(tmp_path / "run")
+    assert [step["step"] for step in steps] == list(range(5)) and max(step["engine/logprob_gap_max"] for step in steps) <= 1e-4
+    assert not any(step["rollout/failed"] or step["rollout/dropped_stale"] for step in steps)
+    assert max(step["rollout/staleness_max"] for step in steps) == 1
+    lines = [read_lines(folder / "prompts.jsonl") for folder in (tmp_path / "run", tmp_path / "whole")]
+    seen = [{line["id"]: line["episodes"] for line in each} for each in lines]
+    assert seen[0] == seen[1] and sum(seen[0].values()) == 5 * 3 * 4
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,13 +13,13 @@ from PIL import Image as Pillow
 from PIL.Image import Image as Picture
 
 from benchmarks.engine_stalls import FixedCore, fixed_engine
-from megatron_rl.config import ModelSettings
+from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout import local
-from megatron_rl.rollout.conversation import SMALL_PIXELS, ContextLimits, Opening, TokenConversation
+from megatron_rl.rollout.conversation import ContextLimits, Opening, TokenConversation
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.local import LocalEngine
-from megatron_rl.rollout.renderer import Renderer, pictures_of
-from megatron_rl.types import Image, Message
+from megatron_rl.rollout.renderer import SMALL_PIXELS, Renderer, pictures_of, small_pixels
+from megatron_rl.types import Context, Image, Message, Turn
 
 STEP_S, RENDER_S = 0.005, 0.3
 LIMITS = ContextLimits(max_context=9000, max_images=9)
@@ -100,6 +101,32 @@ def test_small_pictures_are_rendered_at_once(
 
     engine[0].run(beside(engine[0], episode))
     assert [after > before for before, after in seen] == [False, False, True, True], seen
+
+
+@pytest.mark.parametrize(("kind", "size", "is_aside"), [
+    ("local", LARGE, True), ("local", (56, 56), False), ("remote", LARGE, True), ("remote", (56, 56), True), ("remote", None, False),
+])  # fmt: skip
+def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop itself, which the episodes of engines elsewhere share by the thousand, renders no picture of theirs."""
+    settings = EngineSettings(kind=kind, urls=["http://a:1"] if kind == "remote" else [])
+    renderer, threads = Renderer(ModelSettings(path=str(random_model)), small_pixels=small_pixels(settings)), []
+    prompt = renderer.prompt
+
+    def noted(messages: Sequence[Message]) -> Context:
+        threads.append(threading.current_thread())
+        return prompt(messages)
+
+    monkeypatch.setattr(renderer, "prompt", noted)
+    messages = asked(7, size) if size else [{"role": "user", "content": "?"}]
+
+    async def shown() -> None:
+        conversation = TokenConversation(None, renderer, LIMITS)
+        await conversation.open(messages)
+        conversation.turns.append(Turn(0, (0, 0), ""))
+        await conversation.hear(messages, anew=True)
+
+    asyncio.run(shown())
+    assert [each is not threading.current_thread() for each in threads] == [is_aside] * 2
 
 
 @pytest.mark.parametrize(("colors", "num_rendered"), [((7, 7, 7, 7), 1), ((7, 7, 8, 9), 3)])
