@@ -58,7 +58,7 @@ setup(
         # Its own bound on Pillow is below what it was seen to run with; the locks, which are installed without dependencies, have it.
         "onnx": ["onnxruntime>=1.20"],  # encoders that are ONNX files (tools/data/make_lewis.py)
         "trackio": ["trackio>=0.43,<0.44"],
-        "test": ["hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8"],
+        "test": ["datasets>=5,<6", "hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8"],
     },
     entry_points={
         "torch.backends": ["torchvision_on_cpu = megatron_rl.torchvision_on_cpu:declare_operators"],
