@@ -85,7 +85,7 @@ def train(
             if now.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
                 metrics |= adapt_kl(run.history, rollouts, metrics, now.algo)
             run.trained(step, rollouts, metrics)
-        del rollouts, minibatches  # the next step's pictures have their memory
+        del rollouts, minibatches, show, notes, update  # the next step's pictures have their memory
         close(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
         stop.check()
 

@@ -1,7 +1,9 @@
 """The loop of train.py with its real records and checkpoints, around a fleet and networks that are scripted: when AdamW starts anew, and
 which weight the KL has in which step and in which of a run's lives."""
 
+import gc
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,7 @@ from megatron_rl.gallery import Gallery
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run import Run
 from megatron_rl.run_states import Checkpoints, find
-from megatron_rl.types import Batch, Rollout, Stopped
+from megatron_rl.types import Batch, Context, Rollout, Stopped
 from megatron_rl.world import connect, place
 from tests.support.rows import make_rows
 from tests.support.untimed import untimed
@@ -79,6 +81,7 @@ class Learner(Scripted, SlowPolicy):
 
     def update(self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None) -> dict[str, float]:
         self.told.append(f"update {step}")
+        self.seen_packed.clear()
         self.trained.append({token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()})
         if loss.__qualname__.startswith("objective"):
             one_off = make_rows([0.0], [0.0], old=[-1.0], reference=[-2.0])  # k1 is 1, and nothing else is lost
@@ -95,7 +98,20 @@ class Learner(Scripted, SlowPolicy):
         self.told.append(f"load {folder.name}")
 
 
-def live(settings: Settings, *, critic: Learner | None = None, stopped_after: int | None = None) -> Learner:
+class Watching(Played):
+    """Counts what of earlier steps is there when the next one begins to roll out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[Counter[str]] = []
+
+    def take(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+        gc.collect()
+        self.left.append(Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Rollout | Context | Batch)))
+        return super().take(number, enough=enough)
+
+
+def live(settings: Settings, *, critic: Learner | None = None, stopped_after: int | None = None, fleet: Played | None = None) -> Learner:
     """A life of the run, from where the last one stopped."""
     policy = Learner()
     checkpoint, state = find(settings)
@@ -109,7 +125,14 @@ def live(settings: Settings, *, critic: Learner | None = None, stopped_after: in
     try:
         stop = SimpleNamespace(check=check)
         train.train(
-            settings, policy=policy, critic=critic, fleet=Played(), gallery=Gallery(patch=14), run=run, checkpoints=checkpoints, stop=stop
+            settings,
+            policy=policy,
+            critic=critic,
+            fleet=fleet or Played(),
+            gallery=Gallery(patch=14),
+            run=run,
+            checkpoints=checkpoints,
+            stop=stop,
         )
     except Stopped:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
@@ -137,6 +160,15 @@ def test_adamw_starts_anew_when_a_shared_trunk_begins_to_learn(
         assert critic.told == steps and policy.told == steps[warmup:]
     else:
         assert policy.told == [*steps[:warmup], *["restart"] * restarts, *steps[warmup:]]
+
+
+@pytest.mark.parametrize("record", ["best", "all"])
+def test_nothing_of_a_step_is_left_when_the_next_one_rolls_out(record: str, random_model: Path, tmp_path: Path) -> None:
+    """Neither its rollouts, whose pictures a node may hold once and not twice, nor its batches, nor what was noted of them."""
+    settings, fleet = settings_of(tmp_path, random_model, AlgoSettings(name="rloo")), Watching()
+    live(replace(settings, run=replace(settings.run, record=record)), fleet=fleet)
+    first, *others = fleet.left
+    assert others == [first] * 5
 
 
 def expected_weights() -> list[float]:

@@ -7,8 +7,8 @@
 No wheel is fetched whole. The second asks for CUDA's torch where pip would rather take a CPU's (torch 2.13.0+cpu).
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -42,8 +42,10 @@ def asked_extras(requires: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
 
 
 def main() -> None:
-    read = [entry["metadata"] for path in sys.argv[1:] for entry in json.loads(Path(path).read_text())["install"]]
-    known = {canonicalize_name(each["name"]): each for each in read}  # a later report wins
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", type=Path, nargs="+", help="of pip; a later one is believed")
+    read = [entry["metadata"] for path in parser.parse_args().reports for entry in json.loads(path.read_text())["install"]]
+    known = {canonicalize_name(each["name"]): each for each in read}
     requires = {name: each.get("requires_dist") or [] for name, each in known.items()}
     extras = asked_extras(requires)
     rows = {}
