@@ -54,7 +54,8 @@ def rollout(sample: int, reward: float | None, *, step: int, said: str = "one", 
         contexts=[context], turns=[turn], status=status, reward=reward,
         end=End.DONE if sample % 2 else End.MAX_TURNS, rewards={"part": math.nan} if sample == 1 else {},
         verdicts=[
-            Verdict(judge="j", prompt="evidence 2", value=0.25, turn=0), Verdict(judge="<b>j", prompt="whole 1", value=1.0, wall_s=2.5)
+            Verdict(judge="j", prompt="evidence 2", value=0.25, turn=0),
+            Verdict(judge="<b>j", prompt="whole 1", value=1.0, wall_s=2.5, words="<b>hm"),
         ],
     )  # fmt: skip
 
@@ -150,7 +151,7 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     assert [image["key"] for image in one["first"]] == [picture(0, width=28, height=28).key]
     assert [image["key"] for image in one["turns"][0]["images"]] == [picture(1).key] and one["turns"][0]["call"]["tool"] == "zoom"
     assert one["turns"][0]["call"]["frame"] == [56, 80] and one["contexts"][0]["columns"]["entropies"][4:] == [0.75, 0.5]
-    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None, "wall_s": 2.5}
+    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None, "wall_s": 2.5, "words": "<b>hm"}
     shown = client.get(f"/picture/run/{picture(1).key}.png")
     assert shown.headers["content-type"] == "image/png" and shown.content.startswith(b"\x89PNG")
     assert found(client, "curves")[1] == {"step": 1, "reward/mean": 0.5, "loss": None, "time/total": 2.0}
