@@ -300,7 +300,7 @@ VIEWS = {
     "episode?run=run&step=0&place=1&color=engine_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
     "episode?run=run&step=0&place=1&color=entropies": [
         "judge j, evidence 2 0.25",
-        "judge &lt;b&gt;j, whole 1 1asked for 2.5 s",
+        "judge &lt;b&gt;j, whole 1 1asked for 2.5 s&lt;b&gt;hm",
         "reply 0.5 stool 1.25 s",
         "6 tokens, entropy from 0.5 to 0.75",
     ],

@@ -80,7 +80,9 @@ function boxOf(call) {
 const seconds = value => el("b", {}, `${number(value)} s`);
 
 function verdicts(said) {
-  return said.map(({ judge, prompt, value, wall_s }) => el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value))), el("div", {}, "asked for ", seconds(wall_s))));
+  return said.flatMap(({ judge, prompt, value, wall_s, words }) => [
+    el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value))), el("div", {}, "asked for ", seconds(wall_s))),
+    ...(words ? [el("pre", {}, words)] : [])]);
 }
 
 function turn(run, each, place, first, said, missing) {
