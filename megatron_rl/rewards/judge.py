@@ -84,10 +84,10 @@ class Judge:
     async def judged(
         self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
     ) -> float:  # fmt: skip
-        """`verdict`, which the rollout keeps: of this turn, or of the whole."""
+        """What is `said`, which the rollout keeps: of this turn, or of the whole."""
         clock = asyncio.get_running_loop().time
         asked = clock()
-        value, words = await self._said(prompt, fields, images)
+        value, words = await self.said(prompt, fields=fields, images=images)
         said = Verdict(
             judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked, words=words
         )
@@ -97,10 +97,11 @@ class Judge:
         return value
 
     async def verdict(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
-        """Raises HostFault, naming server and reason, after the last try."""
-        return (await self._said(prompt, fields, images))[0]
+        """`said`, without the words."""
+        return (await self.said(prompt, fields=fields, images=images))[0]
 
-    async def _said(self, prompt: JudgePrompt, fields: Mapping[str, str], images: Sequence[Picture]) -> Said:
+    async def said(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> Said:
+        """Raises HostFault, naming server and reason, after the last try."""
         urls = await asyncio.to_thread(lambda: [data_url(picture) for picture in images])
         key = key_of(self.model, prompt, fields, urls)
         found = self._verdicts.find(key)

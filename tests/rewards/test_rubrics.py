@@ -46,10 +46,10 @@ class Scripted(Judge):
         self.verdicts = {name: value if isinstance(value, list) else [value] * 99 for name, value in verdicts.items()}
         self.asked: list[tuple[str, Mapping[str, str], int]] = []
 
-    async def verdict(self, prompt, *, fields, images=()) -> float:  # noqa: ANN001
+    async def said(self, prompt, *, fields, images=()) -> tuple[float, str]:  # noqa: ANN001
         prompt.text(fields)
         self.asked.append((prompt.name, fields, len(images)))
-        return self.verdicts[prompt.name].pop(0)
+        return self.verdicts[prompt.name].pop(0), ""
 
 
 def score(reward: str, outcome: Outcome, *, judge: Judge | None = None, protocol: str = "pyvision") -> Score:
@@ -261,7 +261,7 @@ def test_the_judge_is_asked_where_rules_leave_it_open() -> None:
 
 def test_a_judge_in_trouble_is_no_score() -> None:
     class Down(Scripted):
-        async def verdict(self, prompt, *, fields, images=()) -> float:  # noqa: ANN001
+        async def said(self, prompt, *, fields, images=()) -> tuple[float, str]:  # noqa: ANN001
             raise HostFault("judge: down")
 
     with pytest.raises(HostFault, match="down"):
