@@ -151,11 +151,13 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
 def with_effective_size(update: Mapping[str, float]) -> dict[str, float]:
     """In place of the mean square of the tokens' weights: (sum w)^2 / (n sum w^2), the share of the tokens that would say as much if all
-    weighed the same. 1 where they do, 0 where all are masked."""
+    weighed the same. 1 where they do, 0 where all are masked. Of stale tokens that nothing corrects, by the weights that would be right."""
     metrics = dict(update)
-    square = metrics.pop("engine/correction_squared", None)
+    corrected, square = metrics.get("engine/correction"), metrics.pop("engine/correction_squared", None)
+    importance, squared = metrics.pop("engine/importance", None), metrics.pop("engine/importance_squared", None)
+    mean, square = (corrected, square) if square is not None else (importance, squared)
     if square is not None:
-        metrics["engine/effective_sample_size"] = update["engine/correction"] ** 2 / square if square > 0 else 0.0
+        metrics["engine/effective_sample_size"] = mean**2 / square if square > 0 else 0.0
     return metrics
 
 

@@ -169,6 +169,12 @@ def correct(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
     return weight_R
 
 
+def measure_importance(rows: Rows) -> dict[str, torch.Tensor]:
+    """Sums over tokens of r and of its square: what the tokens of older weights are worth where nothing corrects them."""
+    ratio_R = _log_r(rows).exp()
+    return {"engine/importance": ratio_R.sum(), "engine/importance_squared": ratio_R.square().sum()}
+
+
 def measure_correction(rows: Rows, correction_R: torch.Tensor, algo: AlgoSettings) -> dict[str, torch.Tensor]:
     """Sums over tokens of what `correct` said: weights (with bypass times r, which is in the surrogate), their squares, and how many tokens
     were truncated and masked."""

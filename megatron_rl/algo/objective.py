@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
-from megatron_rl.algo.corrections import bypasses, correct, measure_correction
+from megatron_rl.algo.corrections import bypasses, correct, measure_correction, measure_importance
 from megatron_rl.algo.kl import ESTIMATORS, k3
 from megatron_rl.algo.surrogates import Bounds, log_ratio
 from megatron_rl.config import AlgoSettings
@@ -77,6 +77,8 @@ def measure(rows: Rows, correction_R: torch.Tensor, algo: AlgoSettings, *, compa
         sums["engine/current_fraction"] = rows.current_R.to(gap_R.dtype).sum()
     if algo.correction != "none":
         sums |= measure_correction(rows, correction_R, algo)
+    elif rows.current_R is not None:
+        sums |= measure_importance(rows)
     maxima = {"policy/ratio_gap_max": _max((ratio_R - 1.0).abs()), "engine/logprob_gap_max": _max(gap_R)}
     return LossMetrics(sums=sums, maxima=maxima, histograms={"engine/logprob_gap": counts_of(gap_R, among_R=rows.current_R)})
 

@@ -84,6 +84,19 @@ def test_the_gap_is_of_tokens_that_the_steps_own_weights_sampled() -> None:
     assert none["engine/logprob_gap"] == 0.0
 
 
+@pytest.mark.parametrize("correction", ["none", "token_tis"])
+def test_how_much_stale_tokens_are_worth_is_told_without_a_correction(correction: str) -> None:
+    """r is 1, 1, 1 and 3, of four tokens: 36 / (4 * 12). token_tis holds the last at 2: 25 / (4 * 7). Of fresh tokens nothing is told."""
+    rows = make_rows([0.0] * 4, [1.0] * 4, engine=[-1.0, -2.0, -3.0, -4.0 - math.log(3)])
+    stale, algo = dataclasses.replace(rows, current_R=torch.tensor([True, True, True, False])), AlgoSettings(correction=correction)
+    means = {name: value.item() / 4 for name, value in objective(algo)(stale)[1].sums.items()}
+    merged = merge_updates([means])
+    assert merged["engine/effective_sample_size"] == pytest.approx({"none": 36 / 48, "token_tis": 25 / 28}[correction])
+    assert not [name for name in merged if "importance" in name or "squared" in name]
+    if correction == "none":
+        assert not [name for name in objective(algo)(rows)[1].sums if "importance" in name]
+
+
 METRICS = (
     "policy/ratio", "policy/clip_low_fraction", "policy/clip_high_fraction", "policy/dual_clip_fraction", "policy/kl_old", "policy/entropy",
     "engine/logprob_gap", "policy/kl_reference", "policy/ratio_gap_max", "engine/logprob_gap_max",
