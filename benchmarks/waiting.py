@@ -2,24 +2,31 @@
 
     .venv/bin/python benchmarks/waiting.py                                            # deepeyes_7b_h200x32 on 8, 64 and 1,024 GPUs, minutes
     .venv/bin/python benchmarks/waiting.py --gpus 8 --steps 4 --spread 0.3
+    .venv/bin/python benchmarks/waiting.py --measure RUN/rollouts > lengths.json      # of a run with run.record=all
+    .venv/bin/python benchmarks/waiting.py --measured lengths.json
 
-Events, not formulas: episodes of log-normal lengths stand in line for the slots of their engine, an engine's step takes what
-plan/seconds.py says of as many as run, a group is played when its last episode is. Groups are dealt, trained on and waited for as
-rollout/admission.py does it: those that were played first, and all that would be too old for the next step. Colocated, engines stand still
-while the weights change and are given out; apart, some of the GPUs only train, and the others stand still for the sync alone. An episode
-that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time leaves out.
+Events, not formulas: episodes of log-normal lengths, or of the shape of measured ones, stand in line for the slots of their engine, an
+engine's step takes what plan/seconds.py says of as many as run, a group is played when its last episode is. Groups are dealt, trained on
+and waited for as rollout/admission.py does it: those that were played first, and all that would be too old for the next step. Colocated,
+engines stand still while the weights change and are given out; apart, some of the GPUs only train, and the others stand still for the
+sync alone. An episode that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time leaves
+out.
 """
 
 import argparse
 import heapq
+import json
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import pandas
 from scale import case_for, on
 
+from megatron_rl.observe.bank import steps as steps_of
 from megatron_rl.plan.seconds import Case, decode_step, prompts, sync, update
 
 TRAINERS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
@@ -124,19 +131,54 @@ class Told:
     """Updates between dealing and training, of a group in the mean."""
 
 
-def lengths(case: Case, *, num_groups: int, seed: int, full: float) -> list[list[float]]:
-    """Steps of every episode, by group: its tokens, and what its tools and its prompts take, in steps of an engine that is full."""
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """Of each episode that was played, by group, in shares of the mean of all: tokens sampled, and seconds of its environment."""
+
+    tokens: np.ndarray
+    tools: np.ndarray
+
+    def drawn(self, num_groups: int, *, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """So many groups with replacement, and members of each of them likewise: those of a group stay alike."""
+        dice = np.random.default_rng(seed)
+        groups, members = dice.integers(0, len(self.tokens), (num_groups, 1)), dice.integers(0, self.tokens.shape[1], (num_groups, size))
+        return self.tokens[groups, members], self.tools[groups, members]
+
+
+def shape_of(path: Path) -> Shape:
+    """Of what `measure` has written."""
+    told = json.loads(path.read_text())
+    tokens, tools = np.array(told["tokens"], dtype=float), np.array(told["tools"], dtype=float)
+    return Shape(tokens / tokens.mean(), tools / max(tools.mean(), 1e-9))
+
+
+def measure(bank: Path) -> dict[str, list[list[float]]]:
+    """Tokens and seconds of tools, with the waits for them, of every whole group of a bank's files."""
+    told: dict[str, list[list[float]]] = {"tokens": [], "tools": []}
+    for path in steps_of(bank):
+        frame = pandas.read_parquet(path, columns=["group", "num_sampled", "environment_s"])
+        for _, group in frame.groupby("group"):
+            told["tokens"].append(group.num_sampled.tolist())
+            told["tools"].append(group.environment_s.round(2).tolist())
+    size = max(map(len, told["tokens"]))
+    return {name: [group for group in groups if len(group) == size] for name, groups in told.items()}
+
+
+def lengths(case: Case, *, num_groups: int, seed: int, full: float, shape: Shape | None = None) -> list[list[float]]:
+    """Steps of every episode, by group: its tokens, and what its tools and its prompts take, in steps of an engine that is full. Without
+    a measured shape tokens are log-normal, and all tools take as long."""
     episode, speeds, size = case.episode, case.speeds, case.settings.batch.group_size
-    normal = np.random.default_rng(seed).standard_normal((num_groups, size))
-    tokens = np.minimum(
-        episode.sampled * np.exp(speeds.spread * normal - speeds.spread**2 / 2),
-        case.settings.task.max_turns * case.settings.task.max_tokens_per_turn,
-    )
-    waits = episode.turns * speeds.tool_s + prompts(case) * case.num_engines / case.num_episodes
-    return (tokens + waits / full).tolist()
+    if shape is None:
+        normal = np.random.default_rng(seed).standard_normal((num_groups, size))
+        tokens, tools = np.exp(speeds.spread * normal - speeds.spread**2 / 2), np.ones((num_groups, size))
+    else:
+        tokens, tools = shape.drawn(num_groups, size=size, seed=seed)
+    sampled = np.minimum(episode.sampled * tokens, case.settings.task.max_turns * case.settings.task.max_tokens_per_turn)
+    waits = episode.turns * speeds.tool_s * tools + prompts(case) * case.num_engines / case.num_episodes
+    return (sampled + waits / full).tolist()
 
 
-def simulate(case: Case, *, staleness: int, trainers: int = 0, steps: int, seed: int = 0) -> Told:
+def simulate(case: Case, *, staleness: int, trainers: int = 0, steps: int, seed: int = 0, shape: Shape | None = None) -> Told:
     """`trainers` of the GPUs only train; 0: every GPU plays and trains. The first two steps are not counted: lines are still empty."""
     batch = case.settings.batch
     players = case.world_size - trainers
@@ -144,7 +186,7 @@ def simulate(case: Case, *, staleness: int, trainers: int = 0, steps: int, seed:
     slots = max(1, int(min(case.settings.engine.max_num_seqs, case.cache_tokens / case.episode.length)))
     seconds_of = [0.0, *(decode_step(case, running=count) for count in range(1, slots + 1))]
     per_engine = min(slots, -(-case.num_episodes // engines_of))
-    given = lengths(case, num_groups=(steps + staleness + 1) * batch.prompts_per_step, seed=seed, full=seconds_of[per_engine])
+    given = lengths(case, num_groups=(steps + staleness + 1) * batch.prompts_per_step, seed=seed, full=seconds_of[per_engine], shape=shape)
     engines = Engines([Engine(slots, seconds_of) for _ in range(engines_of)])
     training = sum(update(replace(case, world_size=trainers or case.world_size)).values())
     syncing = sum(sync(case).values())
@@ -175,15 +217,16 @@ def simulate(case: Case, *, staleness: int, trainers: int = 0, steps: int, seed:
     return Told(seconds=(now - warm[0]) / (steps - 2), idle=lost / case.world_size / (now - warm[0]), staleness=fmean(ages))
 
 
-def rows(case: Case, size: int, *, steps: int) -> list[str]:
+def rows(case: Case, size: int, *, steps: int, shape: Shape | None = None) -> list[str]:
     """Colocated, and with the share of trainers that makes the shortest step."""
     here, lines, first = on(case, size, grows=True), [], None
     for staleness in (0, 1, 2):
-        together = simulate(here, staleness=staleness, steps=steps)
+        together = simulate(here, staleness=staleness, steps=steps, shape=shape)
         first = first or together.seconds
         unit = here.settings.parallel.tp * here.settings.parallel.pp
         numbers = {share: max(1, int(share * size) // unit) * unit for share in TRAINERS}
-        apart = {share: simulate(here, staleness=staleness, trainers=number, steps=steps) for share, number in numbers.items()}
+        given = {"staleness": staleness, "steps": steps, "shape": shape}
+        apart = {share: simulate(here, trainers=number, **given) for share, number in numbers.items()}
         best = min(apart, key=lambda share: apart[share].seconds)
         cells = [f"{size:,}", f"{here.num_episodes:,}", str(staleness), *told(together, first), f"{best:.0%}", *told(apart[best], first)]
         lines.append(f"| {' | '.join(cells)} |")
@@ -200,14 +243,20 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1024])
     parser.add_argument("--steps", type=int, default=6, help="of a run; the first two are not counted")
     parser.add_argument("--spread", type=float, help="standard deviation of the logarithm of an episode's tokens; default: plan/speed.py")
+    parser.add_argument("--measured", type=Path, help="lengths of what --measure has written, in place of log-normal ones")
+    parser.add_argument("--measure", type=Path, metavar="RUN/rollouts", help="print the lengths of the episodes of a run's bank, and end")
     given = parser.parse_args()
+    if given.measure:
+        print(json.dumps(measure(given.measure)))
+        return
+    shape = shape_of(given.measured) if given.measured else None
     case = case_for(given)
     if given.spread is not None:
         case = replace(case, speeds=replace(case.speeds, spread=given.spread))
     kinds = (f"{kind}, s | times as fast | idle | staleness" for kind in ("colocated", "apart"))
     print(f"| GPUs | episodes | staleness | {' | trainers | '.join(kinds)} |\n|{'---|' * 12}", flush=True)
     for size in given.gpus:
-        print("\n".join(rows(case, size, steps=given.steps)), flush=True)
+        print("\n".join(rows(case, size, steps=given.steps, shape=shape)), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import httpx
+import pandas
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -293,6 +294,20 @@ def test_waiting() -> None:
     synchronous, stale = rows(said_by("waiting", "--gpus", 8, "--steps", 3, timeout_s=240))[:2]
     assert synchronous[:3] == ["8", "1,024", "0"] and synchronous[4] == "1.00" and synchronous[6] == synchronous[11] == "0.00"
     assert stale[2] == "1" and float(stale[4]) > 1.2 and float(stale[5].strip("%")) < float(synchronous[5].strip("%"))
+
+
+def test_measured_lengths(tmp_path: Path) -> None:
+    """Two groups of a bank, one of alike episodes: in shares of the means, 30 tokens and 2 s. A group that lost a member is left out."""
+    waiting = benchmark("waiting")
+    columns = {"group": [0, 0, 1, 1, 2], "num_sampled": [10, 50, 30, 30, 99], "environment_s": [0.0, 4.0, 2.0, 2.0, 9.0]}
+    pandas.DataFrame(columns).to_parquet(tmp_path / "step_000000.parquet")
+    told = waiting.measure(tmp_path)
+    assert told == {"tokens": [[10, 50], [30, 30]], "tools": [[0.0, 4.0], [2.0, 2.0]]}
+    (tmp_path / "lengths.json").write_text(json.dumps(told))
+    tokens, tools = waiting.shape_of(tmp_path / "lengths.json").drawn(200, size=4, seed=0)
+    kinds = [{*zip(of_tokens, of_tools, strict=True)} for of_tokens, of_tools in zip(tokens.round(6), tools, strict=True)]
+    assert all(kind == {(1.0, 1.0)} or kind <= {(round(1 / 3, 6), 0.0), (round(5 / 3, 6), 2.0)} for kind in kinds)
+    assert 60 < kinds.count({(1.0, 1.0)}) < 140
 
 
 def test_slow_tools() -> None:
