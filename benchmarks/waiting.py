@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/waiting.py                                            # deepeyes_7b_h200x32 on 8, 64 and 1,024 GPUs, minutes
     .venv/bin/python benchmarks/waiting.py --gpus 8 --steps 4 --spread 0.3
-    .venv/bin/python benchmarks/waiting.py --measure RUN/rollouts > lengths.json      # of a run with run.record=all
+    .venv/bin/python benchmarks/waiting.py --measure RUN/rollouts          # prints those of a run with run.record=all
     .venv/bin/python benchmarks/waiting.py --measured lengths.json
 
 Events, not formulas: episodes of log-normal lengths, or of the shape of measured ones, stand in line for the slots of their engine, an
