@@ -63,7 +63,7 @@ class ServiceSettings:
 
 @dataclass(kw_only=True, slots=True)
 class ServicesSettings:
-    """Servers that the run starts for itself, and ends; settings that take an address are given service:NAME (docs/running.md)."""
+    """Servers that the run starts for itself, and ends; settings that take an address are given service:NAME (docs/engines.md)."""
 
     judge: ServiceSettings = field(default_factory=ServiceSettings)
     listener: ServiceSettings = field(default_factory=ServiceSettings)
