@@ -17,6 +17,7 @@ PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "mar
 READING = {"load", "loads", "Unpickler", "_Unpickler", "open", "read_pickle"}
 OURS = {
     "megatron_rl/rollout/local.py: pickle.loads": "bytes that a rank of this run sent, over the run's own process groups",
+    "megatron_rl/world.py: pickle.loads": "the same, as torch's all_gather_object reads it",
     "megatron_rl/weights/formats/unpickling.py: pickle._Unpickler": "the table's own unpickler: it calls nothing that the file names",
 }
 """Of this project, with what is read there."""
