@@ -10,7 +10,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from megatron_rl.rollout.sender import Sender, begun
+from megatron_rl.rollout.sender import Sender, begun, require_same
 from megatron_rl.rollout.server import Server
 from megatron_rl.rollout.vllm.transfer import WIRES, Bucket, Digest, Meeting, packed, store_of, unpacked
 from megatron_rl.servers import ServerFault
@@ -181,6 +181,14 @@ def test_one_that_fails_on_the_way_is_left_out(two: tuple[StandIn, StandIn], pat
     sender.admit(bad.url)
     assert holds(bad) and bad.label == "mine.1" and bad.calls[-1] == "/resume"
     assert send(sender, "mine.2", *two, scale=3.0)[0] == [bad.url, good.url] and holds(bad, scale=3.0)
+
+
+def test_servers_that_cut_their_weights_otherwise_are_not_compared() -> None:
+    whole, cut = {"tp0:a": "1"}, {"tp0:a": "2", "tp1:a": "3"}
+    require_same(cut, whole, of="http://whole")
+    require_same(whole, cut, of="http://cut")
+    with pytest.raises(ServerFault, match=r"^holds other weights than http://cut: 1 differ, tp1:a first"):
+        require_same(cut | {"tp1:a": "4"}, cut, of="http://cut")
 
 
 def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> None:
