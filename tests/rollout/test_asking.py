@@ -1,11 +1,8 @@
 """What is said to a server and believed of its answers, with an HTTP server in the place of vLLM's; and stop texts that are cut in two."""
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import httpx
 import pytest
@@ -14,6 +11,7 @@ from megatron_rl.rollout.asking import Asking, Part, Turn, stop_place
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.server import HOW, Server
 from megatron_rl.servers import ServerFault
+from tests.support.json_server import address_of, serve, stop
 
 WANTED = {"model": "abc", "tokenizer": "def", "weight transfer": "megatron_rl"}
 NOTHING = Completion([], [], finished=False, versions=[])
@@ -26,27 +24,13 @@ def stand_in() -> Iterator[tuple[str, Answers, list]]:
     answers: Answers = {}
     asked: list[tuple[str, dict]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            asked.append((self.path, json.loads(self.rfile.read(length)) if length else {}))
-            status, said = answers.get(self.path, (404, {"detail": "Not Found"}))
-            body = said if isinstance(said, bytes) else json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, body: dict) -> tuple[int, object]:
+        asked.append((path, body))
+        return answers.get(path, (404, {"detail": "Not Found"}))
 
-        do_POST = do_GET
-
-        def log_message(self, *given: object) -> None:
-            """It keeps silent."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", answers, asked
-    server.shutdown()
-    server.server_close()
+    server = serve(answer)
+    yield address_of(server), answers, asked
+    stop(server)
 
 
 def natures(**changes: str) -> tuple[int, object]:

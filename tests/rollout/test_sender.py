@@ -1,11 +1,9 @@
 """Weights on their way to servers, each with a stand-in of vLLM's four calls that takes what comes by the same wire (gloo), in threads."""
 
 import hashlib
-import json
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from megatron_rl.rollout.sender import Sender, begun, require_same
 from megatron_rl.rollout.server import Server
 from megatron_rl.rollout.vllm.transfer import WIRES, Bucket, Digest, Meeting, packed, store_of, unpacked
 from megatron_rl.servers import ServerFault
+from tests.support.json_server import address_of, serve, stop
 
 GENERATOR = torch.Generator().manual_seed(0)
 TENSORS = {
@@ -35,28 +34,11 @@ class StandIn:
         self.holds = Event()
         """Cleared: it takes no bucket."""
         self.holds.set()
-        server = self
+        self.http = serve(self.answer)
+        self.url = address_of(self.http)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                length = int(self.headers.get("Content-Length", 0))
-                status, said = server.answer(self.path.partition("?")[0], json.loads(self.rfile.read(length)) if length else {})
-                body = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_POST = do_GET
-
-            def log_message(self, *given: object) -> None:
-                """It keeps silent."""
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def answer(self, path: str, body: dict) -> tuple[int, dict]:
+    def answer(self, asked: str, body: dict) -> tuple[int, dict]:
+        path = asked.partition("?")[0]
         self.calls.append(path)
         if path == self.fails and self.calls.count(path) > self.after:
             return 500, {"error": "it would not"}
@@ -112,8 +94,7 @@ def two() -> Iterator[tuple[StandIn, StandIn]]:
     both = StandIn(), StandIn()
     yield both
     for each in both:
-        each.http.shutdown()
-        each.http.server_close()
+        stop(each.http)
 
 
 def sender_to(*servers: StandIn, **changes: object) -> Sender:

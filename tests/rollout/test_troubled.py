@@ -2,12 +2,10 @@
 this file, which say and sample what a test has them."""
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 
@@ -18,6 +16,7 @@ from megatron_rl.rollout.lookout import WATCH_S
 from megatron_rl.rollout.remote import TRIES, RemoteEngine
 from megatron_rl.rollout.server import Server
 from megatron_rl.types import HostFault
+from tests.support.json_server import address_of, serve, stop
 
 PROBE_S, SLACK_S = 1.0, 3.0
 """What a server may take for a word of itself; what a busy machine may add."""
@@ -34,44 +33,23 @@ class Troubled:
         self.asked: list[float] = []
         """When it was asked for tokens by a turn: a look asks for one."""
         self.label, self.ends = "", Event()
-        stand_in = self
+        self.http = serve(self.answer)
+        self.url = address_of(self.http)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                length = int(self.headers.get("Content-Length", 0))
-                status, body = stand_in.answer(self.path, json.loads(self.rfile.read(length)) if length else {})
-                if stand_in.ends.is_set():  # it has died, with all that was under way
-                    self.close_connection = True
-                    return
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_POST = do_GET
-
-            def log_message(self, *given: object) -> None:
-                """It keeps silent."""
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def answer(self, path: str, body: dict) -> tuple[int, bytes]:
+    def answer(self, path: str, body: dict) -> tuple[int, object] | None:
         if path == GENERATE and body["sampling_params"]["max_tokens"] > 1:
             self.asked.append(time.monotonic())
         how = self.how.get(path, "")
         if how == "hangs":
             self.ends.wait(60)
+        if self.ends.is_set():  # it has died, with all that was under way
+            return None
         if how in ("500", "garbage"):
             return (500, b"EngineCore has died") if how == "500" else (200, b"<html>Welcome to nginx</html>")
         said = {"/weight_info": {"weight_version": self.label}}
         if path == GENERATE:
             said[path] = self.sampled(body, of="theirs.9" if how == "other" else self.label)
-        return 200, json.dumps(said.get(path, {})).encode()
+        return 200, said.get(path, {})
 
     def sampled(self, body: dict, *, of: str) -> dict:
         num = body["sampling_params"]["max_tokens"]
@@ -83,8 +61,7 @@ class Troubled:
 
     def close(self) -> None:
         self.ends.set()
-        self.http.shutdown()
-        self.http.server_close()
+        stop(self.http)
 
 
 class Giver:
