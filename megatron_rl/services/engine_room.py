@@ -13,8 +13,8 @@ from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.services.incoming import Standing, version_of_tensors
-from megatron_rl.services.version import version_of
+from megatron_rl.services.standing import Standing
+from megatron_rl.services.version import version_of, version_of_tensors
 from megatron_rl.types import Context, HostFault
 
 T = TypeVar("T")

@@ -9,9 +9,7 @@ the weights that it has; then it lets what is under way end, loads, and goes on 
 import asyncio
 import base64
 import binascii
-import hashlib
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import HTTPException, Request
@@ -43,38 +41,6 @@ class Held(Strict):
     """Parts of the update that are here."""
     version: str
     """With what is answered now."""
-
-
-class Standing:
-    """Weights that many read and one changes: who changes waits for all who read, and lets no other begin."""
-
-    def __init__(self) -> None:
-        self._is_open, self._is_empty, self._change = asyncio.Event(), asyncio.Event(), asyncio.Lock()
-        self._is_open.set()
-        self._num = 0
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        await self._is_open.wait()
-        self._num += 1
-        try:
-            yield
-        finally:
-            self._num -= 1
-            if not self._num:
-                self._is_empty.set()
-
-    @asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        async with self._change:
-            self._is_open.clear()
-            try:
-                while self._num:
-                    self._is_empty.clear()
-                    await self._is_empty.wait()
-                yield
-            finally:
-                self._is_open.set()
 
 
 class Incoming:
@@ -131,17 +97,6 @@ def _read(text: str) -> "dict[str, torch.Tensor]":
         return {nested(canonical(name)): tensor for name, tensor in load(base64.b64decode(text, validate=True)).items()}
     except (binascii.Error, SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"safetensors: cannot be read ({error})"[:300]) from error
-
-
-def version_of_tensors(tensors: "Mapping[str, torch.Tensor]", *words: object) -> str:
-    """Of all that answers depend on, as version.version_of says it of a folder."""
-    import torch
-
-    digest = hashlib.sha256(repr(words).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:32]
 
 
 class Receiver:

@@ -1,7 +1,12 @@
 """Which model a server serves, in one word: who keeps its answers keeps them by that."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it is heavy
+    import torch
 
 
 def version_of(folder: Path, *words: object) -> str:
@@ -11,4 +16,15 @@ def version_of(folder: Path, *words: object) -> str:
         if path.is_file():
             with path.open("rb") as file:
                 digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def version_of_tensors(tensors: "Mapping[str, torch.Tensor]", *words: object) -> str:
+    """Of all that answers depend on, as version_of says it of a folder."""
+    import torch
+
+    digest = hashlib.sha256(repr(words).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]

@@ -15,7 +15,9 @@ from safetensors.torch import save
 
 from megatron_rl.config import AudienceSettings
 from megatron_rl.rollout.audience import Audience
-from megatron_rl.services.incoming import Incoming, Standing, WeightPart, version_of_tensors
+from megatron_rl.services.incoming import Incoming, WeightPart
+from megatron_rl.services.standing import Standing
+from megatron_rl.services.version import version_of_tensors
 from megatron_rl.types import HostFault
 from tests.support.listeners import Room, app_of
 from tests.support.listening import listener_of
