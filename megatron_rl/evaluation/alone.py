@@ -4,10 +4,11 @@ Episodes have the seeds that a run's own evaluations give them: of the same weig
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,14 +17,13 @@ from rich.console import Console
 from megatron_rl.choices import Own, build_task, check_examples
 from megatron_rl.config import ParallelSettings, Settings, require
 from megatron_rl.evaluate import summarize
-from megatron_rl.evaluation.endpoint import Player
-from megatron_rl.evaluation.folder import EVALUATION, EXAMPLES, chunk_path, evaluation_folder, keep, kept, lightened
+from megatron_rl.evaluation.endpoint import PICTURE, Player
+from megatron_rl.evaluation.folder import EVALUATION, EXAMPLES, PROMPT, chunk_path, evaluation_folder, keep, kept, lightened
 from megatron_rl.evaluation.report import by_example, intervals, show, stated
 from megatron_rl.gallery import Gallery
 from megatron_rl.jsonl import replace_bytes, replace_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.progress import Progress
-from megatron_rl.observe.recorder import read
 from megatron_rl.parts import Staying, build_fleet, episode_settings
 from megatron_rl.published.benchmarks import official_interval
 from megatron_rl.rollout.fleet import Fleet
@@ -41,9 +41,17 @@ from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 from megatron_rl.weights.formats.source import Source, tensors_of
 from megatron_rl.world import World, connect, disconnect, on_main_rank, patient, place, return_freed_blocks, together
 
-Play = Callable[[Sequence[Example], int], list[Rollout]]
+SEEN = re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>")
 WIDTH = 140
 """Columns where nobody looks at a terminal."""
+
+
+@dataclass(slots=True, frozen=True)
+class Playing:
+    play: Callable[[Sequence[Example], int], list[Rollout]]
+    """(examples, number of the first) -> their rollouts, by engines of ours or by an endpoint."""
+    prompt: Callable[[Rollout], str]
+    """What the policy read before the first reply of the first of these, in words."""
 
 
 def evaluate_alone(settings: Settings, own: Own = Own()) -> dict[str, float] | None:
@@ -72,8 +80,8 @@ def _live(settings: Settings, own: Own, *, world: World, stop: Stop) -> dict[str
                     urls = closing.enter_context(serving(settings, world, go_on=stop.check))
                     task = build_task(addressed(settings.task, urls, run=folder), own)
                 examples = task.examples(settings.evaluation.split)
-                play = cache(lambda: _player(settings, task, source, world=world, stop=stop, closing=closing))
-                rollouts = list(_played(settings, examples, play, world=world, stop=stop))
+                player = cache(lambda: _player(settings, task, source, world=world, stop=stop, closing=closing))
+                rollouts = list(_played(settings, examples, player, world=world, stop=stop))
             except Stopped:
                 return None
             scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed)
@@ -100,17 +108,24 @@ def source_of(settings: Settings) -> Source:
     return open_source(Path(given or path), spec, key="evaluation.weights" if given else "model.path")
 
 
-def _player(settings: Settings, task: Task, source: Source | None, *, world: World, stop: Stop, closing: ExitStack) -> Play:
-    """(examples, number of the first) -> their rollouts, by engines of ours or by an endpoint."""
+def _player(settings: Settings, task: Task, source: Source | None, *, world: World, stop: Stop, closing: ExitStack) -> Playing:
     given = settings.evaluation
     episode = replace(episode_settings(settings), temperature=given.temperature).at_step(-1)
     episode = replace(episode, max_turns=settings.task.eval_max_turns or settings.task.max_turns)
     if source is None:
         player = Player(task, given, settings.model, episode)
         closing.callback(player.close)
-        return lambda examples, first: player.play(examples, samples=given.samples, first_group=first)
+        return Playing(lambda examples, first: player.play(examples, samples=given.samples, first_group=first), lambda _: player.prompt)
     fleet = _open(settings, task, source, world=world, stop=stop, closing=closing)
-    return lambda examples, first: fleet.play(examples, samples=given.samples, settings=episode, first_group=first)
+
+    def prompt(rollout: Rollout) -> str:
+        stop = rollout.turns[0].span[0] if rollout.turns else None
+        words = fleet.renderer.tokenizer.decode(rollout.contexts[0].token_ids[:stop]) if rollout.contexts else ""
+        return SEEN.sub(PICTURE, words)
+
+    return Playing(
+        lambda examples, first: fleet.play(examples, samples=given.samples, settings=episode, first_group=first), prompt
+    )  # fmt: skip
 
 
 def _open(settings: Settings, task: Task, source: Source, *, world: World, stop: Stop, closing: ExitStack) -> Fleet:
@@ -129,7 +144,7 @@ def _open(settings: Settings, task: Task, source: Source, *, world: World, stop:
 
 
 def _played(
-    settings: Settings, examples: Sequence[Example], play: Callable[[], Play], *, world: World, stop: Stop
+    settings: Settings, examples: Sequence[Example], player: Callable[[], Playing], *, world: World, stop: Stop
 ) -> Iterator[Rollout]:  # fmt: skip
     """The episodes of all examples, lightened, chunk after chunk: read where they were played before. All ranks together.
 
@@ -143,7 +158,10 @@ def _played(
         found = on_main_rank(lambda: kept(path, part, samples=given.samples))  # noqa: B023 - it is called here
         if found is None:
             stop.check()
-            rollouts = play()(part, first)
+            playing = player()
+            rollouts = playing.play(part, first)
+            if number == 0:
+                on_main_rank(lambda: _keep_prompt(folder, playing.prompt(rollouts[0])))  # noqa: B023 - it is called here
             keep(path, rollouts, number=number)
             found = [lightened(rollout) for rollout in rollouts]
         scores = [rollout.reward for rollout in found if rollout.reward is not None]
@@ -154,6 +172,11 @@ def _played(
         progress.close()
 
 
+def _keep_prompt(folder: Path, words: str) -> None:
+    with writing(folder):
+        replace_bytes(folder / PROMPT, words.encode(errors="replace"))
+
+
 def _published(
     settings: Settings, task: Task, examples: Sequence[Example], rollouts: list[Rollout], scores: dict[str, float]
 ) -> dict[str, float]:
@@ -162,9 +185,7 @@ def _published(
     if "episodes" in scores:
         scores = scores | intervals(lines, samples=settings.evaluation.samples)
     scores = scores | official_interval(settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored])
-    first = read(chunk_path(folder, 0), pictures=False)[0].rollout
-    prompt = first.contexts[0].token_ids[: first.turns[0].span[0]] if first.turns else []
-    conditions = stated(settings, num_examples=len(examples), prompt=prompt)
+    conditions = stated(settings, num_examples=len(examples), prompt=(folder / PROMPT).read_text())
     with writing(folder):
         replace_lines(folder / EXAMPLES, lines)
         replace_bytes(folder / EVALUATION, (json.dumps({"scores": scores, "stated": conditions}, indent=1) + "\n").encode())

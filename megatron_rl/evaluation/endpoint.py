@@ -26,6 +26,8 @@ from megatron_rl.servers import Endpoint, Servers
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Context, End, Example, Image, Message, Rollout, Turn
 
+PICTURE = "[picture]"
+"""In the place of one, where a prompt is told in words."""
 PATCH, MERGE = 14, 2
 """Pictures become multiples of 28 pixels, as Qwen2.5-VL's do: model.min_pixels and model.max_pixels mean what they mean elsewhere."""
 
@@ -88,8 +90,11 @@ class ChatConversation:
         self.contexts: list[Context] = []
         self.turns: list[Turn] = []
         self._messages: list[dict[str, object]] = []
+        self.opening = ""
+        """What it was shown first, in words."""
 
     async def open(self, messages: Sequence[Message]) -> End | None:
+        self.opening = "\n".join(map(in_words, messages))
         return await self._show(messages, anew=True)
 
     async def say(self, sampling: Sampling) -> str:
@@ -130,6 +135,13 @@ def image_of(picture: Picture, model: ModelSettings) -> Image:
     return Image(picture=resized, patch_PC=None, grid=grid, key=key_of(resized), merge=MERGE)
 
 
+def in_words(message: Message) -> str:
+    """A message for people: its role, and a picture as [picture]."""
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [part["text"] if part["type"] == "text" else PICTURE for part in content]
+    return f"{message['role']}: {''.join(parts)}"
+
+
 def as_openai(message: Message, images: Iterator[Image]) -> dict[str, object]:
     """A tool's message is a user's: there is no call that it could name."""
     role = "user" if message["role"] == "tool" else message["role"]
@@ -161,6 +173,8 @@ class Player:
 
     def __init__(self, task: Task, given: EvaluationSettings, model: ModelSettings, episode: EpisodeSettings) -> None:
         self._task, self._episode = task, episode
+        self.prompt = ""
+        """How the first episode that was played last began, in words."""
         self._runner = asyncio.Runner()
         self._runner.run(task.start())
         self.speaker = self._runner.run(_made(given, model))
@@ -170,16 +184,18 @@ class Player:
         return self._runner.run(self._play(examples, samples=samples, first_group=first_group))
 
     async def _play(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
-        return await asyncio.gather(
+        places = [(group, sample) for group in range(first_group, first_group + len(examples)) for sample in range(samples)]
+        conversations = [ChatConversation(self.speaker, self._episode) for _ in places]
+        rollouts = await asyncio.gather(
             *(
                 run_episode(
-                    self._task, example, conversation=ChatConversation(self.speaker, self._episode), settings=self._episode, group=group,
-                    sample=sample,
+                    self._task, examples[group - first_group], conversation=conversation, settings=self._episode, group=group, sample=sample
                 )
-                for group, example in enumerate(examples, first_group)
-                for sample in range(samples)
+                for (group, sample), conversation in zip(places, conversations, strict=True)
             )
-        )  # fmt: skip
+        )
+        self.prompt = conversations[0].opening
+        return rollouts
 
     def close(self) -> None:
         if self.speaker.num_cut:

@@ -3,6 +3,7 @@
     DIR/config.yaml                        the settings; others are refused, unless run.overwrite moves the folder aside
     DIR/weights.json                       which files the weights were read from: they must be the same when it goes on
     DIR/rollouts/step_000003.jsonl         the episodes of a chunk of examples, as a run records its own (observe/recorder.py)
+    DIR/prompt.txt                         what the policy read first of the first example
     DIR/examples.jsonl, evaluation.json    when all are played: a line an example, and the numbers with what must be said beside them
 An evaluation goes on with the chunks that are not there, and plays those again in which an episode failed on our side.
 """
@@ -25,7 +26,7 @@ from megatron_rl.run_folder import aside, changed, lock, may_change, read_settin
 from megatron_rl.types import Example, Rollout
 from megatron_rl.world import on_main_rank, together
 
-WEIGHTS, EXAMPLES, EVALUATION = "weights.json", "examples.jsonl", "evaluation.json"
+WEIGHTS, EXAMPLES, EVALUATION, PROMPT = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
 DECIDING = ("model.", "task.", "evaluation.", "run.seed", "engine.dtype", "engine.max_model_len", "engine.max_images")
 """Settings, or groups of them, that results depend on."""
 

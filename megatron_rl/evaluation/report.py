@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Settings
+from megatron_rl.evaluation.folder import PROMPT
 from megatron_rl.published.figures import LEVEL, PART, SEED
 from megatron_rl.rollout.vllm.command import VLLM
 from megatron_rl.tasks.base import Task
@@ -60,11 +61,11 @@ def intervals(lines: Sequence[Mapping[str, object]], *, samples: int) -> dict[st
     return {"success_low": low, "success_high": high, **{f"pass_at_{k}": pass_at(k, whole) for k in powers}}
 
 
-def stated(settings: Settings, *, num_examples: int, prompt: Sequence[int]) -> dict[str, str]:
-    """What a number depends on. `prompt`: the ids of the first example's."""
+def stated(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, str]:
+    """What a number depends on. `prompt`: what the policy read first of the first example, which PROMPT has."""
     task, judge, given = settings.task, settings.task.judge, settings.evaluation
     turns, length = task.eval_max_turns or task.max_turns, settings.engine.max_model_len
-    digest = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(prompt.encode()).hexdigest()[:12]
     data = task.data
     order = f"options in an order of seed {data.shuffle_options}" if data.shuffle_options else "options as published"
     asked = f"{judge.model or 'whatever is served'} at {', '.join(judge.urls) or 'a service'}"
@@ -78,7 +79,9 @@ def stated(settings: Settings, *, num_examples: int, prompt: Sequence[int]) -> d
         "pixels": f"{settings.model.min_pixels} to {settings.model.max_pixels}",
         "sampling": "greedy" if given.temperature == 0 else f"temperature {given.temperature}",
         "limits": f"{turns} turns of {task.max_tokens_per_turn} tokens, {length} in a context",
-        "prompt": f"{len(prompt)} tokens, sha256 {digest}" if prompt else "in messages",
+        "prompt": f"{len(prompt)} characters, sha256 {digest} ({PROMPT})",
+        "protocol": task.protocol,
+        "reward": task.reward or "the task's own",
         "judge": asked if judge.urls or judge.model else "none",
         "harness": "megatron_rl, an OpenAI-compatible endpoint" if given.urls else f"megatron_rl, vllm {VLLM}, {settings.engine.dtype}",
     }

@@ -97,12 +97,12 @@ def mastered(scored: Sequence[Scored]) -> float:
 
 
 def scored_of(examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[list[Scored]]:
-    """By number of the sample: what each episode of an item came to. Empty where the reward has no part of that name."""
+    """By number of the sample: what each episode of an item came to. Empty where the reward has no part of that name, and of rows that are
+    read as they are (task.data.train)."""
     found: dict[int, list[Scored]] = {}
     for rollout in rollouts:
-        by = examples[rollout.group].payload["official"]
-        assert isinstance(by, Mapping), f"{by}"
-        if PART in rollout.rewards:
+        by = examples[rollout.group].payload.get("official")
+        if isinstance(by, Mapping) and PART in rollout.rewards:
             found.setdefault(rollout.sample, []).append(Scored(by["unit"], by["labels"], rollout.rewards[PART]))
     return [found[sample] for sample in sorted(found)]
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,14 @@ def test_no_benchmark_has_no_figures() -> None:
     for rollout in rollouts:
         rollout.rewards.clear()
     assert figures("vstar", examples, rollouts) == {}
+
+
+def test_rows_that_are_read_as_they_are_have_no_figures() -> None:
+    """Those of task.data.train, beside a benchmark that is named for task.data.eval."""
+    examples, rollouts = played(("a", {"category": "x"}, 1.0))
+    plain = [replace(each, payload={}) for each in examples]
+    assert figures("vstar", plain, rollouts) == {} == official_interval("vstar", plain, rollouts)
+    assert figures("vstar", examples, rollouts)
 
 
 def test_comparisons_go_by_credit(tmp_path: Path) -> None:

@@ -87,9 +87,12 @@ def test_hrbench_as_a_table(tmp_path: Path) -> None:
          "answer": "ADCB"[turn], "category": "single", "cycle_category": turn, "image": RED if turn == 0 else "7"}
         for turn in range(4)
     ]  # fmt: skip
+    rows.append({**rows[0], "index": 11, "image": BLUE})
     pd.DataFrame(rows).to_csv(tmp_path / "hr_bench_4k.tsv", sep="\t", index=False)
     found = payloads("hrbench", tmp_path / "hr_bench_4k.tsv")
-    assert [colors(each) for each in found] == [[(255, 0, 0)]] * 4
+    *found, other = found
+    assert [colors(each) for each in found] == [[(255, 0, 0)]] * 4 and colors(other) == [(0, 0, 255)]
+    assert other["official"]["unit"] != found[0]["official"]["unit"], "the same question about another picture is another one"
     assert found[1]["question"] == '<image>\nHow\nmany?\nA. x\ty\nB. a "b"\nC. d\nD. 0.1'
     assert {each["official"]["options"]["ABCD".index(each["answer"])] for each in found} == {"0.1"}, "the same option in each order"
     assert [each["official"]["labels"]["cycle"] for each in found] == ["0", "1", "2", "3"]
