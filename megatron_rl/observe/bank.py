@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.jsonl import replace_bytes
-from megatron_rl.observe.recorder import FOLDER, name_of, picture_loader, read, store_pictures
+from megatron_rl.observe.recorder import FOLDER, keys_in, name_of, picture_loader, store_pictures
 from megatron_rl.types import ATTACHED, Image, Rollout
 from megatron_rl.wire import FIELDS, from_record, to_record
 
@@ -90,7 +90,11 @@ class Bank:
             if step_of(path) >= start_step:
                 path.unlink()
             else:
-                self._hold(path)
+                try:
+                    self._hold(path)
+                except (pa.ArrowException, KeyError, TypeError) as error:
+                    told = " ".join(str(error).split())[:SHOWN_CHARACTERS]
+                    raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
 
     def record(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
         """Write a step for which `rounds` of prompts were dealt, and remove what the limit has no room for; the newest step stays."""
@@ -116,7 +120,8 @@ class Bank:
         table = pq.read_table(path, columns=["images"])
         keys = frozenset(key for images in table["images"].to_pylist() for key, _ in images)
         self._steps[step_of(path)] = Held(table.num_rows, path.stat().st_size, keys)
-        self._sizes |= {key: (self._folder / name_of(key)).stat().st_size for key in keys - self._sizes.keys()}
+        files = {key: self._folder / name_of(key) for key in keys - self._sizes.keys()}
+        self._sizes |= {key: file.stat().st_size if file.exists() else 0 for key, file in files.items()}  # somebody may have removed one
 
     def _drop(self, step: int) -> None:
         """Its file first: a picture that is left over harms nobody, one that is missing does."""
@@ -132,8 +137,7 @@ class Bank:
     def _keys_of_lines(self) -> frozenset[str]:
         """Of the pictures that the best and worst rollouts show, which stay."""
         for path in set(self._folder.glob("step_*.jsonl")) - self._lines.keys():
-            images = (image for entry in read(path, pictures=False) for image in entry.rollout.images)
-            self._lines[path] = frozenset(image.key for image in images)
+            self._lines[path] = keys_in(path)
         return frozenset().union(*self._lines.values())
 
 

@@ -27,6 +27,7 @@ PICTURES = "images"
 """In the folder of a file."""
 THREADS = 4
 """That write pictures: each waits until the disk has its own."""
+_NAMED = re.compile(PICTURES.encode() + rb"/([0-9A-Za-z]+)\.png")
 _NAME = re.compile(PICTURES + r"/[0-9A-Za-z]+\.png")
 
 
@@ -119,6 +120,11 @@ def read(path: Path, *, pictures: bool = True) -> list[Entry]:
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from error
     return entries
+
+
+def keys_in(path: Path) -> frozenset[str]:
+    """Of the pictures that a file names, whatever else of it can be read."""
+    return frozenset(key.decode() for key in _NAMED.findall(path.read_bytes()))
 
 
 def picture_path(path: Path, image: Image) -> Path:

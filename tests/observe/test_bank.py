@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.observe.bank import SUMMARY, Bank, as_played, num_rows, path_of, read_columns, read_rollouts, rounds_of, steps, write
 from megatron_rl.observe.recorder import Recorder, store_pictures
+from megatron_rl.observe.recorder import read as entries_of
 from megatron_rl.types import ATTACHED, Context, End, Rollout, Status, ToolCall, Turn
 from tests.observe.test_recorder import picture, rollout
 
@@ -126,6 +127,29 @@ def test_later_steps_of_an_earlier_life_are_forgotten(tmp_path: Path) -> None:
     assert [path.stem for path in steps(tmp_path / "rollouts")] == ["step_000000", "step_000001"]
     assert bank.figures()["bank/episodes"] == 4.0
     assert Bank(tmp_path / "new", limit_gb=1.0).figures() == {}
+
+
+def test_spoiled_files_of_an_earlier_life(tmp_path: Path) -> None:
+    """Lines of another version keep their pictures, as does one that is cut off; a picture that somebody removed takes no room; a step
+    that cannot be read is told, with what to do."""
+    folder, shown = tmp_path / "rollouts", [picture(seed, width=112, height=112) for seed in range(3)]
+    recorder, bank = Recorder(tmp_path, best=1, worst=0), Bank(tmp_path, limit_gb=1.0)
+    for step, image in enumerate(shown):
+        recorder.record(step, [rollout(0, 1.0, images=(image,))])
+        bank.record(step, [rollout(0, 1.0, images=(image,))], rounds=1)
+    for step, spoil in enumerate((lambda text: text.replace("version", "revision", 1), lambda text: text[: text.index(".png") + 4])):
+        lines = folder / f"step_{step:06d}.jsonl"
+        lines.write_text(spoil(lines.read_text()))
+        assert told_by(lambda: entries_of(lines, pictures=False)) or not entries_of(lines, pictures=False)  # noqa: B023 - it is called here
+    (folder / "step_000002.jsonl").unlink()
+    (folder / "images" / f"{shown[2].key}.png").unlink()
+    bank = Bank(tmp_path, limit_gb=1e-9, start_step=3)
+    bank.record(3, many(1), rounds=1)
+    assert [path.name for path in steps(folder)] == ["step_000003.parquet"]
+    assert {shown[0].key, shown[1].key} < {path.stem for path in (folder / "images").iterdir()}
+    path_of(folder, 3).write_bytes(b"PAR1")
+    line = told_by(lambda: Bank(tmp_path, limit_gb=1.0, start_step=4))
+    assert line.startswith(f"{path_of(folder, 3)}: cannot be read (") and line.endswith("; move it away, the run goes on without it")
 
 
 @pytest.fixture(scope="module")
