@@ -4,7 +4,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -19,7 +18,7 @@ from megatron_rl.policy.patches import Patches
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.admission import RoundSettings
 from megatron_rl.rollout.dealing import Seat
-from megatron_rl.rollout.episode import EpisodeSettings, Timed
+from megatron_rl.rollout.episode import EpisodeSettings, Timed, untimed
 from megatron_rl.rollout.fleet import Fleet, Trainer
 from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.lookout import Household
@@ -86,7 +85,7 @@ def build_critic(settings: Settings, layout: Layout, *, patches: Patches, num_st
 def build_fleet(
     settings: Settings, task: Task, *,
     trainer: Trainer, renderer: Renderer, world: World, gallery: Gallery, stop: Stop, tell: Callable[[str], None],
-    household: Household | None = None, timed: Callable[[int, int], Timed] = lambda *_: nullcontext,
+    household: Household | None = None, timed: Callable[[int, int], Timed] = lambda *_: untimed,
 ) -> Fleet:  # fmt: skip
     """This process's engine, or its way to all of them, and its place in the fleet, whose rollouts come together by `gallery`. All ranks
     together. `household`: see build_remote; `timed`: see Fleet."""

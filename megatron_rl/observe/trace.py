@@ -2,7 +2,7 @@
 
     RUN/trace/step_000003.json      Chrome's trace event format, complete events (ph X), microseconds of this host's clock
 A process is a rank. Its first row has the spans of a step, each further row an episode: replies of the engine, steps of the environment
-(tools, with the wait for one), scoring (judges). Clocks of several nodes are not brought together.
+(with the name of a tool that was called, and the wait for one), scoring (judges). Clocks of several nodes are not brought together.
 """
 
 import json
@@ -33,16 +33,16 @@ class Trace:
         return self._left > 0
 
     @contextmanager
-    def __call__(self, row: str, name: str) -> Iterator[None]:
-        """Time the block."""
-        begin = self._clock()
+    def __call__(self, row: str, name: str) -> Iterator[list[str]]:
+        """Time the block, which may add words to its name."""
+        begin, words = self._clock(), [name]
         try:
-            yield
+            yield words
         finally:
             if self.is_on:
-                self._events.append((row, name, begin, self._clock()))
+                self._events.append((row, " ".join(words), begin, self._clock()))
 
-    def episode(self, group: int, sample: int) -> Callable[[str], AbstractContextManager[None]]:
+    def episode(self, group: int, sample: int) -> Callable[[str], AbstractContextManager[list[str]]]:
         """Times the parts of an episode, which have a row of their own."""
         return partial(self, f"episode {group}#{sample}")
 

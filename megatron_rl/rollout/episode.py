@@ -17,8 +17,12 @@ from megatron_rl.tasks.base import Env, Task
 from megatron_rl.types import End, Example, HostFault, LastingFault, Rollout, Status, WaitedFault
 
 T = TypeVar("T")
-Timed = Callable[[str], AbstractContextManager[None]]
-"""Around each part of an episode, by its name."""
+Timed = Callable[[str], AbstractContextManager[list[str]]]
+"""Around each part of an episode, by its name, to which the part may add words."""
+
+
+def untimed(name: str) -> AbstractContextManager[list[str]]:
+    return nullcontext([])
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ def seed_of(*parts: int) -> int:
 
 async def run_episode(
     task: Task, example: Example, *, conversation: Conversation, settings: EpisodeSettings, group: int, sample: int,
-    timed: Timed = nullcontext,
+    timed: Timed = untimed,
 ) -> Rollout:  # fmt: skip
     """Play one episode and score it. A fault of ours (HostFault) fails the rollout; it is never a score."""
     rollout = Rollout(
@@ -104,8 +108,10 @@ async def _play(
         with timed("reply"):
             text = await conversation.say(Sampling(settings.max_tokens_per_turn, settings.temperature, seed=seed, stop=stop))
         asked = clock()
-        with timed("environment"):
+        with timed("environment") as words:
             step = await _in_time(env.step(text), settings.environment_s, task=rollout.task)
+            if step.call is not None:
+                words.append(step.call.tool)
         turn = rollout.turns[-1]
         turn.reply_s, turn.environment_s = asked - begun, clock() - asked
         rollout.environment_s += turn.environment_s

@@ -6,7 +6,7 @@ is handed in: with a `gather` that returns what it is given, a fleet is one proc
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -16,7 +16,7 @@ from megatron_rl.rollout.admission import Admission, Dealt, RoundSettings
 from megatron_rl.rollout.conversation import Opening, TokenConversation
 from megatron_rl.rollout.dealing import Begin, Seat
 from megatron_rl.rollout.engine import TrainedEngine
-from megatron_rl.rollout.episode import EpisodeSettings, Timed, run_episode, seed_of
+from megatron_rl.rollout.episode import EpisodeSettings, Timed, run_episode, seed_of, untimed
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.table import DUE, Goal, Report, Table
 from megatron_rl.tasks.base import Task
@@ -55,7 +55,7 @@ class Fleet:
         self, task: Task, *, engine: TrainedEngine, renderer: Renderer, trainer: Trainer, gather: Gather,
         episode: EpisodeSettings, round_settings: RoundSettings, seat: Seat = Seat(), share: Share = lambda mine: [mine],
         grace: Callable[[Play[T]], Coroutine[object, object, T | None]] = to_the_end,
-        patience_s: float = 0.0, tell: Callable[[str], None] = print, timed: Callable[[int, int], Timed] = lambda *_: nullcontext,
+        patience_s: float = 0.0, tell: Callable[[str], None] = print, timed: Callable[[int, int], Timed] = lambda *_: untimed,
     ) -> None:  # fmt: skip
         """`episode` is how training plays, with the run's seed; `seat` is this process's engine's place among all.
 

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 from PIL import Image as Pillow
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.observe.trace import Trace
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
@@ -123,6 +125,18 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
     assert [turn.state for turn in rollout.turns] == ["after 0", "after 1", "after 2"], "the one that the reply answers"
     assert [image.picture.getpixel((0, 0)) for image in rollout.contexts[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert rollout.turns[0].images[0] is rollout.contexts[0].images[1]
+
+
+def test_a_trace_names_its_tools(renderer: Renderer) -> None:
+    """A row of its own; the second turn's step is the last thing that the environment does."""
+    trace, engine = Trace(1), Scripted(renderer)
+    conversation = TokenConversation(engine, renderer, SETTINGS)
+    told = {"settings": SETTINGS, "group": 4, "sample": 2, "timed": trace.episode(4, 2)}
+    asyncio.run(run_episode(LooksTask(Looks(turns=2)), Example("e", {}), conversation=conversation, **told))
+    events = trace.take()
+    assert {row for row, *_ in events} == {"episode 4#2"}
+    names = [name for _, name, *_ in sorted(events, key=itemgetter(2)) if name != "prompt"]
+    assert names == ["reply", "environment look"] * 2 + ["scoring"]
 
 
 @pytest.mark.parametrize(
