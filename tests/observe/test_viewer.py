@@ -4,6 +4,7 @@ import io
 import math
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,18 @@ def found(client: TestClient, what: str, **params: object) -> object:
 def test_the_table_has_what_is_asked_for(filters: dict, expected: list, client: TestClient) -> None:
     told = found(client, "rollouts", **filters)
     assert [(row["step"], row["place"]) for row in told["rows"]] == expected and told["total"] == len(expected) and told["skipped"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("weights.json", "[]"), ("config.yaml", "run: {rollout_only: true}"), ("config.yaml", "run: {steps: 3}")]
+)
+def test_what_one_set_of_weights_has_played_is_never_stale(name: str, content: str, run: Path, tmp_path: Path) -> None:
+    """An evaluation and rollouts alone: their tokens are of version 0 in each chunk and step."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(content)
+    client = TestClient(create_app(labelled([tmp_path / "run"]), hosts=["testserver"]))
+    assert found(client, "rollouts", stale_from=2, reward_to=8)["total"] == (2 if "steps" in content else 0)
+    assert found(client, "rollouts", stale_from=0)["total"] == found(client, "rollouts")["total"]
 
 
 def test_the_table_is_sorted_and_paged(client: TestClient) -> None:
@@ -277,9 +290,8 @@ def test_the_demo(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def served(run: Path) -> Iterator[str]:
     port = free_port("127.0.0.1")
-    page = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--demo", "--port", str(port)], stdout=subprocess.PIPE, text=True
-    )
+    words = [str(run), "--demo", "--port", str(port), "--allow", "runs.example"]
+    page = subprocess.Popen([sys.executable, "-m", "megatron_rl.observe.viewer", *words], stdout=subprocess.PIPE, text=True)
     try:
         assert page.stdout.readline() == f"http://127.0.0.1:{port}/\n"
         busy = subprocess.run(page.args, capture_output=True, text=True, check=False)
@@ -291,6 +303,12 @@ def served(run: Path) -> Iterator[str]:
     finally:
         page.kill()
         page.wait()
+
+
+def test_names_of_this_machine(served: str) -> None:
+    """Those that are given and its own; any other is a stranger's page that points here."""
+    names = {"runs.example": 200, "127.0.0.1:1": 200, socket.gethostname(): 200, "evil.example": 400}
+    assert {name: httpx.get(served, headers={"Host": name}, trust_env=False).status_code for name in names} == names
 
 
 VIEWS = {

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="run.dir of runs or evaluations")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8008)
+    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="another name by which this machine is asked")
     parser.add_argument("--demo", action="store_true", help="make up a small run and show it, too")
     options = parser.parse_args(arguments)
     if not options.runs and not options.demo:
@@ -60,7 +61,7 @@ def serve(options: argparse.Namespace) -> int:
             return 2
         host, port = listening.getsockname()[:2]
         print(f"http://{host}:{port}/", flush=True)
-        app = create_app(labelled(options.runs), hosts=["127.0.0.1", "localhost", options.host])
+        app = create_app(labelled(options.runs), hosts=["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow])
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
     return 0
 

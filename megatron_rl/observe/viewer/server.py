@@ -77,7 +77,8 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
 
     @app.get("/api/rollouts")
     def rollouts(asked: Annotated[Page, Query()]) -> dict[str, Any]:
-        table = asked.of(folder(asked.run).table())
+        stays = asked.stale_from is not None and folder(asked.run).stays()
+        table = asked.of(folder(asked.run).table(), stays=stays)
         rows = page_of(table, sort=asked.sort, descending=asked.descending, offset=asked.offset, limit=asked.limit)
         return {"total": table.num_rows, "rows": [_plain(row) for row in rows], "skipped": folder(asked.run).skipped}
 

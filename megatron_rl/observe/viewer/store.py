@@ -27,7 +27,7 @@ COLUMNS = (
 TABLE = pa.schema([SCHEMA.field(name) for name in COLUMNS])
 SHOWN_CHARACTERS = 400
 """Of a rollout's words in the table."""
-CONFIG = "config.yaml"
+CONFIG, WEIGHTS = "config.yaml", "weights.json"
 CONFIG_BYTES = 1 << 20
 SHOWN_LINES = 5
 """Of those that cannot be read, by number."""
@@ -51,7 +51,8 @@ class Filters(BaseModel):
     text: str = ""
     """Somewhere in what was said, whatever the case."""
 
-    def of(self, table: pa.Table) -> pa.Table:
+    def of(self, table: pa.Table, *, stays: bool = False) -> pa.Table:
+        """stays: one set of weights has played all, and nothing is stale."""
         for column, low, high in (("step", self.step_from, self.step_to), ("reward", self.reward_from, self.reward_to)):
             if low is not None:
                 table = table.filter(pc.greater_equal(table[column], low))
@@ -63,7 +64,8 @@ class Filters(BaseModel):
         if self.tool:
             table = table.filter(pa.array([self.tool in tools for tools in table["tools"].to_pylist()], type=pa.bool_()))
         if self.stale_from is not None:
-            table = table.filter(pc.greater_equal(pc.subtract(table["step"], table["oldest_version"]), self.stale_from))
+            behind = pc.subtract(table["step"], table["step"] if stays else table["oldest_version"])
+            table = table.filter(pc.greater_equal(behind, self.stale_from))
         if self.text:
             table = table.filter(pc.match_substring(table["said"], self.text, ignore_case=True))
         return table
@@ -157,13 +159,19 @@ class Folder:
 
     def model(self) -> str:
         """Where its tokenizer may lie; empty where nobody says."""
+        return str(self._setting("model", "path") or "")
+
+    def stays(self) -> bool:
+        """Whether one set of weights has played all: in an evaluation, and in rollouts alone."""
+        return (self.path / WEIGHTS).is_file() or bool(self._setting("run", "rollout_only"))
+
+    def _setting(self, group: str, name: str) -> object:
+        """None where nobody says."""
         path = self.path / CONFIG
         try:
-            if path.stat().st_size > CONFIG_BYTES:
-                return ""
-            return str(yaml.safe_load(path.read_text())["model"]["path"])
+            return yaml.safe_load(path.read_text())[group][name] if path.stat().st_size <= CONFIG_BYTES else None
         except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, RecursionError):
-            return ""
+            return None
 
 
 def _lines(path: Path) -> tuple[list[tuple[int, Rollout]], str]:

@@ -157,6 +157,8 @@ async function show() {
     banner.textContent = String(error.message);
     main.replaceChildren();
   }
+  const skipped = runs.flatMap(run => run.skipped);
+  if (skipped.length && !banner.textContent) banner.textContent = `left out: ${skipped.join("; ")}`;
   document.body.dataset.shown = at.view;
 }
 
@@ -187,6 +189,5 @@ addEventListener("keydown", event => {
 });
 ask("runs", {}).then(found => {
   runs = found;
-  const skipped = runs.flatMap(run => run.skipped);
-  return show().then(() => { if (skipped.length && !banner.textContent) banner.textContent = `left out: ${skipped.join("; ")}`; });
+  return show();
 });
