@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_rl import train
@@ -70,7 +71,7 @@ def live(
     settings: Settings, *, stopped_after: int | None = None, given_up_in: int | None = None, killed_in: tuple[str, int] = ("", -1)
 ) -> Run:  # fmt: skip
     """A life of the run: to its end, stopped after a step, stopped in the middle of one whose rollouts were given up, or ended by SIGKILL
-    in the rollouts or the update of one."""
+    in the rollouts, the update or the sync of one."""
     policy, (checkpoint, state) = Slept(), find(settings)
     run = Run(settings, place(), num_steps=STEPS, first_step=state.step, history=state.history)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
@@ -99,7 +100,14 @@ def live(
         await asyncio.gather(work, return_exceptions=True)
         return None
 
-    fleet.grace = within_grace
+    fleet.grace, serve = within_grace, fleet.serve
+
+    def served(tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+        if (where, version) == ("sync", killed_in[1] + 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        serve(tensors, version=version)
+
+    fleet.serve = served
     try:
         train.train(
             settings, policy=policy, fleet=fleet, gallery=Gallery(patch=14), run=run, checkpoints=checkpoints,
@@ -145,7 +153,7 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
         assert 0 <= line["engine/idle_fraction"] <= 1 and 0 <= line["trainer/idle_fraction"] <= 1
 
 
-@pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3)])
+@pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3), ("sync", 2)])
 def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: Path, tmp_path: Path) -> None:
     """By SIGKILL, while episodes are under way in the middle of a step. The next life goes on from the last complete checkpoint."""
     killed = forked.run(SUPPORT / "killed_life.py", random_model, tmp_path, where, step, timeout_s=120)

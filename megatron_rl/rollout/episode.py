@@ -81,7 +81,7 @@ async def run_episode(
     except HostFault as fault:
         rollout.status, rollout.reason, rollout.reward, rollout.end = Status.FAILED, str(fault), None, _end_of(fault)
     finally:
-        await env.close()
+        await _closed(env, settings.environment_s)
     rollout.wall_s = clock() - started
     return rollout
 
@@ -135,14 +135,24 @@ async def _play(
 
 
 async def _in_time(act: Awaitable[T], limit_s: float, *, task: str) -> T:
-    """HostFault: an environment that hangs. What it was doing is cancelled."""
+    """LastingFault: an environment that hangs, which the next try would wait for as long again. What it was doing is cancelled."""
     try:
         async with asyncio.timeout(limit_s or None) as limit:
             return await act
     except TimeoutError as error:
         if not limit.expired():
             raise  # the environment's own
-        raise HostFault(f"task={task}: its environment took more than {limit_s:g} s (task.environment_s)") from error
+        raise LastingFault(f"task={task}: its environment took more than {limit_s:g} s (task.environment_s)") from error
+
+
+async def _closed(env: Env, limit_s: float) -> None:
+    """One that does not end is left to itself: its episode is over."""
+    try:
+        async with asyncio.timeout(limit_s or None) as limit:
+            await env.close()
+    except TimeoutError:
+        if not limit.expired():
+            raise  # the environment's own
 
 
 def _no_room(example: Example, rollout: Rollout, end: End) -> LastingFault:

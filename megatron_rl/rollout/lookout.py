@@ -72,6 +72,8 @@ class Lookout:
             try:
                 label = await self.label(server)
             except ServerFault as fault:
+                if server.is_reading:
+                    continue
                 since, num_silent, server.answers = since if num_silent else now, num_silent + 1, False
                 self.lose(server, str(fault))
                 await self._revive(server, hangs=num_silent >= HANGS and time.monotonic() - since >= self._probe_s)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_rl.rollout.server import LOAD_S, Server, label_of
+from megatron_rl.rollout.server import LOAD_S, Server
 from megatron_rl.rollout.vllm.transfer import WIRES, Bucket, Digest, Meeting, Wire, packed, store_of
 from megatron_rl.rollout.vllm.weights import buckets
 from megatron_rl.servers import ServerFault, told
@@ -227,25 +227,10 @@ class Sender:
                 line.begin()
                 for bucket, flat in kept:
                     line.send(bucket, flat)
-                self._hold_against_another(line, label)
                 line.end(label)
             except ServerFault:
                 line.break_off()
                 raise
-
-    def _hold_against_another(self, line: Line, label: str) -> None:
-        """ServerFault: it holds, by vLLM's own word, other bits than a server that serves this update. Where none does, or weights change
-        meanwhile, nothing is compared: that what was sent is held is proven in any case (vllm/served.py)."""
-        other = next((each.server for each in self._lines.values() if each is not line and each.server.is_in), None)
-        if other is None:
-            return
-        try:
-            labels, theirs = {label_of(other.call("/weight_info"))}, other.checksums()
-            labels.add(label_of(other.call("/weight_info")))
-        except ServerFault:  # of the other one
-            return
-        if labels == {label}:
-            require_same(line.server.checksums(), theirs, of=other.url)
 
     def release(self) -> None:
         for line in self._lines.values():

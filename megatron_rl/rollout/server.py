@@ -74,6 +74,8 @@ class Server:
         """It holds the weights that are served now, as far as is known."""
         self.answers = True
         """It has said what weights it has when it was asked last, or was not asked yet."""
+        self.is_reading = False
+        """Its engine reads all of its weights because it was asked to, and answers nothing else meanwhile."""
         self.work = Work()
         """Of this process's turns, on time.perf_counter's clock."""
         self.heard = 0.0
@@ -105,11 +107,14 @@ class Server:
 
     def checksums(self) -> dict[str, str]:
         """vLLM's own of all weights that it holds, by worker and parameter (model_executor/model_loader/weight_checksum.py: SHA-256)."""
+        self.is_reading = True
         try:
             body = self.call("/weight_checker", {"action": "checksum"}, timeout_s=CHECK_S)
             return _Checksums.model_validate_json(body).checksums
         except ValidationError as error:
             raise ServerFault(told(error)) from error
+        finally:
+            self.is_reading = False
 
     def check(self, wanted: Mapping[str, str]) -> None:
         """ValueError: nothing answers there, it is no server of vLLM, or it would not sample what this run samples."""

@@ -196,6 +196,11 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
         async def step(self, text: str) -> Step:
             return await asyncio.Event().wait()
 
+    class Staying(Looks):
+        async def close(self) -> None:
+            await super().close()
+            await asyncio.Event().wait()
+
     class Late(Looks):
         async def step(self, text: str) -> Step:
             raise TimeoutError("a server of its own")
@@ -206,9 +211,11 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
 
     hanging = Hanging()
     failed, other = asyncio.run(together())
-    assert (failed.status, failed.end, failed.reward, hanging.closed) == (Status.FAILED, End.FAULT, None, 1)
+    assert (failed.status, failed.end, failed.reward, hanging.closed) == (Status.FAILED, End.LASTING_FAULT, None, 1)
     assert failed.reason == "task=looks: its environment took more than 0.3 s (task.environment_s)" and 0.3 <= failed.wall_s < 5
     assert (other.status, other.reward) == (Status.COMPLETED, 1.75)
+    stays = play(renderer, Staying(turns=3), replace(SETTINGS, environment_s=0.3))
+    assert (stays.status, stays.reward) == (Status.COMPLETED, 1.75) and stays.wall_s >= 0.3, "it costs its episode time alone"
     with pytest.raises(TimeoutError, match="a server of its own"):
         play(renderer, Late(), replace(SETTINGS, environment_s=9.0))
 

@@ -141,6 +141,25 @@ def test_tries_of_one_server_are_apart(how: str, two: list[Troubled], open_engin
     assert len(gaps) == TRIES - 1 and all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps)), gaps
 
 
+def test_one_that_reads_its_weights_is_left_alone(two: list[Troubled], open_engine: Open) -> None:
+    """It answers nobody meanwhile, longer than engine.probe_s; behind it the same silence is a hang."""
+    engine = open_engine(two)
+    bad = engine._servers[0]
+
+    async def main() -> None:
+        bad.is_reading = True
+        two[0].how |= dict.fromkeys(ALL, "hangs")
+        await asyncio.sleep(WATCH_S + 2 * PROBE_S)
+        assert bad.is_in
+        bad.is_reading = False
+        began = time.monotonic()
+        while bad.is_in:
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began < WATCH_S + 2 * PROBE_S + SLACK_S
+
+    engine.run(main())
+
+
 @pytest.mark.parametrize(
     ("how", "paths", "within_s"),
     [
