@@ -70,8 +70,9 @@ def _engine(planned: Plan, settings: Settings) -> str:
 
 def _host(planned: Plan) -> str:
     host, ranks = planned.host, min(planned.world_size, GPUS_A_NODE)
+    sent = f"weights for engines elsewhere {in_gb(host.sent)} + " if host.sent else ""
     return (
-        f"host, a node of {ranks}: up to {in_gb(ranks * host.total)} = {ranks} x (processes {in_gb(PROCESS)}, "
+        f"host, a node of {ranks}: up to {in_gb(host.of_node(ranks))} = {sent}{ranks} x (processes {in_gb(PROCESS)}, "
         f"optimizer {in_gb(host.optimizer)}, copies of weights {in_gb(host.copies)}, "
         f"a checkpoint {in_gb(host.checkpoint)}, a step's pictures at most {in_gb(host.pictures)}, "
         f"boxes {in_gb(host.boxes)}; engine.max_images and task.max_pixels bound the pictures)"

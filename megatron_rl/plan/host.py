@@ -1,7 +1,7 @@
 """The plan of main memory: what each rank of a node may need at most, and whether the node has it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -29,9 +29,16 @@ class HostPlan:
     """Of a step (plan/pictures.py)."""
     boxes: int
     """In which episodes run code, each with as much as it may have."""
+    sent: int = 0
+    """Of the first rank alone: all weights as they were sent last to engines elsewhere, for one that comes back (rollout/sender.py). At the
+    most: what ranks hold alike is counted for each."""
+
+    def of_node(self, num_ranks: int) -> int:
+        return num_ranks * self.total + self.sent
 
     @property
     def total(self) -> int:
+        """Of a rank."""
         return PROCESS + self.optimizer + self.copies + self.checkpoint + self.pictures + self.boxes
 
 
@@ -41,14 +48,15 @@ def plan_host(found: Sequence[Share], model: ModelSpec, settings: Settings, *, w
     boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if has_boxes else 0  # one pool an engine
     seen = pictures(model, settings, world_size=world_size)
     plans = (_plan_host(share, settings, replicas=replicas, seen=seen, boxes=boxes) for share in found)
-    return max(plans, key=lambda host: host.total)
+    sent = sum(share.policy.parameters for share in found) if settings.engine.kind == "remote" else 0
+    return replace(max(plans, key=lambda host: host.total), sent=sent)
 
 
 def host_misfit(host: HostPlan, settings: Settings, *, world_size: int, here: bool = False) -> str:
     """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing.
     here: the run is on this machine, which may have less than is stated."""
     ranks, stated, own = min(world_size, GPUS_A_NODE), settings.run.host_gb, psutil.virtual_memory().total
-    room, needed = min(stated * GB or own, own) if here else stated * GB or own, ranks * host.total
+    room, needed = min(stated * GB or own, own) if here else stated * GB or own, host.of_node(ranks)
     if needed <= room:
         return ""
     whose = f"its {in_gb(room)} are" if room == stated * GB else f"this machine's {in_gb(room)} are"

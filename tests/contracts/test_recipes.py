@@ -107,7 +107,7 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     assert planned.fits
     room = {"l40s": 512, "h200": 1000}.get(settings.run.gpu, 250 * settings.run.world) * 10**9
     assert settings.run.host_gb * 10**9 in (0, room)
-    assert min(settings.run.world, 8) * planned.host.total <= room, "main memory of a node"
+    assert planned.host.of_node(min(settings.run.world, 8)) <= room, "main memory of a node"
     check_seconds(case_of(model, settings, planned))
     assert sum(math.prod(shape) for shape in model.shapes().values()) == TOTALS[settings.model.path]
 

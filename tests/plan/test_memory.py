@@ -262,10 +262,11 @@ def test_boxes_and_checkpoints_by_hand() -> None:
     held = Footprint(parameters=100, gradients=200, main=400, moments=600)
     share = Share(tp_rank=0, pp_rank=0, num_parameters=50, num_trained=50, policy=held, pinned=900)
 
-    def planned(*, has_boxes: bool, tp: int = 1, background: bool = True, offload: bool = False) -> host.HostPlan:
+    def planned(*, has_boxes: bool, tp: int = 1, background: bool = True, offload: bool = False, kind: str = "local") -> host.HostPlan:
         sandbox = config.SandboxSettings(memory_mib=1024, size=8)
         settings = Settings(
-            engine=EngineSettings(tp=tp), task=config.TaskSettings(name="mine", sandbox=sandbox), run=RunSettings(dir="there"),
+            engine=EngineSettings(tp=tp, kind=kind, urls=["http://h:1"] if kind == "remote" else []),
+            task=config.TaskSettings(name="mine", sandbox=sandbox), run=RunSettings(dir="there"),
             checkpoint=config.CheckpointSettings(background=background), parallel=ParallelSettings(offload_optimizer=offload),
         )  # fmt: skip
         return host.plan_host([share], known_spec("Qwen/Qwen2.5-VL-3B-Instruct"), settings, world_size=2, has_boxes=has_boxes)
@@ -275,6 +276,9 @@ def test_boxes_and_checkpoints_by_hand() -> None:
     assert planned(has_boxes=False, background=False, offload=True).checkpoint == 100 // 2 + 300
     assert planned(has_boxes=False, offload=True).optimizer == 600 + 900
     whole = planned(has_boxes=True)
+    assert (whole.sent, whole.of_node(2)) == (0, 2 * whole.total)
+    far = planned(has_boxes=True, kind="remote")
+    assert far.of_node(2) == 2 * far.total + 100, "all weights once, for an engine that comes back"
     assert whole.total == host.PROCESS + whole.optimizer + whole.copies + whole.checkpoint + whole.pictures + whole.boxes
 
 
