@@ -94,11 +94,13 @@ class Line:
 
     def break_off(self) -> None:
         """Its group is of no use any more."""
-        self.wire = None
+        wire, self.wire = self.wire, None
+        if wire is not None:
+            wire.close()
 
     def release(self) -> None:
         """Another run may have it."""
-        self.wire = None
+        self.break_off()
         try:
             self.server.call("/shutdown_weight_transfer_engine", {})
         except ServerFault:

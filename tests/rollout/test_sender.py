@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.rollout.sender import Sender, begun, require_same
 from megatron_rl.rollout.server import Server
-from megatron_rl.rollout.vllm.transfer import WIRES, Bucket, Digest, Meeting, packed, store_of, unpacked
+from megatron_rl.rollout.vllm.transfer import WIRES, Bucket, Digest, Gloo, Meeting, packed, store_of, unpacked
 from megatron_rl.servers import ServerFault
 from tests.support.json_server import address_of, serve, stop
 
@@ -148,8 +148,13 @@ STOPS += [("/weight_checker", 0), ("/reset_encoder_cache", 0), ("/finish_weight_
 
 
 @pytest.mark.parametrize(("path", "after"), STOPS)
-def test_one_that_fails_on_the_way_is_left_out(two: tuple[StandIn, StandIn], path: str, after: int) -> None:
-    """The other has all of it. What fails is never resumed; the next update, or `admit`, brings it back, in a group of its own."""
+def test_one_that_fails_on_the_way_is_left_out(
+    two: tuple[StandIn, StandIn], path: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The other has all of it. What fails is never resumed, and its group is left; the next update, or `admit`, brings it back, in a group
+    of its own."""
+    left: list[Gloo] = []
+    monkeypatch.setattr(Gloo, "close", lambda wire: left.append(wire))
     bad, good = two
     sender = sender_to(*two)
     sender.claim()
@@ -158,6 +163,7 @@ def test_one_that_fails_on_the_way_is_left_out(two: tuple[StandIn, StandIn], pat
     assert held == [good.url] and holds(good) and good.label == "mine.1"
     assert faults.keys() == {bad.url} and faults[bad.url].startswith(f"{path}: 500") and "/resume" not in bad.calls
     assert bad.label == "default", "by its label it would be let in"
+    assert len(left) == 1 and left[0] is not sender._lines[good.url].wire
     bad.fails = ""
     sender.admit(bad.url)
     assert holds(bad) and bad.label == "mine.1" and bad.calls[-1] == "/resume"

@@ -42,6 +42,10 @@ class Wire(Protocol):
         """From rank 0 to all others, in place."""
         ...
 
+    def close(self) -> None:
+        """Leave the group, whatever is under way in it: another rank may be gone."""
+        ...
+
 
 class Gloo:
     def __init__(self, meeting: Meeting, store: dist.Store, *, rank: int) -> None:
@@ -54,6 +58,9 @@ class Gloo:
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([flat], options).wait()
 
+    def close(self) -> None:
+        """What is under way ends with the group's own limit of time: gloo's abort ends none of it (torch 2.13)."""
+
 
 class Nccl:
     def __init__(self, meeting: Meeting, store: dist.Store, *, rank: int) -> None:
@@ -63,11 +70,15 @@ class Nccl:
         self.store = store
         group = StatelessProcessGroup(rank=rank, world_size=meeting.size, store=store)
         self._communicator = PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
+        self._stream = torch.cuda.Stream()  # a broadcast to a server that has died stands in nobody else's way
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream()
-        self._communicator.broadcast(flat, src=0, stream=stream)
-        stream.synchronize()
+        self._stream.wait_stream(torch.cuda.default_stream())  # on which the bytes were put together
+        self._communicator.broadcast(flat, src=0, stream=self._stream)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._communicator.destroy()
 
 
 WIRES: Mapping[str, Callable[..., Wire]] = {"gloo": Gloo, "nccl": Nccl}
