@@ -104,6 +104,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/explain/test_explain.py -k second_is_found",
     ),
     Mutant(
+        "the first suspect that holds is named, however loose the bound",
+        "megatron_rl/explain/suspects.py",
+        "if mean <= CLEARER * least)",
+        "if name)",
+        "tests/explain/test_bfloat16.py -k best_is_named",
+    ),
+    Mutant(
+        "a token within the bound of bfloat16 proves that its pictures are right",
+        "megatron_rl/explain/suspects.py",
+        "if row < first and case.bound.is_of_each)",
+        "if row < first)",
+        "tests/explain/test_bfloat16.py -k rounded_numbers",
+    ),
+    Mutant(
         "a recorded picture need not have the pixels of its key",
         "megatron_rl/explain/checks.py",
         "elif found != key:",

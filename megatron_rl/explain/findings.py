@@ -24,6 +24,11 @@ class Bound:
         """What one token may differ by before it is called the first that differs."""
         return min(self.largest, self.p99)
 
+    @property
+    def is_of_each(self) -> bool:
+        """Whether every token has a bound, so narrow that one within it agrees."""
+        return bool(np.isfinite(self.largest))
+
     def holds(self, gaps: Sequence[float]) -> bool:
         if not gaps:
             return True

@@ -139,13 +139,13 @@ class Playback:
         known = [number for number, said_R in enumerate(said) if said_R is not None]
         cases = list(self._cases([looked[number] for number in known], [said[number] for number in known], bound, name == RECORDED))
         pairs = [(case, played.expected[number]) for case, number in zip(cases, known, strict=True)]
-        gaps = [gap for case, expected in pairs for gap in case.gaps(expected)]
-        wrong = [number for number, (case, expected) in enumerate(pairs) if max(case.gaps(expected), default=0.0) > bound.token]
-        compared = Compared(name=name, gaps=gaps, bound=bound)
+        gaps = [case.gaps(expected) for case, expected in pairs]
+        compared = Compared(name=name, gaps=[gap for each in gaps for gap in each], bound=bound)
         if compared.is_normal:
             played.compared.append(compared)
             return None
-        wrong = wrong or list(range(len(cases)))
+        wrong = [number for number, each in enumerate(gaps) if not bound.holds(each)]
+        wrong = wrong or [max(range(len(gaps)), key=lambda number: max(gaps[number], default=0.0))]  # each holds, all together do not
         told = self._told(*pairs[wrong[0]])
         played.compared.append(replace(compared, first=told))
         suspicion = Suspicion(reference=self.reference, renderer=self.renderer, gallery=self.gallery, older=self.older)

@@ -11,7 +11,6 @@ import torch
 import yaml
 from PIL import Image as pil
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from megatron_rl.cli.explain import main
 from megatron_rl.config import ModelSettings
@@ -23,11 +22,9 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
-from tests.support.explained import Said, exchanged, resized, write_run
+from tests.support.explained import STALE, Said, engine_mistakes, resized, stale_tensor, write_run
 from tests.support.recorded import CASES, GOLDEN
 from tools.data.make_tiny_qwen2_5_vl import make
-
-STALE = "model.layers.2.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +37,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def older_tensor(older: Path) -> torch.Tensor:
-    return dict(AutoModelForImageTextToText.from_pretrained(older, dtype=torch.float32).named_parameters())[nested(STALE)].detach()
-
-
-def nested(name: str) -> str:
-    return name.replace("model.", "model.language_model.", 1)
+    return stale_tensor(older)
 
 
 def line_of(said: str, start: str) -> str:
@@ -86,40 +79,16 @@ def test_another_family(family: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "first in layer 3 mlp," in line_of(capsys.readouterr().out, "trainer, one process: first")
 
 
-def sections_of(*sections: int) -> Callable[[PreTrainedModel], None]:
-    def change(model: PreTrainedModel) -> None:
-        model.model.language_model.rotary_emb.mrope_section = list(sections)
-
-    return change
-
-
 @pytest.fixture(scope="module")
-def engine_mistakes(random_model: Path, older_tensor: torch.Tensor) -> dict[str, dict]:
-    """By what is to be said: how the engine came to its numbers."""
-    renderer = Renderer(ModelSettings(path=str(random_model)))
-
-    def stale(model: PreTrainedModel) -> None:
-        with torch.no_grad():
-            dict(model.named_parameters())[nested(STALE)].copy_(older_tensor)
-
-    def resize_last(images: list[Image]) -> list[Image]:
-        width, height = images[-1].picture.size
-        return [*images[:-1], resized(images[-1], renderer, (width // 2, height // 2))]
-
-    return {
-        "temperature 0.7, not 0.9": {"said": Said(temperature=0.7)},
-        "was seen in its place": {"said": Said(seen=exchanged)},
-        "a second resize, to 56x28 and back": {"said": Said(seen=resize_last)},
-        "rope sections [6, 4, 6], not": {"change": sections_of(6, 4, 6)},
-        f"{STALE} is stale": {"change": stale},
-    }
+def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
+    return engine_mistakes(Renderer(ModelSettings(path=str(random_model))), older)
 
 
 @pytest.mark.parametrize("name", ["temperature 0.7", "was seen", "a second resize", "rope sections", STALE])
 def test_what_the_engine_did_is_named(
-    name: str, engine_mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    expected, how = next(each for each in engine_mistakes.items() if each[0].startswith(name))
+    expected, how = next(each for each in mistakes.items() if each[0].startswith(name))
     run = write_run(tmp_path / "run", random_model, **how)
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
     said = capsys.readouterr().out

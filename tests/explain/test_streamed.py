@@ -18,9 +18,8 @@ from megatron_rl.models.mapping import canonical
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.open import open_source
 from tests.conftest import ROOT
-from tests.explain.test_explain import STALE, nested
 from tests.support import forked
-from tests.support.explained import rollouts_of, write_run
+from tests.support.explained import STALE, nested, rollouts_of, write_run
 from tests.support.sampled import policy_logits
 from tools.data.make_tiny_qwen2_5_vl import make
 

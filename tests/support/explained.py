@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from megatron_rl.config import AlgoSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.observe import bank, recorder
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, Image, Rollout, Turn
@@ -20,6 +20,7 @@ from tests.support.sampled import policy_logits
 TEMPERATURE = 0.9
 STEP = 0
 REPLY = 12
+STALE = "model.layers.2.mlp.down_proj.weight"
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,27 +60,28 @@ def say(model: PreTrainedModel, renderer: Renderer, context: Context, said: Said
     context.engine_logprobs = [logprob if sampled else 0.0 for logprob, sampled in pairs]
 
 
-def settings_of(model: Path, run: Path) -> Settings:
+def settings_of(model: Path, run: Path, *, dtype: str) -> Settings:
     return Settings(
-        model=ModelSettings(path=str(model)), algo=AlgoSettings(temperature=TEMPERATURE), task=TaskSettings(name="number_line"),
-        run=RunSettings(dir=str(run), steps=3),
+        model=ModelSettings(path=str(model), dtype=dtype), engine=EngineSettings(dtype=dtype), algo=AlgoSettings(temperature=TEMPERATURE),
+        task=TaskSettings(name="number_line"), run=RunSettings(dir=str(run), steps=3),
     )  # fmt: skip
 
 
 def write_run(
     run: Path, model: Path, *, said: Said = Said(), change: Callable[[PreTrainedModel], None] = lambda model: None,
-    spoil: Callable[[list[Rollout]], None] = lambda rollouts: None, as_lines: bool = False,
+    spoil: Callable[[list[Rollout]], None] = lambda rollouts: None, as_lines: bool = False, dtype: str = "float32",
 ) -> Path:  # fmt: skip
-    """The folder of a run whose step 0 `model` sampled. `change` is done to the engine's model, `spoil` to what is recorded."""
+    """The folder of a run whose step 0 `model` sampled. `change` is done to the engine's model, which computes in `dtype`, `spoil` to what
+    is recorded."""
     renderer = Renderer(ModelSettings(path=str(model)))
-    hf = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    hf = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype).eval()
     change(hf)
     rollouts = rollouts_of(renderer)
     for rollout in rollouts:
         say(hf, renderer, rollout.contexts[0], said)
     spoil(rollouts)
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of(model, run))))
+    (run / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of(model, run, dtype=dtype))))
     if as_lines:
         chosen = {"best": rollouts[:1], "worst": rollouts[1:]}
         recorder.write(run / recorder.FOLDER / f"step_{STEP:06d}.jsonl", chosen, step=STEP, among=rollouts)
@@ -98,3 +100,39 @@ def resized(image: Image, renderer: Renderer, size: tuple[int, int]) -> Image:
 
 def exchanged(images: Sequence[Image]) -> list[Image]:
     return list(reversed(images))
+
+
+def nested(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def stale_tensor(older: Path) -> torch.Tensor:
+    return dict(AutoModelForImageTextToText.from_pretrained(older, dtype=torch.float32).named_parameters())[nested(STALE)].detach()
+
+
+def sections_of(*sections: int) -> Callable[[PreTrainedModel], None]:
+    def change(model: PreTrainedModel) -> None:
+        model.model.language_model.rotary_emb.mrope_section = list(sections)
+
+    return change
+
+
+def engine_mistakes(renderer: Renderer, older: Path) -> dict[str, dict]:
+    """By what is to be said in float32: how the engine came to its numbers."""
+    tensor = stale_tensor(older)
+
+    def stale(model: PreTrainedModel) -> None:
+        with torch.no_grad():
+            dict(model.named_parameters())[nested(STALE)].copy_(tensor)
+
+    def resize_last(images: list[Image]) -> list[Image]:
+        width, height = images[-1].picture.size
+        return [*images[:-1], resized(images[-1], renderer, (width // 2, height // 2))]
+
+    return {
+        "temperature 0.7, not 0.9": {"said": Said(temperature=0.7)},
+        "was seen in its place": {"said": Said(seen=exchanged)},
+        "a second resize, to 56x28 and back": {"said": Said(seen=resize_last)},
+        "rope sections [6, 4, 6], not": {"change": sections_of(6, 4, 6)},
+        f"{STALE} is stale": {"change": stale},
+    }

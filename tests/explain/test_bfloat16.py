@@ -1,0 +1,111 @@
+"""Numbers of a run in bfloat16, which are rounded ones: Hugging Face's model in bfloat16 says them, in the engine's place and in the
+trainer's. What they tell is named as in float32; what they cannot tell is not found, and nothing else is named for it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from megatron_rl.cli.explain import main
+from megatron_rl.config import ModelSettings
+from megatron_rl.explain.checks import of_pixels
+from megatron_rl.explain.findings import BOUNDS
+from megatron_rl.explain.recording import Looked
+from megatron_rl.explain.reference import Reference
+from megatron_rl.explain.suspects import Case, Suspicion, explanation, fitted_temperature
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Rollout
+from megatron_rl.weights.formats.open import open_source
+from tests.support.explained import STALE, TEMPERATURE, Said, engine_mistakes, nested, rollouts_of, say, write_run
+from tools.data.make_tiny_qwen2_5_vl import make
+
+NAMED = {
+    "temperature": r"temperature 0\.(69|70)\d*, not 0\.9",
+    "was seen": r"picture 0 \(\w+\): picture 1 \(\w+\), and this one in that one's, was seen in its place",
+    "a second resize": r"a second resize, to (56x28|28x70) and back",
+    STALE: f"{re.escape(STALE)} is stale: it is as in the older weights",
+}
+"""By how the mistake's name in float32 begins."""
+WITHIN = "rope sections"
+NEAR = "model.layers.1.self_attn.k_proj.bias"
+"""In a nano of seed 2: stale it moves logprobs by 0.06 in the mean, of which a fitted temperature leaves 0.05 and the right tensor 0.02."""
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("models") / "older"
+    make(out, preset="nano", init="random", seed=5)
+    return out
+
+
+@pytest.fixture(scope="module")
+def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
+    return engine_mistakes(Renderer(ModelSettings(path=str(random_model))), older)
+
+
+def trainer_said_so(rollouts: list[Rollout]) -> None:
+    """The trainer made the mistake, too."""
+    for rollout in rollouts:
+        rollout.contexts[0].attach("old_logprobs", list(rollout.contexts[0].engine_logprobs))
+
+
+def explained(said: str, who: str) -> list[str]:
+    return [line.split(": ", 1)[1] for line in said.splitlines() if line.strip().startswith(f"{who}, recorded, rollout")]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_rounded_numbers_tell_is_named(
+    name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In every context that differs, of the engine and of the trainer."""
+    how = next(how for expected, how in mistakes.items() if expected.startswith(name))
+    run = write_run(tmp_path / "run", random_model, dtype="bfloat16", spoil=trainer_said_so, **how)
+    assert main([str(run), "--step", "0", "--older", str(older)]) == 1
+    said = capsys.readouterr().out
+    for who in ("engine", "trainer"):
+        lines = explained(said, who)
+        assert lines and all(re.fullmatch(f"(picture \\d .*: )?{NAMED[name]}", line) for line in lines), said
+
+
+@pytest.mark.parametrize("name", ["nothing", WITHIN])
+def test_what_is_within_the_rounding_is_not_found(
+    name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Exchanged rope sections of a nano move logprobs by less than rounding does."""
+    how = next((how for expected, how in mistakes.items() if expected.startswith(name)), {})
+    run = write_run(tmp_path / "run", random_model, dtype="bfloat16", **how)
+    assert main([str(run), "--step", "0", "--older", str(older)]) == 0
+    said = capsys.readouterr().out
+    mean = float(next(line for line in said.splitlines() if "engine, recorded" in line).split()[4])
+    assert 0.01 < mean < 0.05 and said.splitlines()[-1] == "all agree", said
+
+
+@pytest.mark.parametrize("planted", ["", NEAR])
+def test_of_those_that_hold_the_best_is_named(planted: str, older: Path, tmp_path: Path) -> None:
+    """A temperature holds in both cases and comes first; so does that nothing is wrong."""
+    make(tmp_path / "model", preset="nano", init="random", seed=2)
+    spec, renderer = read_spec(str(tmp_path / "model")), Renderer(ModelSettings(path=str(tmp_path / "model")))
+    source, others = (open_source(path, spec, key="model") for path in (tmp_path / "model", older))
+    hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
+    if planted:
+        with torch.no_grad():
+            dict(hf.named_parameters())[nested(planted)].copy_(others.read(planted))
+    context = rollouts_of(renderer)[0].contexts[0]
+    say(hf, renderer, context, Said())
+    looked = Looked(0, 0, context)
+    reference = Reference(
+        spec, source, banned_ids=renderer.banned_ids, patches=of_pixels(renderer), device=torch.device("cpu"), held_bytes=1 << 30
+    )  # fmt: skip
+    case = Case(
+        looked=looked, said_R=torch.tensor(looked.recorded, dtype=torch.float64), compared_R=torch.ones(24, dtype=torch.bool),
+        temperature=TEMPERATURE, bound=replace(BOUNDS["bfloat16"], mean=0.1),
+    )  # fmt: skip
+    logits_RV = reference.logits(looked)
+    for temperature in (TEMPERATURE, fitted_temperature(case, reference, logits_RV)):
+        assert case.bound.holds(case.gaps(reference.logprobs(looked, logits_RV, temperature=temperature)))
+    named = explanation(case, Suspicion(reference=reference, renderer=renderer, gallery={}, older=others))
+    assert named == (f"{planted} is stale: it is as in the older weights" if planted else "")
