@@ -51,7 +51,7 @@ def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model:
     (looked, first), spec = noted(settings), read_spec(str(random_model))
     renderer = Renderer(settings.model)
     source, patches = open_source(random_model, spec, key="model.path"), of_pixels(renderer)
-    reference = Reference(spec, source, banned_ids=renderer.banned_ids, patches=patches, device=torch.device("cpu"))
+    reference = Reference(spec, source, banned_ids=renderer.banned_ids, patches=patches, device=torch.device("cpu"), held_bytes=1 << 30)
     assert sum(len(each.rows) for each in looked) > 60 and len({each.rollout for each in looked}) > 5
     for each in looked:
         logits_RV = reference.logits(each).double().masked_fill(reference.banned, -torch.inf)

@@ -6,6 +6,7 @@ All that it says is checked. A call that goes wrong raises ServerFault, with wha
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import httpx
 import torch
@@ -19,6 +20,7 @@ from megatron_rl.servers import Endpoint, ServerFault, one_line, told
 ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
 """What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
 FIRST_REST_S = 0.5
+T = TypeVar("T", bound=BaseModel)
 HOW = "start it with the command that launch/engine.py prints"
 
 
@@ -99,34 +101,36 @@ class Server:
             raise ServerFault(f"{path}: {answer.status_code}, {one_line(answer.text)}")
         return answer.content
 
-    def num_workers(self) -> int:
+    def ask(self, kind: type[T], path: str, body: object = None, *, timeout_s: float = ANSWER_S) -> T:
+        """What it says, as this kind of answer. ServerFault: it says no, nothing, or something else."""
+        answer = self.call(path, body, timeout_s=timeout_s)
         try:
-            return _WorldSize.model_validate_json(self.call("/get_world_size")).world_size
+            return kind.model_validate_json(answer)
         except ValidationError as error:
-            raise ServerFault(told(error)) from error
+            raise ServerFault(f"{path}: is no answer of vLLM's, {one_line(answer[:80].decode(errors='replace'))}") from error
+
+    def num_workers(self) -> int:
+        return self.ask(_WorldSize, "/get_world_size").world_size
 
     def checksums(self) -> dict[str, str]:
         """vLLM's own of all weights that it holds, by worker and parameter (model_executor/model_loader/weight_checksum.py: SHA-256)."""
         self.is_reading = True
         try:
-            body = self.call("/weight_checker", {"action": "checksum"}, timeout_s=CHECK_S)
-            return _Checksums.model_validate_json(body).checksums
-        except ValidationError as error:
-            raise ServerFault(told(error)) from error
+            return self.ask(_Checksums, "/weight_checker", {"action": "checksum"}, timeout_s=CHECK_S).checksums
         finally:
             self.is_reading = False
 
     def check(self, wanted: Mapping[str, str]) -> None:
         """ValueError: nothing answers there, it is no server of vLLM, or it would not sample what this run samples."""
         try:
-            version = _Version.model_validate_json(self.call("/version")).version
-        except (ServerFault, ValidationError) as error:
+            version = self.ask(_Version, "/version").version
+        except ServerFault as error:
             raise ValueError(f"engine.urls={self.url}: no server of vLLM answers there ({one_line(str(error))}); {HOW}") from error
         remedy = f"is a server of vLLM {version}, this is for {VLLM}; start one of that version"
         require(version.partition("+")[0] == VLLM, "engine.urls", self.url, remedy)
         try:
-            natures = _Natures.model_validate_json(self.call("/collective_rpc", {"method": "rl_nature"}, timeout_s=LOAD_S)).results
-        except (ServerFault, ValidationError) as error:
+            natures = self.ask(_Natures, "/collective_rpc", {"method": "rl_nature"}, timeout_s=LOAD_S).results
+        except ServerFault as error:
             raise ValueError(f"engine.urls={self.url}: is no engine of a run ({one_line(str(error))}); {HOW}") from error
         for name, value in ((name, value) for given in natures for name, value in given.items()):
             remedy = f"has {name} {value}, this run {wanted.get(name)}; {HOW}"
