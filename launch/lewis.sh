@@ -69,7 +69,8 @@ setting LISTENER_CHUNK_DELAY task.listener.chunk_delay_s
 setting LISTENER_MAX_RETRIES task.listener.tries
 setting LISTENER_BACKOFF_FACTOR task.listener.backoff_s
 setting LISTENER_REWARD_MODE task.options.accuracy
-case ${DEBUG_MODE-} in 1 | true | True | yes | on) words+=("task.options.log=${LOG_PATH-runs/lewis/predictions.jsonl}") ;; esac
+debug=${DEBUG_MODE-} # read as the services read it
+case ${debug,,} in 1 | true | yes | on) words+=("task.options.log=${LOG_PATH-runs/lewis/predictions.jsonl}") ;; esac
 
 count='import sys
 from megatron_rl.cli.composed import composed

@@ -13,6 +13,7 @@ import yaml
 from megatron_rl.config import ListenerSettings, ServiceSettings
 from megatron_rl.rewards.listener import ListenerClient
 from megatron_rl.services.kept import environment
+from megatron_rl.services.model_server import parser
 from megatron_rl.services.serving import check_service
 from megatron_rl.tasks.options import LewisSpeakerOptions
 from tests.rewards.test_listener_client import held
@@ -135,6 +136,13 @@ def test_each_variable_is_one_setting(tree: Path, variables: dict[str, str], key
     assert given == {**plain, key: value}
     room, name = key.split(".")[1:]
     assert name in {"listener": ListenerSettings, "options": LewisSpeakerOptions}[room].__dataclass_fields__
+
+
+def test_what_is_true_to_a_service_is_true_to_the_launcher(tree: Path) -> None:
+    """The services' own command line is the oracle (model_server.py)."""
+    for word in ("TRUE", "Yes", "On", "on", "1", "True", "0", "False", "off", "y", ""):
+        log = parser("", port=0, given={"DEBUG_MODE": word, "LOG_PATH": "x"}).get_default("log")
+        assert settings_of(tree, "gpu07", DEBUG_MODE=word, LOG_PATH="x").get("task.options.log") == log, word
 
 
 def test_a_path_alone_logs_nothing(tree: Path) -> None:
