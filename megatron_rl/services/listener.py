@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 
 from megatron_rl.config import require
-from megatron_rl.rewards.listening import Answer, Answers, Batch, Candidate, Heard, Item, heard
+from megatron_rl.rewards.listening import MOST_CANDIDATES, Answer, Answers, Batch, Candidate, Heard, Item, heard
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.services.admission import Admission, Limits
 from megatron_rl.services.incoming import Receiver
@@ -43,6 +43,10 @@ MOST_ASKED = 128
 """Tokens whose logprobs vLLM 0.32 tells of (sampling_params.py, MAX_LOGPROB_TOKEN_IDS)."""
 
 
+MOST_RENDERED = MOST_CANDIDATES
+"""Pictures of a request that are ready for the engine at a time: it is given 8 times a picture, 10 MB at 401,408 pixels."""
+
+
 def surface_forms(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
     """All tokens that are this word, however it is written and whatever blanks stand around it."""
     return [number for number in range(len(tokenizer)) if tokenizer.decode([number]).strip().casefold() == word]
@@ -52,6 +56,19 @@ def log_sum(logprobs: Sequence[float]) -> float:
     """The logarithm of the sum of what these are the logarithms of; NaN where one is."""
     most = max(logprobs)
     return most + math.log(sum(math.exp(each - most) for each in logprobs))
+
+
+def slices(counts: Sequence[int]) -> list[list[int]]:
+    """Places of items with so many pictures each, neighbors together as long as they have MOST_RENDERED at most."""
+    found: list[list[int]] = []
+    room = 0
+    for place, count in enumerate(counts):
+        if count > room:
+            found.append([])
+            room = MOST_RENDERED
+        found[-1].append(place)
+        room -= count
+    return found
 
 
 class Scorer:
@@ -117,11 +134,13 @@ class Listener:
         """And the version of the weights that they are by."""
         async with self.admission.admitted(), self.scorer.room.steady() as version:
             shown = await taken(self.scorer.room, self.pictures, [item.shown for item in items])
-            asked = [self._prompts(shown[number], item.question, where=f"item {number}") for number, item in enumerate(items)]
-            contexts = await asyncio.gather(*asked)
-            logprobs = await asyncio.gather(*(self.scorer.yes_logprob(context) for of_item in contexts for context in of_item))
+            logprobs: list[float] = []
+            for part in slices([len(each) for each in shown]):
+                asked = [self._prompts(shown[number], items[number].question, where=f"item {number}") for number in part]
+                contexts = [context for of_item in await asyncio.gather(*asked) for context in of_item]
+                logprobs += await asyncio.gather(*map(self.scorer.yes_logprob, contexts))
         given = iter(logprobs)
-        results = [heard([next(given) for _ in of_item], topk=item.topk) for item, of_item in zip(items, contexts, strict=True)]
+        results = [heard([next(given) for _ in each], topk=item.topk) for item, each in zip(items, shown, strict=True)]
         self.admission.count(items=len(items), pictures=len(logprobs))
         told = [{"question": item.question, **result.model_dump()} for item, result in zip(items, results, strict=True)]
         self.admission.write(told, version=version)

@@ -3,7 +3,9 @@
 import asyncio
 import hashlib
 import math
+import weakref
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ import pytest
 from megatron_rl.config import EngineSettings
 from megatron_rl.services import engine_room
 from megatron_rl.services.admission import Limits
-from megatron_rl.services.listener import surface_forms
+from megatron_rl.services.listener import MOST_RENDERED, slices, surface_forms
 from megatron_rl.services.model_server import parser, run_server
 from megatron_rl.services.version import version_of
-from tests.support.listeners import Room, Tokenizer, app_of, p_of
+from tests.support.listeners import Renderer, Room, Tokenizer, app_of, p_of
 from tests.support.model_servers import as_base64, noise, png
 
 PICTURES = [noise(seed, side=28) for seed in range(6)]
@@ -53,6 +55,49 @@ def test_a_pick_and_its_reward_are_those_of_the_numbers() -> None:
     (answer,) = talk(tiny, scored(*FILES[:2]))
     assert answer.json()["yes_probabilities"] == [0.0, 0.0] and 0.25 <= answer.json()["reward_score"] < 0.5
     assert talk(app, scored(*FILES[:2]))[0].status_code == 200
+
+
+class Counting(Room):
+    """Counts the prompts that are alive, and the most that ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._alive = 0, weakref.WeakSet()
+        self.renderer.prompt = self._prompt
+
+    def _prompt(self, messages: Any) -> Any:
+        context = Prompt(vars(Renderer.prompt(self.renderer, messages)))
+        self._alive.add(context)
+        self.most = max(self.most, len(self._alive))
+        return context
+
+
+class Prompt:
+    def __init__(self, given: dict[str, Any]) -> None:
+        vars(self).update(given)
+
+
+def test_a_large_batch_is_rendered_as_it_is_scored() -> None:
+    """120 items of 2 to 5 candidates, in all 420: never more prompts at a time than two slices'; every number is the known one."""
+    room, counts = Counting(), [2 + number % 4 for number in range(120)]
+    batch = [{"candidates": HASHES[:count], "question": f"This {number}?"} for number, count in enumerate(counts)]
+    sent, told = talk(app_of(room), scored(*FILES), lambda http: http.post("/batch_score", json={"batch": batch}))
+    assert sent.status_code == told.status_code == 200 and room.most <= 2 * MOST_RENDERED < sum(counts) == 420
+    for number, (count, result) in enumerate(zip(counts, told.json()["results"], strict=True)):
+        assert result["yes_probabilities"] == pytest.approx([p_of(picture, f"This {number}?") for picture in PICTURES[:count]])
+    spoilt = [*batch, {"candidates": [HASHES[0], HASHES[0]], "question": "This?"}]
+    (late,) = talk(app_of(Room(), kept_bytes=1 << 20), lambda http: http.post("/batch_score", json={"batch": [
+        {**each, "candidates": [FILES[HASHES.index(one)] for one in each["candidates"]]} for each in spoilt
+    ]}))  # fmt: skip
+    assert late.status_code == 422 and "item 120: candidates 0 and 1 are the same picture" in late.text
+
+
+@pytest.mark.parametrize("counts", [[64] * 3, [2] * 256, [63, 2, 64, 1, 1, 62, 64], [64, 64, 2], [2]])
+def test_slices_hold_every_item_once_in_order(counts: list[int]) -> None:
+    found = slices(counts)
+    assert [place for part in found for place in part] == list(range(len(counts)))
+    assert all(0 < sum(counts[place] for place in part) <= MOST_RENDERED for part in found)
+    assert all(sum(counts[place] for place in [*one, other[0]]) > MOST_RENDERED for one, other in pairwise(found))
 
 
 def test_every_way_of_saying_yes_counts() -> None:
