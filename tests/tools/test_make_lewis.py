@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
 from megatron_rl.data.records import Records
 from tools.data import make_emoji
@@ -137,6 +138,23 @@ def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, t
 def test_what_cannot_be_built_is_told(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture, change: list[str], said: str) -> None:
     assert main(["--pictures", str(pictures), "--out", str(tmp_path / "x"), "--train-share", "0.6", *change]) == 1
     assert said in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("content", [b"no picture", b"half"])
+def test_a_picture_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes) -> None:
+    """By colors and by an encoder, which is never asked: the file is at fault, and not the folder that is to be written."""
+    root = split_folders(tmp_path / "p", mug=["a", "b", "c"])
+    spoilt = root / "mug" / "b" / "1.jpg"
+    spoilt.write_bytes(content if content != b"half" else spoilt.read_bytes()[:300])
+    encoder = tmp_path / "encoder"
+    ViTImageProcessor().save_pretrained(encoder)
+    ViTModel(
+        ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8), add_pooling_layer=False
+    ).save_pretrained(encoder)
+    for words in ([], ["--encoder", str(encoder)]):
+        assert main(["--pictures", str(root), "--out", str(tmp_path / "x"), *words]) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"error: {spoilt}: cannot be opened (") and "--out" not in said and not (tmp_path / "x").exists()
 
 
 def test_a_concept_of_one_picture_is_told(tmp_path: Path) -> None:

@@ -5,10 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from megatron_rl.config import require
-from tools.data.lewis_rounds import unit
+from tools.data.lewis_rounds import opened, unit
 
 ONNX = "model.onnx"
 PREPARES = ("preprocessor_config.json", "processor_config.json")
@@ -22,10 +21,7 @@ def encoded_by(folder: Path, paths: list[Path]) -> np.ndarray:
     require(is_there, "--encoder", folder, f"has no {PREPARES[0]}, which says how pictures are prepared; a transformers folder has one")
     processor = AutoImageProcessor.from_pretrained(folder)
     encode = _onnx(folder / ONNX) if (folder / ONNX).exists() else _transformers(folder)
-    rows = []
-    for path in paths:
-        with Image.open(path) as picture:
-            rows.append(encode(dict(processor(images=[picture.convert("RGB")], return_tensors="pt"))))
+    rows = [encode(dict(processor(images=[opened(path)], return_tensors="pt"))) for path in paths]
     return unit(np.stack(rows).astype(np.float32))
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from PIL.Image import Image as Picture
 
 from megatron_rl.config import require
-from megatron_rl.data.images import FORMATS, flatten
+from megatron_rl.data.images import FORMATS, StoredImage
 from megatron_rl.rewards.description import PROMPT
+from megatron_rl.types import HostFault
 
 Catalogue = Mapping[str, Mapping[str, Sequence[str]]]
 """Category -> concept -> its pictures, relative to the root."""
@@ -104,12 +106,19 @@ def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: in
     return splits
 
 
+def opened(path: Path) -> Picture:
+    """As a run shows it: RGB, upright. ValueError names a file that is no picture, or half of one."""
+    try:
+        return StoredImage(path, str(path)).open()
+    except HostFault as error:
+        raise ValueError(f"{error}; take it away, or save it anew") from error
+
+
 def thumbnails(paths: Sequence[Path]) -> np.ndarray:
     """float32 [N, 3 * SIDE^2] of length 1: colors and where they are, mean taken away."""
     rows = []
     for path in paths:
-        with Image.open(path, formats=FORMATS) as picture:
-            small = np.asarray(flatten(picture).resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32).ravel()
+        small = np.asarray(opened(path).resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32).ravel()
         rows.append(small - small.mean())
     return unit(np.stack(rows))
 
