@@ -61,12 +61,13 @@ async def _greeting(client: openai.AsyncOpenAI, *, model: str) -> Greeting:
     return Greeting(served, named if model and model not in served else "")
 
 
-def warning_of(greetings: Mapping[str, Greeting], *, of: str = "judge") -> str:
-    """What to say of servers that are in trouble while others are not; empty where all are well. HostFault: there is no other."""
+def warning_of(greetings: Mapping[str, Greeting], *, of: str = "judge", key: str = "") -> str:
+    """What to say of servers that are in trouble while others are not; empty where all are well. HostFault: there is no other.
+    `key` is the setting of their addresses where it is not task.<of>.urls."""
     troubles = [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.trouble]
     if not troubles:
         return ""
-    urls, why = list(greetings), "; ".join(troubles)
+    key, urls, why = key or f"task.{of}.urls", list(greetings), "; ".join(troubles)
     if len(troubles) == len(greetings):
-        raise HostFault(f"task.{of}.urls={urls}: no {of} can be asked ({why}); start one, or correct the addresses")
-    return f"task.{of}.urls={urls}: not all can be asked, the others are ({why})"
+        raise HostFault(f"{key}={urls}: no {of} can be asked ({why}); start one, or correct the addresses")
+    return f"{key}={urls}: not all can be asked, the others are ({why})"

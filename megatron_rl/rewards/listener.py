@@ -29,7 +29,14 @@ from megatron_rl.servers import Endpoint, ServerFault, Servers, one_line, told
 from megatron_rl.types import HostFault, LastingFault
 from sandbox.messages import encoded
 
-TOKEN_FILE = "task.listener.token_file"
+
+@dataclass(slots=True, frozen=True)
+class Keys:
+    """What errors call a listener, and the settings of its addresses and its token."""
+
+    name: str = "listener"
+    urls: str = "task.listener.urls"
+    token_file: str = "task.listener.token_file"
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,10 +71,10 @@ class _Unknown(BaseModel):
 class ListenerClient:
     """Counts of its work stand in cache_hits (a shared request included) and in those of `servers`."""
 
-    def __init__(self, settings: ListenerSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: ListenerSettings, keys: Keys = Keys()) -> None:
+        self.settings, self._keys = settings, keys
         self.servers = Servers(
-            settings.urls, name="listener", tries=settings.tries, timeout_s=settings.timeout_s, patience_s=settings.patience_s,
+            settings.urls, name=keys.name, tries=settings.tries, timeout_s=settings.timeout_s, patience_s=settings.patience_s,
             concurrency=settings.concurrency, rest_s=settings.backoff_s,
         )  # fmt: skip
         self.version = ""
@@ -75,7 +82,7 @@ class ListenerClient:
         self.changes = 0
         """Answers under another version than the one before."""
         self.cache_hits = 0
-        self._token = token_of(settings.token_file, key=TOKEN_FILE)
+        self._token = token_of(settings.token_file, key=keys.token_file)
         self._memory: OrderedDict[str, float] = OrderedDict()
         self._under_way: dict[tuple[str, frozenset[str]], asyncio.Future[dict[str, float]]] = {}
         self._chunk: list[_Asked] = []
@@ -89,13 +96,13 @@ class ListenerClient:
         self._file = Verdicts(settings.cache, read_only=False, key="task.listener.cache") if settings.cache else None
         self.servers.start()
         http = self._http = connection(self._token, proxy=settings.proxy)
-        asked = [greeting_of(http, url, key=TOKEN_FILE, token=self._token) for url in self._sent]
+        asked = [greeting_of(http, url, key=self._keys.token_file, token=self._token) for url in self._sent]
         greetings = dict(zip(self._sent, await asyncio.gather(*asked), strict=True))
-        if warning := warning_of(greetings, of="listener"):
+        if warning := warning_of(greetings, of="listener", key=self._keys.urls):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         versions = {url: greeting.served[0] for url, greeting in greetings.items() if greeting.served}
         if len(set(versions.values())) > 1:
-            raise HostFault(f"task.listener.urls: these are different listeners ({versions}); start all of them alike")
+            raise HostFault(f"{self._keys.urls}: these are different listeners ({versions}); start all of them alike")
         self.version = next(iter(versions.values()))
 
     async def close(self) -> None:

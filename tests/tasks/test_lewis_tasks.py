@@ -10,6 +10,7 @@ from PIL import Image
 from megatron_rl.choices import build_task
 from megatron_rl.config import DataSettings, ListenerSettings, TaskSettings
 from megatron_rl.rewards.description import described
+from megatron_rl.rewards.listener import ListenerClient
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import HostFault, Turn
@@ -57,6 +58,8 @@ def scores(task: Task, replies: list[tuple[object, str]]) -> list[object]:
         try:
             turns = [(example, Turn(context=0, span=(0, 1), text=text)) for example, text in replies]
             outcomes = [outcome_of(turn, payload=example.payload) for example, turn in turns]
+            for (example, _), outcome in zip(turns, outcomes, strict=True):
+                outcome.rollout.example_id = example.id
             return await asyncio.gather(*map(task.rubric.score, outcomes), return_exceptions=True)
         finally:
             await task.close()
@@ -155,6 +158,54 @@ def test_a_listener_that_is_gone_is_no_score(built: tuple[Path, Path]) -> None:
         task = task_of("lewis_speaker", built, url)
         (fault,) = scores(task, [(task.examples("train")[0], REPLY)])
     assert isinstance(fault, HostFault) and "listener: nothing after 2 of 2 tries" in str(fault)
+
+
+def test_a_witness_is_told_its_own_token_and_errors_name_it(
+    built: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Listener and witness with tokens of their own, a witness without: each hears its own word, or none; the words of the run's listener
+    are of no use elsewhere. A witness that is down, or whose token is not known, is named as what it is."""
+    words = {name: tmp_path / name for name in ("listener", "frozen")}
+    for name, file in words.items():
+        file.write_text(f"{name * 8}\n")
+        file.chmod(0o600)
+    heard: dict[str, set[str]] = {}
+
+    class Told(ListenerClient):
+        async def start(self) -> None:
+            await super().start()
+            heard[self.settings.urls[0]] = {self._http.headers.get("authorization", "")}
+
+    rooms = {name: Room() for name in ("listener", "frozen", "open")}
+    with (
+        listener_of(rooms["listener"], token="listener" * 8) as url, listener_of(rooms["frozen"], token="frozen" * 8) as frozen,
+        listener_of(rooms["open"]) as stranger,
+    ):  # fmt: skip
+        witnesses = {"frozen": frozen, "stranger": stranger}
+        data = DataSettings(train=[f"{built[1]}/speaker:train"], eval=[f"{built[1]}/speaker:test"], images=str(built[0]), max_eval=3)
+        listener = ListenerSettings(urls=[url], token_file=str(words["listener"]), backoff_s=0.01, tries=2)
+
+        def task_with(**options: object) -> Task:
+            task = build_task(TaskSettings(name="lewis_speaker", data=data, options=LewisSpeakerOptions(**options), listener=listener))
+            for client in (task.listener, *task.witnesses.values()):
+                client.__class__ = Told
+            return task
+
+        task = task_with(witnesses=witnesses, witness_token_files={"frozen": str(words["frozen"])})
+        (score,) = scores(task, [(task.examples("eval")[0], REPLY)])
+        assert {"picked", "frozen", "stranger"} <= score.rewards.keys() and all(room.asked for room in rooms.values())
+        assert heard == {url: {f"Bearer {'listener' * 8}"}, frozen: {f"Bearer {'frozen' * 8}"}, stranger: {""}}
+        unknown = task_with(witnesses=witnesses)
+        with pytest.raises(
+            HostFault, match=rf"^task.options.witnesses.frozen=\['{frozen}'\].*task.options.witness_token_files.frozen=FILE"
+        ):
+            scores(unknown, [])
+        with pytest.raises(HostFault, match=r"^task.options.witnesses.gone=\['http://127.0.0.1:9'\]: no listener can be asked"):
+            scores(task_with(witnesses={"gone": "http://127.0.0.1:9"}), [])
+        with pytest.raises(ValueError, match=r"^task.options.witness_token_files.frozen="):
+            task_with(witnesses=witnesses, witness_token_files={"frozen": str(tmp_path / "none")})
+    with pytest.raises(ValueError, match=r"^task.options.witness_token_files=other: names no witness"):
+        LewisSpeakerOptions(witnesses={"frozen": "http://a:1"}, witness_token_files={"other": "x"})
 
 
 def test_a_listener_in_training_compares_or_selects(built: tuple[Path, Path]) -> None:

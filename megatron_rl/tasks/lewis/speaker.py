@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config import TaskSettings
 from megatron_rl.rewards.lewis import hearing, speaker_rubric
-from megatron_rl.rewards.listener import Shown, listener_of
+from megatron_rl.rewards.listener import Keys, ListenerClient, Shown, listener_of
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.tasks.base import Task
 from megatron_rl.tasks.lewis.demonstrations import SPLITS, demonstrated
@@ -35,8 +35,7 @@ class LewisSpeakerTask(Task):
         options: LewisSpeakerOptions = settings.options or LewisSpeakerOptions()
         self.listener = listener_of(settings.listener)
         self.log = PredictionLog(options.log)
-        one = replace(settings.listener, follows=False, cache="")
-        self.witnesses = {name: listener_of(replace(one, urls=[url])) for name, url in options.witnesses.items()}
+        self.witnesses = {name: self._witness(name, options) for name in options.witnesses}
         self.sheets = Sheets(Path(options.sheets)) if options.sheets else None
         self.rubric = speaker_rubric(
             hearing(self.listener, shown), parts=options.parts, mode=options.mode, variant=options.variant, tell=self.log,
@@ -46,6 +45,13 @@ class LewisSpeakerTask(Task):
         self._round_of = situated_round if "overlap" in options.parts else speaker_round
         self.stop = ("</location>",) if "overlap" in options.parts else ("</detailed>",)
         self._splits: dict[str, Sequence[Example]] = {}
+
+    def _witness(self, name: str, options: LewisSpeakerOptions) -> ListenerClient:
+        """Asked as the listener is, but for its address and its token: who is told the listener's could ask it in the run's name."""
+        keys = Keys(f"witness {name}", f"task.options.witnesses.{name}", f"task.options.witness_token_files.{name}")
+        token_file = options.witness_token_files.get(name, "")
+        settings = replace(self.settings.listener, urls=[options.witnesses[name]], token_file=token_file, follows=False, cache="")
+        return ListenerClient(settings, keys)
 
     async def start(self) -> None:
         self.log.start()
