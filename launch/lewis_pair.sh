@@ -6,7 +6,8 @@
 # other one asks. alternating: TURNS (2) times the speaker's run and then the listener's, each against what the other has become.
 # A setting of one run alone has its name before it: speaker:task.options.log=FILE, or listeners that hear held-out games and never reward:
 # 'speaker:+task.options.witnesses={frozen: http://127.0.0.1:9002}'.
-# EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the recipes, PORTS (9000 9001) those of the services. On several machines, or GPUs, start
+# EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the recipes, PORTS (9000 9001) those of the services, SERVICE_ARGS what both services are
+# started with, by default for nano models (larger ones: SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'). On several machines, or GPUs, start
 # these four commands by hand, each in its place: docs/lewis.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,6 +21,7 @@ fi
 shift 4
 read -r speaker_recipe listener_recipe <<<"${EXPERIMENTS-lewis_cpu lewis_listener_cpu}"
 read -r listener_port speaker_port <<<"${PORTS-9000 9001}"
+read -ra service_args <<<"${SERVICE_ARGS---min-pixels 7056 --max-pixels 7100 --max-model-len 512 --kv-cache-mib 64}"
 says=() hears=() # settings of either run
 for word in "$@"; do
     case $word in
@@ -48,8 +50,7 @@ trap end EXIT
 mkdir -p "$out"
 # serve KIND MODEL PORT: a service that takes weights, when it is up
 serve() {
-    python -m "megatron_rl.services.$1" --model "$2" --port "$3" --trained --min-pixels 7056 --max-pixels 7100 --max-model-len 512 \
-        --kv-cache-mib 64 >"$out/$1.log" 2>&1 &
+    python -m "megatron_rl.services.$1" --model "$2" --port "$3" --trained "${service_args[@]}" >"$out/$1.log" 2>&1 &
     started+=($!)
     until grep -q '^http://' "$out/$1.log"; do
         if ! kill -0 "${started[-1]}" 2>/dev/null; then

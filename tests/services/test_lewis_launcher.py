@@ -31,7 +31,7 @@ if [ -z "$COUNTS" ]; then echo 13; exit 0; fi
 PYTHONPATH={ROOT} exec {sys.executable} "$@"
 """
 PAIR_TELLS = """#!/bin/sh
-if [ "$1" = -m ]; then echo http://up; exec sleep 60; fi
+if [ "$1" = -m ]; then echo http://up "$@"; exec sleep 60; fi
 printf '%s ' "$@"; echo
 """
 NONE = "{kind: '', model: '', args: []}"
@@ -193,3 +193,21 @@ def test_a_setting_of_one_run_of_a_pair_reaches_that_run_alone(tmp_path: Path) -
         (hears,) = [line for line in lines if "experiment=lewis_listener_cpu" in line]
         assert "run.steps=2" in speaks and witnesses in speaks and "optim.lr" not in speaks
         assert "run.steps=2" in hears and "witnesses" not in hears and " optim.lr=1 " in hears
+
+
+NANO_ARGS = "--min-pixels 7056 --max-pixels 7100 --max-model-len 512 --kv-cache-mib 64"
+
+
+@pytest.mark.parametrize("given", ["", "--dtype bfloat16 --max-model-len 2048"])
+def test_the_services_of_a_pair_are_started_with_the_users_words(tmp_path: Path, given: str) -> None:
+    """Which their own command line reads; without any, for nano models."""
+    tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
+    variables = {name: value for name, value in os.environ.items() if name != "SERVICE_ARGS"} | ({"SERVICE_ARGS": given} if given else {})
+    subprocess.run(
+        ["bash", str(tree / "launch" / "lewis_pair.sh"), "simultaneous", "S", "L", str(tmp_path / "out")], env=variables, check=True,
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    for kind, model, port in (("listener", "L", "9000"), ("speaker", "S", "9001")):
+        _, *words = (tmp_path / "out" / f"{kind}.log").read_text().split()
+        expected = ["-m", f"megatron_rl.services.{kind}", "--model", model, "--port", port, "--trained", *(given or NANO_ARGS).split()]
+        assert words == expected and parser("", port=0, given={}).parse_args(words[2:]).trained
