@@ -120,6 +120,34 @@ def test_what_rounds_to_bfloat16_is_corrected_and_nothing_else_is(experiment: st
     assert rounds == (experiment in RECIPES)
 
 
+SEED_TABLE = {"2B": (64, 128, 8), "7B": (64, 128, 16), "from 14B on": (128, 256, 32)}
+"""The Lewis game's README by size: rank and alpha of its LoRA, and the prompts that each of two GPUs accumulates."""
+
+
+@pytest.mark.parametrize("size", SEED_TABLE)
+@pytest.mark.parametrize("who", ["speaker", "listener"])
+def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> None:
+    """The words of the recipe's head, composed: sizes fit each other for every model that has one; those up to 7B fit the GPUs, too."""
+    head = (ROOT / "configs" / "experiment" / "lewis_speaker_7b_h100x4.yaml").read_text()
+    (line,) = re.findall(rf"^#   {size}: (.+?)(?: \(.+\))?$", head, re.MULTILINE)
+    words = line.replace("FOLDER", "Qwen/Qwen3-VL-32B-Instruct").split()
+    settings = settings_of(f"experiment=lewis_{who}_7b_h100x4", *words)
+    rank, alpha, accumulated = SEED_TABLE[size]
+    assert (settings.lora.rank, settings.lora.alpha, settings.batch.prompts_per_step) == (rank, alpha, 2 * accumulated)
+    assert size.startswith("from") or f"Qwen2-VL-{size}-" in settings.model.path
+    model = known_spec(settings.model.path)
+    check_sizes(settings, model, settings.run.world)
+    if not size.startswith("from"):
+        assert plan(model, settings, world_size=settings.run.world, has_values=False, has_boxes=False).fits
+
+
+def test_the_documented_rounds_are_those_that_were_measured() -> None:
+    """What docs/lewis.md says to build is what benchmarks/lewis.py builds, and its objects are the warm start's demonstrations."""
+    told = re.findall(r"make_lewis.py .*--distractors random --queries (\d+)", (ROOT / "docs" / "lewis.md").read_text())
+    assert told == re.findall(r'make\("make_lewis", .*"--queries", "(\d+)"', (ROOT / "benchmarks" / "lewis.py").read_text()) == ["6", "1"]
+    assert settings_of("experiment=lewis_speaker_sft_cpu").sft.num_demonstrations == 309 * int(told[0])
+
+
 SLOWEST = 50
 """Tokens a second of one of an engine's 64 to 128 running sequences: estimated 50 to 70 for 7B on an H200."""
 
