@@ -36,13 +36,6 @@ NEAR = "model.layers.1.self_attn.k_proj.bias"
 
 
 @pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("models") / "older"
-    make(out, preset="nano", init="random", seed=5)
-    return out
-
-
-@pytest.fixture(scope="module")
 def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
     return engine_mistakes(Renderer(ModelSettings(path=str(random_model))), older)
 

@@ -28,14 +28,6 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 
 @pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of which none is as in random_model."""
-    out = tmp_path_factory.mktemp("models") / "older"
-    make(out, preset="nano", init="random", seed=5)
-    return out
-
-
-@pytest.fixture(scope="module")
 def older_tensor(older: Path) -> torch.Tensor:
     return stale_tensor(older)
 

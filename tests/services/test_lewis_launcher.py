@@ -167,14 +167,15 @@ def test_no_proxy_has_the_seeds_effect(tree: Path, excepted: str, host: str, tru
 def test_no_proxy_of_the_environment_takes_the_way_to_a_listener(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HTTP_PROXY leads to nobody: the listener is reached whether NO_PROXY names it, another, or is not there, as in the game."""
 
-    async def nothing(client: ListenerClient) -> None: ...
+    async def version_of(client: ListenerClient) -> str:
+        return client.version
 
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with listener_of(Room()) as url:
         for excepted in ("127.0.0.1", "elsewhere", ""):
             monkeypatch.setenv("NO_PROXY", excepted)
             told = settings_of(tree, "", LISTENER_URL=url, NO_PROXY=excepted)
-            held(listening_to(url, proxy=told.get("task.listener.proxy") == "true"), nothing)
+            assert held(listening_to(url, proxy=told.get("task.listener.proxy") == "true"), version_of), "it has said what it is"
 
 
 def test_a_setting_of_one_run_of_a_pair_reaches_that_run_alone(tmp_path: Path) -> None:

@@ -56,11 +56,7 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     words = cache(_tokenizer)
 
-    @app.middleware("http")
-    async def guarded(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = await call(request)
-        response.headers.update(HEADERS)
-        return response
+    app.middleware("http")(_guarded)
 
     def folder(run: str) -> Folder:
         if run not in folders:
@@ -77,8 +73,7 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
 
     @app.get("/api/rollouts")
     def rollouts(asked: Annotated[Page, Query()]) -> dict[str, Any]:
-        stays = asked.stale_from is not None and folder(asked.run).stays()
-        table = asked.of(folder(asked.run).table(), stays=stays)
+        table = asked.of(folder(asked.run))
         rows = page_of(table, sort=asked.sort, descending=asked.descending, offset=asked.offset, limit=asked.limit)
         return {"total": table.num_rows, "rows": [_plain(row) for row in rows], "skipped": folder(asked.run).skipped}
 
@@ -108,6 +103,12 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
+
+
+async def _guarded(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+    response = await call(request)
+    response.headers.update(HEADERS)
+    return response
 
 
 def _asked(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rollout]]:

@@ -51,8 +51,8 @@ class Filters(BaseModel):
     text: str = ""
     """Somewhere in what was said, whatever the case."""
 
-    def of(self, table: pa.Table, *, stays: bool = False) -> pa.Table:
-        """stays: one set of weights has played all, and nothing is stale."""
+    def of(self, folder: "Folder") -> pa.Table:
+        table = folder.table()
         for column, low, high in (("step", self.step_from, self.step_to), ("reward", self.reward_from, self.reward_to)):
             if low is not None:
                 table = table.filter(pc.greater_equal(table[column], low))
@@ -64,7 +64,7 @@ class Filters(BaseModel):
         if self.tool:
             table = table.filter(pa.array([self.tool in tools for tools in table["tools"].to_pylist()], type=pa.bool_()))
         if self.stale_from is not None:
-            behind = pc.subtract(table["step"], table["step"] if stays else table["oldest_version"])
+            behind = pc.subtract(table["step"], table["step"] if folder.stays() else table["oldest_version"])
             table = table.filter(pc.greater_equal(behind, self.stale_from))
         if self.text:
             table = table.filter(pc.match_substring(table["said"], self.text, ignore_case=True))
