@@ -4,7 +4,6 @@ Episodes have the seeds that a run's own evaluations give them: of the same weig
 """
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from rich.console import Console
 from megatron_rl.choices import Own, build_task, check_examples
 from megatron_rl.config import ParallelSettings, Settings, require
 from megatron_rl.evaluate import summarize
-from megatron_rl.evaluation.endpoint import PICTURE, Player
+from megatron_rl.evaluation.endpoint import Player
 from megatron_rl.evaluation.folder import EVALUATION, EXAMPLES, PROMPT, chunk_path, evaluation_folder, keep, kept, lightened
 from megatron_rl.evaluation.report import by_example, intervals, show, stated
 from megatron_rl.gallery import Gallery
@@ -33,7 +32,7 @@ from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.start import outside_of_loops, prepared
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Example, Rollout, Stopped
+from megatron_rl.types import Context, Example, Rollout, Stopped
 from megatron_rl.watch import Watch
 from megatron_rl.weights.formats.merge_lora import Merged
 from megatron_rl.weights.formats.open import open_source
@@ -41,7 +40,6 @@ from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 from megatron_rl.weights.formats.source import Source, tensors_of
 from megatron_rl.world import World, connect, disconnect, on_main_rank, patient, place, return_freed_blocks, together
 
-SEEN = re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>")
 WIDTH = 140
 """Columns where nobody looks at a terminal."""
 
@@ -119,9 +117,11 @@ def _player(settings: Settings, task: Task, source: Source | None, *, world: Wor
     fleet = _open(settings, task, source, world=world, stop=stop, closing=closing)
 
     def prompt(rollout: Rollout) -> str:
+        if not rollout.contexts:
+            return ""
         stop = rollout.turns[0].span[0] if rollout.turns else None
-        words = fleet.renderer.tokenizer.decode(rollout.contexts[0].token_ids[:stop]) if rollout.contexts else ""
-        return SEEN.sub(PICTURE, words)
+        first = rollout.contexts[0]
+        return fleet.renderer.shown(Context(token_ids=first.token_ids[:stop], images=first.images))
 
     return Playing(
         lambda examples, first: fleet.play(examples, samples=given.samples, settings=episode, first_group=first), prompt

@@ -163,7 +163,8 @@ class Renderer:
 
     def shown(self, context: Context) -> str:
         """The context in words, for people: a picture is its size."""
-        sizes = iter(f"[{image.picture.width}x{image.picture.height}]" for image in context.images)
+        pixels = ([side * self.vision_pixels // image.merge for side in image.grid[:0:-1]] for image in context.images)
+        sizes = iter(f"[{width}x{height}]" for width, height in pixels)
         words = self.tokenizer.decode(context.token_ids)
         return re.sub(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>", lambda _: next(sizes), words)
 

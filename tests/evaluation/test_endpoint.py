@@ -58,9 +58,9 @@ def test_a_real_server_says_what_our_engine_says(url: str, random_model: Path, t
     stated = found["far"]["stated"]
     assert stated["weights"] == f"of {url}" and stated["harness"] != found["own"]["stated"]["harness"]
     own_prompt, far_prompt = ((tmp_path / name / "prompt.txt").read_text() for name in ("own", "far"))
-    assert own_prompt.startswith("<|im_start|>system\n") and own_prompt.endswith("<|im_start|>assistant\n") and "[picture]" in own_prompt
+    assert own_prompt.startswith("<|im_start|>system\n") and own_prompt.endswith("<|im_start|>assistant\n") and "[56x56]" in own_prompt
     words = far_prompt.removeprefix("user: ").replace("[picture]", "")
-    assert words.strip() and words.strip() in own_prompt.replace("[picture]", ""), (own_prompt, far_prompt)
+    assert words.strip() and words.strip() in own_prompt.replace("[56x56]", ""), (own_prompt, far_prompt)
     assert stated["prompt"].startswith(f"{len(far_prompt)} characters") and stated["reward"] == "the task's own"
 
 
