@@ -86,13 +86,7 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
 
     @app.get("/api/episode")
     def episode(run: str, step: int, place: int) -> dict[str, Any]:
-        found = _asked(lambda: folder(run).rollouts(step, lambda row: row["place"] == place))
-        if not found:
-            raise HTTPException(404, f"step {step} has no rollout {place}")
-        shown = _episode(found[0][1], words(folder(run).path, folder(run).model()))
-        before, after = folder(run).beside(step, place)
-        keys = [image.key for part in (*found[0][1].contexts, *found[0][1].turns) for image in part.images]
-        return _plain({**shown, "before": before, "after": after, "missing": folder(run).missing(keys)})
+        return _plain(_told(folder(run), step, place, words))
 
     @app.get("/picture/{run:path}/{key}.png")
     def picture(run: str, key: str) -> FileResponse:
@@ -103,6 +97,17 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
+
+
+def _told(folder: Folder, step: int, place: int, words: Callable[[Path, str], Tokenizer | str]) -> dict[str, Any]:
+    """An episode, who is beside it, and which of its pictures are missing."""
+    found = _asked(lambda: folder.rollouts(step, lambda row: row["place"] == place))
+    if not found:
+        raise HTTPException(404, f"step {step} has no rollout {place}")
+    shown = _episode(found[0][1], words(folder.path, folder.model()))
+    before, after = folder.beside(step, place)
+    keys = [image.key for part in (*found[0][1].contexts, *found[0][1].turns) for image in part.images]
+    return {**shown, "before": before, "after": after, "missing": folder.missing(keys)}
 
 
 async def _guarded(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
