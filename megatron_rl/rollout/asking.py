@@ -1,6 +1,7 @@
 """One call of a server of vLLM for one turn, and what is believed of its answer.
 
-`/inference/v1/generate`: ids out; ids, logprobs and versions back. A picture travels once to each server, then its key stands for it.
+`/inference/v1/generate`: ids out; ids, logprobs and versions back. A picture travels once to each server, then its key stands for it: the
+turn that brings one is asked for its first token alone, and others that show it wait for that, whose prefix is then in the server's cache.
 Read against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,serving}.py.
 """
 
@@ -8,8 +9,9 @@ import asyncio
 import base64
 import io
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 import httpx
 from pydantic import BaseModel
@@ -21,7 +23,9 @@ from megatron_rl.servers import ServerFault, one_line, told
 from megatron_rl.types import Image
 
 ABORTED = "abort"
-"""Why a turn ended that a server was told to give up, with the tokens that are there."""
+"""Why a turn ended that a server was told to give up, or was not asked for whole, with the tokens that are there."""
+SENDINGS = 3
+"""Of a picture in one call, to a server that forgets it as often."""
 
 
 class _Logprob(BaseModel):
@@ -81,21 +85,28 @@ class Asking:
 
     async def ask(self, server: Server, turn: Turn, said: Completion, *, label: str, salt: str) -> Part:
         """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
+        ABORTED after one token where it brought a picture.
 
         ServerFault: no answer, or one that is none. ValueError: what vLLM does not take.
         """
-        try:
-            return await self._call(server, turn, said, label=label, salt=salt)
-        except _Unknown:
-            server.known.clear()
-            return await self._call(server, turn, said, label=label, salt=salt)
+        shown = {image.key for image in turn.images}
+        for _ in range(SENDINGS):
+            async with _bringing(server, shown) as brings:
+                most = 1 if brings else turn.sampling.max_tokens - len(said.token_ids)
+                try:
+                    part = await self._call(server, turn, said, most=most, label=label, salt=salt)
+                except _Unknown:
+                    server.known -= shown
+                    continue
+                return replace(part, reason=ABORTED) if brings and part.reason == "length" else part
+        raise ServerFault(f"has forgotten a picture {SENDINGS} times")
 
-    async def _call(self, server: Server, turn: Turn, said: Completion, *, label: str, salt: str) -> Part:
+    async def _call(self, server: Server, turn: Turn, said: Completion, *, most: int, label: str, salt: str) -> Part:
         asked, began = turn.token_ids + said.token_ids, time.monotonic()
         body = {
             "token_ids": self._collapsed(asked),
             "content_parts": [await self.shown(image, server) for image in turn.images] or None,
-            "sampling_params": self._params(turn.sampling, len(said.token_ids)),
+            "sampling_params": self._params(turn.sampling, len(said.token_ids), most),
             "return_token_ids": True,
             "cache_salt": salt,
         }
@@ -121,9 +132,9 @@ class Asking:
         server.heard = time.monotonic()
         return part
 
-    def _params(self, sampling: Sampling, num_said: int) -> dict[str, object]:
+    def _params(self, sampling: Sampling, num_said: int, most: int) -> dict[str, object]:
         return {
-            "max_tokens": sampling.max_tokens - num_said,
+            "max_tokens": most,
             "temperature": sampling.temperature,
             "extra_args": {SEED: sampling.seed, FIRST: num_said},
             "stop_token_ids": self.stop_ids,
@@ -143,6 +154,27 @@ class Asking:
     async def shown(self, image: Image, server: Server) -> dict[str, object]:
         data = None if image.key in server.known else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
+
+
+@asynccontextmanager
+async def _bringing(server: Server, shown: set[str]) -> AsyncIterator[bool]:
+    """Whether who shows these pictures brings the server one that it lacks. Who lacks only what others are bringing waits for them."""
+    while unknown := shown - server.known:
+        own = unknown - server.coming.keys()
+        if own:
+            break
+        await server.coming[unknown.pop()].wait()
+    else:
+        yield False
+        return
+    arrived = asyncio.Event()
+    server.coming.update(dict.fromkeys(own, arrived))
+    try:
+        yield True
+    finally:
+        for key in own:
+            del server.coming[key]
+        arrived.set()
 
 
 def _checked(body: bytes, asked: list[int], label: str) -> Part:

@@ -84,6 +84,8 @@ class Server:
         """When it has sampled last, on time.monotonic's clock."""
         self.known: set[str] = set()
         """Keys of the pictures that it was sent."""
+        self.coming: dict[str, asyncio.Event] = {}
+        """By key of a picture that is being sent: done when that has ended, well or not."""
         self.fall: asyncio.Future[str] | None = None
         """Done, with the reason, when it is given up while it is in."""
         self._http = httpx.Client(base_url=self.url, trust_env=False)

@@ -86,37 +86,57 @@ def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, 
     assert completion.token_ids == expected.token_ids and completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def test_a_picture_is_sent_once_to_each_server(engine: RemoteEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the turns that follow its key is enough; a server that has forgotten it is sent it again."""
-    sent: list[tuple[str, str]] = []
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """By picture of a request: the server, and the picture's key, or nothing where that went in its place."""
+    told: list[tuple[str, str]] = []
     shown = Asking.shown
 
     async def watched(asking: Asking, image: object, server: object) -> dict[str, object]:
         made = await shown(asking, image, server)
-        sent.append((server.url, image.key) if made["url"] else (server.url, ""))
+        told.append((server.url, image.key if made["url"] else ""))
         return made
 
     monkeypatch.setattr(Asking, "shown", watched)
+    return told
+
+
+def test_a_picture_is_sent_once_to_each_server(engine: RemoteEngine, renderer: Renderer, sent: list[tuple[str, str]]) -> None:
+    """In what follows its key is enough, in the rest of the same turn, too; a server that has forgotten it is sent it again."""
     context = renderer.prompt([user("Look.", picture(51, 112, 56))])
 
-    async def episode() -> list[list[int]]:
-        replies = []
+    async def episode() -> None:
         for turn in range(3):
             completion = await engine.generate(context.token_ids, context.images, Sampling(8, 1.0, seed=turn))
-            replies.append(completion.token_ids)
             context.extend(completion.token_ids, logprobs=completion.logprobs)
             more = renderer.observation(context, [user("And this?", picture(52 + turn, 84, 56))])
             context.extend(more.token_ids, images=tuple(more.images))
             if turn == 1:
                 for server in engine._servers:
                     await asyncio.to_thread(server.call, "/reset_mm_cache", {})
-        return replies
 
     engine.run(episode())
     keys = [image.key for image in context.images]
     assert {url for url, _ in sent} <= {sent[0][0]}, "an episode stays with its server"
-    told = [key for _, key in sent]
-    assert told == [keys[0], "", keys[1], "", "", keys[2], keys[0], keys[1], keys[2]], "the third turn is asked twice"
+    third = ["", "", keys[2], *keys[:3], "", "", ""]  # asked for by what the server has forgotten, for its first token, for the rest
+    assert [key for _, key in sent] == [keys[0], "", "", keys[1], "", "", *third]
+
+
+def test_a_group_that_begins_together_sends_its_picture_once(
+    engine: RemoteEngine, renderer: Renderer, random_model: Path, sent: list[tuple[str, str]]
+) -> None:
+    """To each server; what is sampled is what the engine in this process samples, the first token of who sends it, too."""
+    contexts = [renderer.prompt([user("Look.", picture(61, 112, 56))]) for _ in range(8)]
+    samplings = [Sampling(12, 1.0, seed=index) for index in range(8)]
+    with engine_of(random_model, renderer) as local:
+        expected = generate(local, contexts, samplings)
+    completions = generate(engine, contexts, samplings)
+    (key,) = {context.images[0].key for context in contexts}
+    assert sorted(each for each in sent if each[1]) == sorted((url, key) for url in engine.urls)
+    assert len(sent) == 8 + 2, "who sends it asks twice"
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finished)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 def test_episodes_are_spread_over_the_servers(engine: RemoteEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:

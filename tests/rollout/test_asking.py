@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+from PIL import Image as pil
 
-from megatron_rl.rollout.asking import Asking, Part, Turn, stop_place
+from megatron_rl.rollout.asking import ABORTED, Asking, Part, Turn, stop_place
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.server import HOW, Server
 from megatron_rl.servers import ServerFault
+from megatron_rl.types import Image
 from tests.support.json_server import address_of, serve, stop
 
 WANTED = {"model": "abc", "tokenizer": "def", "weight transfer": "megatron_rl"}
@@ -136,6 +138,52 @@ def test_ids_that_were_expanded_otherwise_stop_the_run(stand_in: tuple) -> None:
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 6, 7]}
     with pytest.raises(RuntimeError, match="the engine read 4 tokens, and was sent 3"):
         ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+
+
+def shown(key: str) -> Image:
+    return Image(pil.new("RGB", (28, 28)), None, grid=(1, 2, 2), key=key, merge=2)
+
+
+def test_who_waits_for_a_picture_brings_it_where_the_first_one_failed(stand_in: tuple) -> None:
+    """Given up, answered with 500, and answered: of three who show it the third is asked for one token; then keys alone go."""
+    url, answers, asked = stand_in
+    whole = {"prompt_token_ids": [5, 99, 7]}
+    answers["/inference/v1/generate"] = 500, {"error": "EngineCore encountered an issue"}
+    server = Server(url)
+
+    async def main() -> list[Part | BaseException]:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2])
+            turns = [Turn([5, 99, 7], [shown("a")], Sampling(4, 0.5, seed=seed)) for seed in range(4)]
+            asks = [asyncio.create_task(asking.ask(server, turn, NOTHING, label="mine.3", salt="mine.3")) for turn in turns]
+            await asyncio.sleep(0)
+            asks[0].cancel()
+            await asyncio.wait([asks[1]])
+            answers["/inference/v1/generate"] = 200, reply() | whole
+            return await asyncio.gather(*asks, return_exceptions=True)
+
+    given_up, failed, brought, told = asyncio.run(main())
+    assert isinstance(given_up, asyncio.CancelledError) and isinstance(failed, ServerFault)
+    assert (brought.reason, told.reason) == (ABORTED, "length"), "one was cut short by us"
+    bodies = [(body["sampling_params"]["extra_args"]["megatron_rl_seed"], body) for _, body in asked]
+    last = {seed: body for seed, body in bodies}
+    assert last[2]["sampling_params"]["max_tokens"] == 1 and last[2]["content_parts"][0]["url"].startswith("data:image/png;base64,")
+    assert last[3]["sampling_params"]["max_tokens"] == 4 and last[3]["content_parts"] == [{"type": "image_url", "url": None, "uuid": "a"}]
+    assert not server.coming and server.known == {"a"}
+
+
+def test_a_server_that_forgets_every_picture_is_at_fault(stand_in: tuple) -> None:
+    url, answers, asked = stand_in
+    answers["/inference/v1/generate"] = 400, {"error": {"message": "data is not provided and the item is not cached"}}
+
+    async def main() -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2])
+            await asking.ask(Server(url), Turn([5, 99, 7], [shown("a")], Sampling(4, 0.5, seed=0)), NOTHING, label="mine.3", salt="mine.3")
+
+    with pytest.raises(ServerFault, match="has forgotten a picture 3 times"):
+        asyncio.run(main())
+    assert len(asked) == 3
 
 
 def letters(token_ids: list[int]) -> str:
