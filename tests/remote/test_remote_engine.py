@@ -48,9 +48,8 @@ def engine(urls: list[str], random_model: Path, renderer: Renderer) -> Iterator[
         yield engine
 
 
-@pytest.mark.long
 def test_frequencies_follow_the_probabilities(engine: RemoteEngine, hf: Qwen2_5_VLForConditionalGeneration, renderer: Renderer) -> None:
-    """By 3,000 seeds; the next test holds servers to the engine in this process, which is held to this in every run of the tests."""
+    """By 3,000 seeds."""
     frequencies_follow_the_probabilities(engine, hf, renderer)
 
 

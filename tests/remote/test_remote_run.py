@@ -7,6 +7,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron_rl.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
@@ -35,6 +37,20 @@ def assert_alike(folder: Path, other: Path, *, num_steps: int = 3) -> None:
     assert (folder / "eval.json").read_text() == (other / "eval.json").read_text()
     prompts = [{line["id"]: line["episodes"] for line in read_lines(each / "prompts.jsonl")} for each in (folder, other)]
     assert prompts[0] == prompts[1], "no step was played twice"
+    gradients, expected = mean_gradients(folder), mean_gradients(other)
+    assert gradients.keys() == expected.keys() and len(expected) > 20
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for name, gradient in gradients.items():
+        assert float((gradient - expected[name]).abs().max()) <= 1e-5 * largest, name
+
+
+def mean_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """By parameter what Adam has averaged of all steps' gradients: its first moment in the last checkpoint."""
+    reader = FileSystemReader(published(folder / "checkpoints")[-1])
+    kept = {name: kept for name, kept in reader.read_metadata().state_dict_metadata.items() if name.startswith("optimizer.state.exp_avg.")}
+    moments = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in kept.items()}
+    load(moments, storage_reader=reader, no_dist=True)
+    return moments
 
 
 def test_it_learns_what_a_colocated_run_learns(colocated: Path, urls: list[str], random_model: Path, tmp_path: Path) -> None:
