@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128, help="boxes")
     parser.add_argument("--tiny", action="store_true", help="four small steps")
     parser.add_argument("overrides", nargs="*", help="further settings of the runs, KEY=VALUE")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # settings and options in any order
     given.out.mkdir(parents=True, exist_ok=True)
     print("| staleness | s a step | update s | staleness seen | stale | reward | load |\n|" + "---|" * 7, flush=True)
     for staleness in given.staleness:

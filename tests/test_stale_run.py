@@ -71,7 +71,7 @@ def live(
     settings: Settings, *, stopped_after: int | None = None, given_up_in: int | None = None, killed_in: tuple[str, int] = ("", -1)
 ) -> Run:  # fmt: skip
     """A life of the run: to its end, stopped after a step, stopped in the middle of one whose rollouts were given up, or ended by SIGKILL
-    in the rollouts, the update or the sync of one."""
+    in the rollouts, the update, the checkpoint (begun and not complete) or the sync of one."""
     policy, (checkpoint, state) = Slept(), find(settings)
     run = Run(settings, place(), num_steps=STEPS, first_step=state.step, history=state.history)
     checkpoints = Checkpoints(settings, policy, start=checkpoint)
@@ -100,6 +100,12 @@ def live(
         await asyncio.gather(work, return_exceptions=True)
         return None
 
+    def saved(folder: Path, **more: object) -> object:
+        if (where, folder.name) == ("checkpoint", f".step_{killed_in[1] + 1:08d}.partial"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(folder, **more)
+
+    save, policy.save = policy.save, saved
     fleet.grace, serve = within_grace, fleet.serve
 
     def served(tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -153,11 +159,13 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
         assert 0 <= line["engine/idle_fraction"] <= 1 and 0 <= line["trainer/idle_fraction"] <= 1
 
 
-@pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3), ("sync", 2)])
+@pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3), ("checkpoint", 2), ("sync", 2)])
 def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: Path, tmp_path: Path) -> None:
     """By SIGKILL, while episodes are under way in the middle of a step. The next life goes on from the last complete checkpoint."""
     killed = forked.run(SUPPORT / "killed_life.py", random_model, tmp_path, where, step, timeout_s=120)
     assert killed.returncode == -signal.SIGKILL and len(read_metrics(tmp_path / "metrics.jsonl")) == step, killed.stdout
+    partial = [path.name for path in (tmp_path / "checkpoints").glob(".step_*")]
+    assert partial == [".step_00000003.partial"] or where != "checkpoint"
     settings = settings_of(tmp_path, random_model, max_staleness=1)
     assert 0 < find(settings)[1].step <= step
     run = live(settings)

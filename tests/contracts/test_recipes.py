@@ -128,7 +128,7 @@ SEED_TABLE = {"2B": (64, 128, 8), "7B": (64, 128, 16), "from 14B on": (128, 256,
 @pytest.mark.parametrize("who", ["speaker", "listener"])
 def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> None:
     """The words of the recipe's head, composed: sizes fit each other for every model that has one; those up to 7B fit the GPUs, too."""
-    head = (ROOT / "configs" / "experiment" / "lewis_speaker_7b_h100x4.yaml").read_text()
+    head = (ROOT / "configs" / "experiment" / "lewis_listener_7b_h100x4.yaml").read_text()
     (line,) = re.findall(rf"^#   {size}: (.+?)(?: \(.+\))?$", head, re.MULTILINE)
     words = line.replace("FOLDER", "Qwen/Qwen3-VL-32B-Instruct").split()
     settings = settings_of(f"experiment=lewis_{who}_7b_h100x4", *words)
@@ -139,6 +139,14 @@ def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> No
     check_sizes(settings, model, settings.run.world)
     if not size.startswith("from"):
         assert plan(model, settings, world_size=settings.run.world, has_values=False, has_boxes=False).fits
+
+
+def test_lewis_recipes_keep_every_prediction_and_draw_the_speakers_games() -> None:
+    """Below run.dir, wherever that is."""
+    for who in ("speaker_7b_h100x4", "listener_7b_h100x4", "cpu"):
+        given = settings_of(f"experiment=lewis_{who}", "run.dir=elsewhere").task.options
+        assert given.log == "elsewhere/predictions.jsonl"
+        assert who.startswith("listener") or given.sheets == "elsewhere/sheets"
 
 
 def test_the_documented_rounds_are_those_that_were_measured() -> None:

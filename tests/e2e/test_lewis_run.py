@@ -1,10 +1,14 @@
 """A speaker in training beside a listener as it is started, real engines both: what it is paid is what the listener says, asked by hand.
 
-The listener is killed in the middle and started anew: rollouts fail and are played again, and nobody is paid a 0 for it.
+The listener is killed in the middle and started anew: rollouts fail and are played again, and nobody is paid a 0 for it. And the game's own
+launcher, which starts a listener itself.
 """
 
 import json
+import os
 import re
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +23,7 @@ from safetensors.torch import load_file
 from megatron_rl.data.records import Records
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
+from megatron_rl.services.kept import free_port
 from megatron_rl.types import Rollout
 from tests.conftest import ROOT
 from tests.support import forked
@@ -132,3 +137,23 @@ def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played
     """Which all were scored in the end: none is missing (above), and none of them is the listener's silence."""
     assert re.search(r"waiting: \d+ of 16 rollouts failed \(.*listener: nothing after 2 of 2 tries", played.said)
     assert {step["rollout/failed_fraction"] for step in read_metrics(played.run / "metrics.jsonl")[:-1]} == {0.0}
+
+
+@pytest.mark.long
+def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -> None:
+    """launch/lewis.sh without a host, as the game is called: an epoch of 8 rounds is two steps of four, and afterwards the port is free."""
+    rounds(tmp_path)
+    make(tmp_path / "listener", preset="nano", init="random", seed=1, words=tmp_path / "rounds" / "words.txt")
+    speaker, port = taught(tmp_path / "speaker", words=tmp_path / "rounds" / "words.txt"), free_port("127.0.0.1")
+    variables = {"EXPERIMENT": "lewis_cpu", "PICTURES": f"{tmp_path}/pictures", "LISTENER_MODEL": f"{tmp_path}/listener"}
+    command = ["bash", "launch/lewis.sh", "", str(port), "1", f"{tmp_path}/rounds", "7", f"model.path={speaker}", f"run.dir={tmp_path}/run"]
+    given = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, *SIZES], cwd=ROOT, env=given, capture_output=True, text=True, check=False, timeout=500)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    run = tmp_path / "run"
+    assert [step["rollout/failed_fraction"] for step in read_metrics(run / "metrics.jsonl")[:-1]] == [0.0, 0.0]
+    log = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
+    assert len(log) >= 2 * 16 and len({round(line["reward"], 4) for line in log}) > 3, "random as it is, it tells descriptions apart"
+    assert f":{port}" in (run / "services" / "listener.log").read_text() and list((run / "sheets").glob("*.png"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))

@@ -2,6 +2,7 @@
 made by PEFT itself; every reply, every reward and every figure is equal, and what the engine says of each token is to 1e-5."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 from megatron_rl.observe.recorder import read
 from tests.conftest import ROOT
 from tests.support import forked
+from tests.support.served import SETTINGS, servers
 from tools.convert.converter_hf_to_mcore import main as convert
 from tools.data.make_tiny_qwen2_5_vl import make
 
@@ -48,6 +50,18 @@ def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path
     found = played(tmp_path / "found", f"model.path={random_model}", f"evaluation.weights={tmp_path}/mcore")
     assert found == expected != base
     torch.testing.assert_close(logprobs(tmp_path / "found"), logprobs(tmp_path / "expected"), rtol=0, atol=1e-5)
+
+
+def test_on_a_server_that_runs_elsewhere(base: str, random_model: Path, tmp_path: Path) -> None:
+    """It is given the weights that are evaluated, over those that it was started with."""
+    make(tmp_path / "other", preset="nano", init="random", seed=7)
+    settings = replace(SETTINGS, kv_cache_mib=16, max_model_len=512)
+    with servers(random_model, tmp_path, num=1, settings=settings, limits={"min_pixels": 3136, "max_pixels": 4000}) as (url,):
+        remote = ("engine.kind=remote", f"engine.urls=[{url}]", "engine.probe_s=60", f"model.path={random_model}")
+        first = played(tmp_path / "first", *remote)
+        second = played(tmp_path / "second", *remote, f"evaluation.weights={tmp_path}/other")
+    assert first == base and second == played(tmp_path / "expected", f"model.path={random_model}", f"evaluation.weights={tmp_path}/other")
+    torch.testing.assert_close(logprobs(tmp_path / "second"), logprobs(tmp_path / "expected"), rtol=0, atol=1e-5)
 
 
 def test_an_adapter_of_pefts(base: str, random_model: Path, tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ def test_distractors_are_hard_and_the_target_is_another_view(pictures: Path) -> 
     similar = Dealer(catalogue=catalogue, embeddings=embeddings, positive="most_similar", num_candidates=2)
     (first,) = [each for each in similar.rounds(seed=0, queries=3) if each.query == "a0"]
     assert set(first.candidates) == {"a1", "b0"}
+
+    def targets(positive: str, easy_share: float = 0.5) -> dict[str, str]:
+        dealer = Dealer(catalogue=catalogue, embeddings=embeddings, positive=positive, easy_share=easy_share)
+        return {each.query: each.candidates[each.target] for each in dealer.rounds(seed=0, queries=3)}
+
+    easy, hard, mixed = targets("most_similar"), targets("most_dissimilar"), targets("mixed")
+    assert targets("mixed", 1.0) == easy and targets("mixed", 0.0) == hard != easy
+    assert all(target in (easy[query], hard[query]) for query, target in mixed.items()) and mixed not in (easy, hard)
     assert len({each.target for each in dealt}) == 3
 
 
@@ -131,6 +139,7 @@ def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, t
     [
         (["--candidates", "9"], "--candidates=9: must be from 2 to the 6 concepts of a split"),
         (["--candidates", "1"], "--candidates=1: must be from 2"),
+        (["--easy-share", "1.5"], "--easy-share=1.5: is a share; give 0 to 1"),
         (["--train-share", "1"], "--train-share=1.0: must lie between 0 and 1"),
         (["--least-concepts", "9"], "no category has 9 concepts"),
     ],

@@ -24,7 +24,7 @@ Catalogue = Mapping[str, Mapping[str, Sequence[str]]]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROBLEM = "Do the two images show the same {category}, and not only one of the same kind?"
 DISTRACTORS = ("nearest", "random")
-POSITIVES = ("most_dissimilar", "most_similar", "random")
+POSITIVES = ("most_dissimilar", "most_similar", "random", "mixed")
 SPLITS = ("train", "test")
 ANY_CATEGORY = "object"
 SIDE = 8
@@ -145,6 +145,8 @@ class Dealer:
     """Of length 1."""
     num_candidates: int = 3
     positive: str = "most_dissimilar"
+    easy_share: float = 0.5
+    """Of mixed rounds, whose targets are most similar; those of the others are most dissimilar."""
     distractors: str = "nearest"
     cross_share: float = 0.0
     """Of the rounds whose distractors are of other categories, as near as may be; of their own, where there are too few others."""
@@ -152,6 +154,7 @@ class Dealer:
     def __post_init__(self) -> None:
         num = sum(map(len, self.catalogue.values()))
         require(2 <= self.num_candidates <= num, "--candidates", self.num_candidates, f"must be from 2 to the {num} concepts of a split")
+        require(0 <= self.easy_share <= 1, "--easy-share", self.easy_share, "is a share; give 0 to 1")
         require(self.num_candidates <= len(LETTERS), "--candidates", self.num_candidates, f"at most {len(LETTERS)} have letters")
 
     def rounds(self, *, seed: int, queries: int) -> Iterator[Round]:
@@ -179,7 +182,8 @@ class Dealer:
         others = [path for path in paths if path != query]
         if self.positive == "random":
             return dice.choice(others)
-        pick = max if self.positive == "most_similar" else min
+        is_easy = self.positive == "most_similar" or (self.positive == "mixed" and dice.random() < self.easy_share)
+        pick = max if is_easy else min
         return pick(others, key=lambda path: float(self.embeddings[path] @ self.embeddings[query]))
 
     def _distractors(

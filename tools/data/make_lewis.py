@@ -50,8 +50,8 @@ LISTENER = {
 
 
 def make(
-    pictures: Path, out: Path, *, encoder: Path | None, candidates: int, queries: int, positive: str, distractors: str, cross_share: float,
-    train_share: float, least_concepts: int, resplit: bool, seed: int,
+    pictures: Path, out: Path, *, encoder: Path | None, candidates: int, queries: int, positive: str, easy_share: float,
+    distractors: str, cross_share: float, train_share: float, least_concepts: int, resplit: bool, seed: int,
 ) -> dict[str, int]:  # fmt: skip
     """Write all of it, and return how many rounds each split has. ValueError: see the words."""
     require(not out.exists(), "--out", out, "exists; choose another folder")
@@ -69,6 +69,7 @@ def make(
                 embeddings=embeddings,
                 num_candidates=candidates,
                 positive=positive,
+                easy_share=easy_share,
                 distractors=distractors,
                 cross_share=cross_share,
             ).rounds(seed=seed, queries=queries)
@@ -151,6 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--candidates", type=int, default=3, metavar="K", help="pictures of a round (default %(default)s)")
     parser.add_argument("--queries", type=int, default=4, metavar="N", help="rounds of a concept at most (default %(default)s)")
     parser.add_argument("--positive", choices=POSITIVES, default=POSITIVES[0], help="which other view is the target (default %(default)s)")
+    parser.add_argument("--easy-share", type=float, default=0.5, help="of mixed: targets that are most similar (default %(default)g)")
     parser.add_argument("--distractors", choices=DISTRACTORS, default=DISTRACTORS[0], help="which other concepts (default %(default)s)")
     parser.add_argument("--cross-share", type=float, default=0.0, help="rounds with distractors of other categories (default %(default)g)")
     parser.add_argument("--train-share", type=float, default=0.65, help="concepts of a category for training (default %(default)g)")
