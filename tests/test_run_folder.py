@@ -14,7 +14,7 @@ import yaml
 
 from megatron_rl.config import ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
 from megatron_rl.run_folder import FREE, LOCK, held, lock, look, may_change
-from megatron_rl.tasks.options import AlfworldOptions
+from megatron_rl.tasks.options import AlfworldOptions, LewisSpeakerOptions
 from tests.support.one_process import world_of_one
 
 
@@ -127,7 +127,9 @@ def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_pat
 
 def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
     """And lets nothing change but the settings that it names: a key that is misspelled, or lost its dot, would free none."""
-    keys = dotted(asdict(settings_of(Path("run"))))
+    plain = settings_of(Path("run"))
+    games = [replace(plain, task=replace(plain.task, options=options)) for options in (AlfworldOptions(), LewisSpeakerOptions())]
+    keys = {key for settings in games for key in dotted(asdict(settings))}
     for free in FREE:
         named = {key for key in keys if (key.startswith(free) if free.endswith(".") else key == free)}
         assert named and free.endswith(".") == (named != {free}), f"{free}: {named}"

@@ -101,9 +101,10 @@ def live(
         return None
 
     def saved(folder: Path, **more: object) -> object:
+        begun = save(folder, **more)
         if (where, folder.name) == ("checkpoint", f".step_{killed_in[1] + 1:08d}.partial"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return save(folder, **more)
+        return begun
 
     save, policy.save = policy.save, saved
     fleet.grace, serve = within_grace, fleet.serve

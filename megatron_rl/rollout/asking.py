@@ -1,7 +1,7 @@
 """One call of a server of vLLM for one turn, and what is believed of its answer.
 
 `/inference/v1/generate`: ids out; ids, logprobs and versions back. A picture travels once to each server, then its key stands for it: the
-turn that brings one is asked for its first token alone, and others that show it wait for that, whose prefix is then in the server's cache.
+turn that brings one is asked for its first token by itself, and others that show it wait for that.
 Read against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,serving}.py.
 """
 
@@ -11,7 +11,7 @@ import io
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import httpx
 from pydantic import BaseModel
@@ -23,9 +23,7 @@ from megatron_rl.servers import ServerFault, one_line, told
 from megatron_rl.types import Image
 
 ABORTED = "abort"
-"""Why a turn ended that a server was told to give up, or was not asked for whole, with the tokens that are there."""
-SENDINGS = 3
-"""Of a picture in one call, to a server that forgets it as often."""
+"""Why a turn ended that a server was told to give up, with the tokens that are there."""
 
 
 class _Logprob(BaseModel):
@@ -54,8 +52,8 @@ class _Reply(BaseModel):
     choices: list[_Choice]
 
 
-class _Unknown(Exception):
-    """A server has forgotten a picture."""
+class _Unknown(ServerFault):
+    """It has forgotten a picture."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,6 +73,8 @@ class Part:
     logprobs: list[float]
     reason: str
     """stop, length, or ABORTED."""
+    first: int = 0
+    """Of them, those that a request before the last has sampled: a stop text that begins there the server has not seen whole."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -85,21 +85,29 @@ class Asking:
 
     async def ask(self, server: Server, turn: Turn, said: Completion, *, label: str, salt: str) -> Part:
         """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
-        ABORTED after one token where it brought a picture.
 
         ServerFault: no answer, or one that is none. ValueError: what vLLM does not take.
         """
-        shown = {image.key for image in turn.images}
-        for _ in range(SENDINGS):
-            async with _bringing(server, shown) as brings:
-                most = 1 if brings else turn.sampling.max_tokens - len(said.token_ids)
-                try:
-                    part = await self._call(server, turn, said, most=most, label=label, salt=salt)
-                except _Unknown:
-                    server.known -= shown
-                    continue
-                return replace(part, reason=ABORTED) if brings and part.reason == "length" else part
-        raise ServerFault(f"has forgotten a picture {SENDINGS} times")
+        how = {"label": label, "salt": salt}
+        if not said.token_ids:
+            async with _bringing(server, {image.key for image in turn.images}) as brings:
+                first = await self._rest(server, turn, said, most=1, **how) if brings else None
+            if first is not None:
+                if first.reason != "length" or turn.sampling.max_tokens == 1:
+                    return first
+                one = Completion(first.token_ids, first.logprobs, finished=False, versions=[])
+                more = await self._rest(server, turn, one, **how)
+                return Part(first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.reason, first=len(first.token_ids))
+        return await self._rest(server, turn, said, **how)
+
+    async def _rest(self, server: Server, turn: Turn, said: Completion, *, most: int | None = None, label: str, salt: str) -> Part:
+        """At most so many tokens more, else all; what the server has forgotten is sent again."""
+        num = turn.sampling.max_tokens - len(said.token_ids) if most is None else most
+        try:
+            return await self._call(server, turn, said, most=num, label=label, salt=salt)
+        except _Unknown:
+            server.known.difference_update(image.key for image in turn.images)
+            return await self._call(server, turn, said, most=num, label=label, salt=salt)
 
     async def _call(self, server: Server, turn: Turn, said: Completion, *, most: int, label: str, salt: str) -> Part:
         asked, began = turn.token_ids + said.token_ids, time.monotonic()
@@ -117,13 +125,13 @@ class Asking:
             raise ServerFault(told(error)) from error
         if answer.status_code == httpx.codes.BAD_REQUEST:
             if turn.images and "data is not provided" in answer.text:
-                raise _Unknown
+                raise _Unknown("has forgotten a picture")
             raise ValueError(one_line(answer.text))
         if answer.is_error:
             server.endpoint.failed(began=began)
             raise ServerFault(f"{answer.status_code}, {one_line(answer.text)}")
         try:
-            part = _checked(answer.content, asked, label)
+            part = _checked(answer.content, asked, label, most=most)
         except ServerFault:
             server.endpoint.failed(began=began)
             raise
@@ -158,26 +166,27 @@ class Asking:
 
 @asynccontextmanager
 async def _bringing(server: Server, shown: set[str]) -> AsyncIterator[bool]:
-    """Whether who shows these pictures brings the server one that it lacks. Who lacks only what others are bringing waits for them."""
+    """Whether who shows these pictures brings the server those that it lacks. What others are bringing is waited for first.
+
+    ServerFault: it rests since one of them failed, and this one did not try.
+    """
     while unknown := shown - server.known:
-        own = unknown - server.coming.keys()
-        if own:
+        if not (coming := unknown & server.coming.keys()):
             break
-        await server.coming[unknown.pop()].wait()
-    else:
-        yield False
-        return
+        await server.coming[coming.pop()].wait()
+        if server.endpoint.rest_until > time.monotonic():
+            raise ServerFault("rests: who brought it this turn's picture failed")
     arrived = asyncio.Event()
-    server.coming.update(dict.fromkeys(own, arrived))
+    server.coming.update(dict.fromkeys(unknown, arrived))
     try:
-        yield True
+        yield bool(unknown)
     finally:
-        for key in own:
+        for key in unknown:
             del server.coming[key]
         arrived.set()
 
 
-def _checked(body: bytes, asked: list[int], label: str) -> Part:
+def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> Part:
     """ServerFault: that is no reply of an engine of this run, by the weights that it was asked for. RuntimeError: it has read other ids
     than those that are trained on."""
     try:
@@ -193,6 +202,8 @@ def _checked(body: bytes, asked: list[int], label: str) -> Part:
     logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
     if choice.token_ids and (labels != {label} or not len(choice.token_ids) == len(logprobs) == num_versions):
         raise ServerFault(f"{len(choice.token_ids)} tokens of weights {', '.join(sorted(labels))}, asked for {label}")
+    if len(choice.token_ids) > most:
+        raise ServerFault(f"{len(choice.token_ids)} tokens, asked for {most}")
     return Part(choice.token_ids, logprobs, choice.finish_reason)
 
 
@@ -202,8 +213,11 @@ def stop_place(token_ids: list[int], before: int, stop: Sequence[str], decode: C
     A token is a byte at least, a character four bytes at most.
     """
     reach = 4 * max(map(len, stop))
-    first = max(0, before - reach)
-    for end in range(before + 1, min(len(token_ids), before + reach) + 1):
+    first, last = max(0, before - reach), min(len(token_ids), before + reach)
+    window = decode(token_ids[first:last])
+    if not any(each in window for each in stop):
+        return None
+    for end in range(before + 1, last + 1):
         text = decode(token_ids[first:end])
         if any(each in text for each in stop):
             return end

@@ -119,8 +119,10 @@ class RemoteEngine:
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
         placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
-        turn, said, faults = Turn(list(token_ids), list(images), sampling), Completion([], [], finished=False, versions=[]), []
-        while len(said.token_ids) < sampling.max_tokens and len(token_ids) + len(said.token_ids) < self._settings.max_model_len:
+        room = self._settings.max_model_len - len(token_ids)
+        turn = Turn(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, room)))
+        said, faults = Completion([], [], finished=False, versions=[]), []
+        while len(said.token_ids) < turn.sampling.max_tokens:
             async with self._slots:
                 server = await self._server(faults)
                 version, label = self.weight_version, self.label
@@ -139,7 +141,7 @@ class RemoteEngine:
 
     def _adds(self, said: Completion, part: Part, sampling: Sampling, *, version: int) -> bool:
         """Take what a server sampled; whether a stop id or text ends it."""
-        before = len(said.token_ids)
+        before = len(said.token_ids) + part.first
         said.token_ids.extend(part.token_ids)
         said.logprobs.extend(part.logprobs)
         said.versions.extend([version] * len(part.token_ids))
@@ -213,7 +215,8 @@ class RemoteEngine:
         return answering or self.urls
 
     async def _hold(self) -> None:
-        """Nobody asks any more, and all that was asked has come back, with the tokens that are there."""
+        """Nobody asks any more, and all that was asked has come back, with the tokens that are there. Turns that waited for
+        a picture may ask after this began: they are given up in the next round."""
         self._is_open.clear()
         began = time.monotonic()
         while self._num_open:

@@ -143,7 +143,7 @@ def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> No
 
 def test_lewis_recipes_keep_every_prediction_and_draw_the_speakers_games() -> None:
     """Below run.dir, wherever that is."""
-    for who in ("speaker_7b_h100x4", "listener_7b_h100x4", "cpu"):
+    for who in ("speaker_7b_h100x4", "listener_7b_h100x4", "listener_cpu", "cpu"):
         given = settings_of(f"experiment=lewis_{who}", "run.dir=elsewhere").task.options
         assert given.log == "elsewhere/predictions.jsonl"
         assert who.startswith("listener") or given.sheets == "elsewhere/sheets"

@@ -139,7 +139,6 @@ def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played
     assert {step["rollout/failed_fraction"] for step in read_metrics(played.run / "metrics.jsonl")[:-1]} == {0.0}
 
 
-@pytest.mark.long
 def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -> None:
     """launch/lewis.sh without a host, as the game is called: an epoch of 8 rounds is two steps of four, and afterwards the port is free."""
     rounds(tmp_path)
@@ -156,4 +155,5 @@ def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -
     assert len(log) >= 2 * 16 and len({round(line["reward"], 4) for line in log}) > 3, "random as it is, it tells descriptions apart"
     assert f":{port}" in (run / "services" / "listener.log").read_text() and list((run / "sheets").glob("*.png"))
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended keep it for a minute
         taken.bind(("127.0.0.1", port))

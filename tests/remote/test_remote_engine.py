@@ -138,6 +138,22 @@ def test_a_group_that_begins_together_sends_its_picture_once(
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
+def test_a_stop_text_over_the_first_token_of_who_sends_a_picture(engine: RemoteEngine, renderer: Renderer, random_model: Path) -> None:
+    """No request has sampled it whole: it ends the turn where the engine in this process ends it, at its second token."""
+    context = renderer.prompt([user("Look.", picture(62, 112, 56))])
+    with engine_of(random_model, renderer) as local:
+        for seed in range(40):
+            (said,) = generate(local, [context], [Sampling(2, 1.0, seed=seed)])
+            first, second = (renderer.tokenizer.decode([token]) for token in said.token_ids)
+            if (first + second).isascii() and first and second:
+                break
+        sampling = Sampling(12, 1.0, seed=seed, stop=(first[-1] + second[0],))
+        (expected,) = generate(local, [context], [sampling])
+    assert (len(expected.token_ids), expected.finished) == (2, True) and context.images[0].key not in engine._servers[0].known
+    (completion,) = generate(engine, [context], [sampling])
+    assert (completion.token_ids, completion.finished) == (expected.token_ids, True)
+
+
 def test_episodes_are_spread_over_the_servers(engine: RemoteEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each goes to the least busy one, and stays there."""
     asked: dict[int, list[str]] = {}

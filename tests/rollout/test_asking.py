@@ -8,7 +8,7 @@ import httpx
 import pytest
 from PIL import Image as pil
 
-from megatron_rl.rollout.asking import ABORTED, Asking, Part, Turn, stop_place
+from megatron_rl.rollout.asking import Asking, Part, Turn, stop_place
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.server import HOW, Server
 from megatron_rl.servers import ServerFault
@@ -144,46 +144,99 @@ def shown(key: str) -> Image:
     return Image(pil.new("RGB", (28, 28)), None, grid=(1, 2, 2), key=key, merge=2)
 
 
-def test_who_waits_for_a_picture_brings_it_where_the_first_one_failed(stand_in: tuple) -> None:
-    """Given up, answered with 500, and answered: of three who show it the third is asked for one token; then keys alone go."""
-    url, answers, asked = stand_in
-    whole = {"prompt_token_ids": [5, 99, 7]}
-    answers["/inference/v1/generate"] = 500, {"error": "EngineCore encountered an issue"}
-    server = Server(url)
+class Album:
+    """A server that says 7, 8, 9 ... after whatever it is asked, and knows the pictures that it was sent; it has an answer of its own to
+    requests while there are `faults`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, list[str]]] = []
+        """By request: the turn's seed, how many tokens were wanted, and of each picture its key, in capitals where it was sent itself."""
+        self.known: set[str] = set()
+        self.faults: list[int] = []
+
+    def answer(self, path: str, body: dict) -> tuple[int, object]:
+        parts, sampling = body["content_parts"] or [], body["sampling_params"]
+        told = [part["uuid"].upper() if part["url"] else part["uuid"] for part in parts]
+        self.asked.append((sampling["extra_args"]["megatron_rl_seed"], sampling["max_tokens"], told))
+        if self.faults:
+            return self.faults.pop(0), {"error": "EngineCore encountered an issue"}
+        self.known |= {part["uuid"] for part in parts if part["url"]}
+        if not {part["uuid"] for part in parts} <= self.known:
+            return 400, {"error": {"message": "data is not provided and the item is not cached"}}
+        asked, num = body["token_ids"], sampling["max_tokens"]
+        return 200, {"prompt_token_ids": asked} | reply(
+            token_ids=[7 + sampling["extra_args"]["megatron_rl_first"] + place for place in range(num)],
+            logprobs={"content": [{"logprob": -1.0}] * num}, weight_versions=[{"version": "mine.3", "start": 0, "end": num}],
+        ) | {"prompt_token_ids": asked}  # fmt: skip
+
+
+@pytest.fixture
+def album() -> Iterator[tuple[Server, Album]]:
+    album = Album()
+    served = serve(album.answer)
+    yield Server(address_of(served)), album
+    stop(served)
+
+
+def turn_of(seed: int, keys: str, *, most: int = 4) -> Turn:
+    ids = [id for _ in keys for id in (99, 5)]
+    return Turn(ids, [shown(key) for key in keys], Sampling(most, 0.5, seed=seed))
+
+
+def asking_all(server: Server, turns: list[Turn], *, cancelled: int | None = None) -> list[Part | BaseException]:
+    """Begun together, in this order."""
 
     async def main() -> list[Part | BaseException]:
         async with httpx.AsyncClient(trust_env=False) as http:
             asking = Asking(http=http, image_token_id=99, stop_ids=[2])
-            turns = [Turn([5, 99, 7], [shown("a")], Sampling(4, 0.5, seed=seed)) for seed in range(4)]
             asks = [asyncio.create_task(asking.ask(server, turn, NOTHING, label="mine.3", salt="mine.3")) for turn in turns]
             await asyncio.sleep(0)
-            asks[0].cancel()
-            await asyncio.wait([asks[1]])
-            answers["/inference/v1/generate"] = 200, reply() | whole
+            if cancelled is not None:
+                asks[cancelled].cancel()
             return await asyncio.gather(*asks, return_exceptions=True)
 
-    given_up, failed, brought, told = asyncio.run(main())
-    assert isinstance(given_up, asyncio.CancelledError) and isinstance(failed, ServerFault)
-    assert (brought.reason, told.reason) == (ABORTED, "length"), "one was cut short by us"
-    bodies = [(body["sampling_params"]["extra_args"]["megatron_rl_seed"], body) for _, body in asked]
-    last = {seed: body for seed, body in bodies}
-    assert last[2]["sampling_params"]["max_tokens"] == 1 and last[2]["content_parts"][0]["url"].startswith("data:image/png;base64,")
-    assert last[3]["sampling_params"]["max_tokens"] == 4 and last[3]["content_parts"] == [{"type": "image_url", "url": None, "uuid": "a"}]
-    assert not server.coming and server.known == {"a"}
+    return asyncio.run(main())
 
 
-def test_a_server_that_forgets_every_picture_is_at_fault(stand_in: tuple) -> None:
-    url, answers, asked = stand_in
-    answers["/inference/v1/generate"] = 400, {"error": {"message": "data is not provided and the item is not cached"}}
+def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[Server, Album]) -> None:
+    """The first is asked for one token and then for the rest; a turn of two pictures waits for the one and brings the other."""
+    server, seen = album
+    parts = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "ab"), turn_of(3, "a", most=1)])
+    assert [(part.token_ids, part.reason, part.first) for part in parts] == [
+        ([7, 8, 9, 10], "length", 1), ([7, 8, 9, 10], "length", 0), ([7, 8, 9, 10], "length", 1), ([7], "length", 0),
+    ]  # fmt: skip
+    sent = [key for _, _, keys in seen.asked for key in keys if key.isupper()]
+    assert sorted(sent) == ["A", "B"] and not server.coming
+    assert [(num, keys) for seed, num, keys in seen.asked if seed == 0] == [(1, ["A"]), (3, ["a"])]
+    assert [(num, keys) for seed, num, keys in seen.asked if seed == 1] == [(4, ["a"])]
 
-    async def main() -> None:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            asking = Asking(http=http, image_token_id=99, stop_ids=[2])
-            await asking.ask(Server(url), Turn([5, 99, 7], [shown("a")], Sampling(4, 0.5, seed=0)), NOTHING, label="mine.3", salt="mine.3")
 
-    with pytest.raises(ServerFault, match="has forgotten a picture 3 times"):
-        asyncio.run(main())
-    assert len(asked) == 3
+def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: tuple[Server, Album]) -> None:
+    server, seen = album
+    given_up, brought, told = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "a")], cancelled=0)
+    assert isinstance(given_up, asyncio.CancelledError) and (brought.first, told.first) == (1, 0)
+    assert [keys for seed, _, keys in seen.asked if seed] == [["A"], ["a"], ["a"]] and not server.coming
+
+
+def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[Server, Album]) -> None:
+    """At once, all of them, and the server rests: it is asked once. Where it forgets pictures, they are sent again, in the rest of a turn,
+    too."""
+    server, seen = album
+    seen.faults = [500]
+    faults = asking_all(server, [turn_of(seed, "a") for seed in range(3)])
+    assert [type(fault) for fault in faults] == [ServerFault] * 3 and len(seen.asked) == 1 and server.endpoint.rest_until > 0
+    server.endpoint.answered()
+    asking_all(server, [turn_of(5, "a")])
+    seen.known.clear()
+    (part,) = asking_all(server, [turn_of(6, "a")])
+    assert part.token_ids == [7, 8, 9, 10] and [keys for seed, _, keys in seen.asked if seed == 6] == [["a"], ["A"]]
+
+
+def test_more_tokens_than_were_asked_for_are_not_believed(stand_in: tuple) -> None:
+    url, answers, _ = stand_in
+    answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 7, 7, 7]}
+    with pytest.raises(ServerFault, match="2 tokens, asked for 1"):
+        ask(url, said=Completion([7, 7, 7], [-0.1] * 3, finished=False, versions=[2] * 3))
 
 
 def letters(token_ids: list[int]) -> str:
