@@ -9,7 +9,8 @@
 # The game's variables become settings here and nowhere else: LISTENER_URL (without a host; several by commas), LISTENER_TIMEOUT,
 # LISTENER_CHUNK_SIZE, LISTENER_CHUNK_DELAY, LISTENER_MAX_RETRIES, LISTENER_BACKOFF_FACTOR, LISTENER_REWARD_MODE, NO_PROXY, DEBUG_MODE with
 # LOG_PATH (without them a recipe's log is in its run folder). NO_PROXY has an effect as in the game: proxies of the environment are looked at
-# where it names the listener, whom they then leave alone. A listener reads its own (INFERENCE_CONCURRENCY, ...): python -m megatron_rl.services.listener --help
+# where it names the listener, whom they then leave alone.
+# A listener reads its own (INFERENCE_CONCURRENCY, ...): python -m megatron_rl.services.listener --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
