@@ -211,6 +211,21 @@ def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[Server
     assert [(num, keys) for seed, num, keys in seen.asked if seed == 1] == [(4, ["a"])]
 
 
+def test_a_turn_of_one_token_is_asked_for_once(album: tuple[Server, Album]) -> None:
+    """And the rest of a turn of which something is said brings its pictures with it, in one request: its server may be another one."""
+    server, seen = album
+    (part,) = asking_all(server, [turn_of(0, "a", most=1)])
+    assert (part.token_ids, part.reason, part.first) == ([7], "length", 0) and seen.asked == [(0, 1, ["A"])]
+
+    async def rest() -> Part:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2])
+            said = Completion([7], [-1.0], finished=False, versions=[2])
+            return await asking.ask(server, turn_of(1, "b"), said, label="mine.3", salt="mine.3")
+
+    assert asyncio.run(rest()).token_ids == [8, 9, 10] and seen.asked[1:] == [(1, 3, ["B"])]
+
+
 def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: tuple[Server, Album]) -> None:
     server, seen = album
     given_up, brought, told = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "a")], cancelled=0)
