@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.cli.door import resolve
@@ -46,7 +47,8 @@ def train(*arguments: str) -> str:
 def test_an_experiment_composes_and_its_values_arrive(experiment: str) -> None:
     chosen = leaves(asdict(settings_of(f"experiment={experiment}")))
     stored = yaml.safe_load((CONFIGS / "experiment" / f"{experiment}.yaml").read_text())
-    picked = leaves({key: value for key, value in stored.items() if key != "defaults"})
+    own = OmegaConf.create({key: value for key, value in stored.items() if key != "defaults"})
+    picked = leaves(OmegaConf.to_container(own, resolve=True))  # ${run.dir} is the file's own
     assert picked
     for key, value in picked.items():
         assert chosen[key] == (float(value) if isinstance(chosen[key], float) else value), key
