@@ -167,7 +167,7 @@ def main() -> None:
         "longest_stall_s": max(core.stalls_s), "idle_s": core.idle_s,
         "cpu_s": after.user + after.system - before.user - before.system, "load": os.getloadavg()[0],
     }  # fmt: skip
-    print(json.dumps({name: round(number, 3) for name, number in said.items()}))
+    print(json.dumps({name: round(number, 6) for name, number in said.items()}))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ B = TypeVar("B", bound=BaseModel)
 SHOWN_MISTAKES, SHOWN_CHARACTERS = 20, 2000
 """Of what is wrong with a request."""
 BACKLOG = 64
-"""Connections that the kernel holds before we take them; asyncio takes as many in one go, without asking for room."""
+"""Connections that the kernel holds before we take them."""
+AT_ONCE, TICKS = 32, 4
+"""Of them asyncio takes so many in one go, without asking for room; so often it does before one that is cut for the first of them has given
+its file back (3.11, selector_events.py: taken, made, aborted, closed, in a tick of the loop each)."""
 FEWEST = 16
 """Connections that a server must be able to hold."""
 KEEP_S = 10.0
@@ -121,6 +124,7 @@ async def until_asked(app: FastAPI, listener: socket.socket, *, line: Line) -> N
     running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not running.done():
         await asyncio.sleep(0.02)
+    listener.listen(BACKLOG)  # asyncio has given it AT_ONCE
     host, port = listener.getsockname()[:2]
     print(f"http://{host}:{port}", flush=True)
     await running
@@ -130,7 +134,7 @@ def config_of(app: FastAPI, line: Line) -> uvicorn.Config:
     """Nothing that we do not use is offered, and what a client may bring about is not logged without end."""
     unused = {"ws": "none", "proxy_headers": False, "access_log": False}
     config = uvicorn.Config(
-        app, http=partial(Connection, line=line), backlog=BACKLOG, log_level="error", timeout_keep_alive=math.ceil(KEEP_S),
+        app, http=partial(Connection, line=line), backlog=AT_ONCE, log_level="error", timeout_keep_alive=math.ceil(KEEP_S),
         timeout_graceful_shutdown=5, **unused,
     )  # fmt: skip
     for logger in map(logging.getLogger, ("uvicorn.error", "asyncio")):
@@ -144,7 +148,7 @@ def connections(beside: int, *, most: int) -> int:
     """For how many at once this process has files beside `beside` others; the soft limit is raised where the hard one allows.
     ValueError: too few. A server that cannot accept logs it without end and hears nobody."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    beside += psutil.Process().num_fds() + 2 * BACKLOG
+    beside += psutil.Process().num_fds() + TICKS * AT_ONCE
     able = min(most, hard - beside)
     if able < FEWEST:
         raise ValueError(f"{hard} open files are allowed (ulimit -Hn), {beside + FEWEST} are needed to serve: raise it")

@@ -97,6 +97,26 @@ def test_more_connections_than_open_files_are_no_trouble(tmp_path: Path) -> None
         assert log.read_text() == ""
 
 
+FLOOD = """
+import socket, sys, time
+host, port = sys.argv[1].removeprefix("http://").split(":")
+kept, end = [], time.monotonic() + 2.0
+while time.monotonic() < end:
+    begun = socket.socket()
+    begun.setblocking(False)
+    begun.connect_ex((host, int(port)))
+    kept = [*kept[-99:], begun]
+"""
+
+
+def test_a_flood_of_connections_leaves_it_files(tmp_path: Path) -> None:
+    """From two processes, as fast as they can: more come than those that are cut for them have given back yet."""
+    with server(tmp_path, open_files=300) as (url, log):
+        floods = [subprocess.Popen([sys.executable, "-c", FLOOD, url]) for _ in range(2)]
+        assert [flood.wait(60) for flood in floods] == [0, 0]
+        assert httpx.get(f"{url}/health", timeout=30).status_code == 200 and log.read_text() == ""
+
+
 def test_a_server_with_too_few_open_files_does_not_start() -> None:
     limit = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150)); from sandbox.__main__ import main; sys.exit(main())"
