@@ -82,12 +82,12 @@ def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
 
 
 def played(folder: Path, ranks: int, *overrides: str) -> list[dict[str, float]]:
-    """The steps of a run."""
+    """The training steps of a run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "launch/train.py"]
     given = ["experiment=visual_search_python_cpu", f"run.dir={folder}", "task.data.max_eval=4", "task.eval_samples=1", *overrides]
     with folder.with_suffix(".log").open("w") as log:
         subprocess.run([*command, *given], cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return [line for line in read_metrics(folder / "metrics.jsonl") if "time/total" in line]
+    return [line for line in read_metrics(folder / "metrics.jsonl") if "reward/mean" in line]
 
 
 def row(steps: list[dict[str, float]]) -> list[str]:
