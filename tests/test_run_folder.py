@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.config import ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
+from megatron_rl.config import ListenerSettings, ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
 from megatron_rl.run_folder import FREE, LOCK, held, lock, look, may_change
 from megatron_rl.tasks.options import AlfworldOptions, LewisSpeakerOptions
 from tests.support.one_process import world_of_one
@@ -59,6 +59,9 @@ def leave(folder: Path, state: str, *, stage: str = "rl") -> None:
 
 LR, LONGER, SHORTER, FREELY = {"optim": {"lr": 0.25}}, {"run": {"steps": 60}}, {"run": {"steps": 30}}, {"parallel": {"tp": 2}}
 MANY = {**FREELY, "engine": {"kv_cache_mib": 7}, "checkpoint": {"every": 3}, "wandb": {"mode": "offline"}, "run": {"gpu": "l4"}}
+HEARD = LewisSpeakerOptions(
+    log="here/log.jsonl", sheets="here/sheets", witnesses={"frozen": "http://a:9"}, witness_token_files={"frozen": "t"}
+)  # fmt: skip
 BEGINS, RESUMES, FINISHED, REFUSED = "begins", "resumes", "finished", "refused"
 TABLE = [  # what lies there, what is changed, what becomes of it
     ("config", {}, BEGINS), ("config", LR, BEGINS), ("config", LONGER, BEGINS),
@@ -128,13 +131,30 @@ def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_pat
 def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
     """And lets nothing change but the settings that it names: a key that is misspelled, or lost its dot, would free none."""
     plain = settings_of(Path("run"))
-    games = [replace(plain, task=replace(plain.task, options=options)) for options in (AlfworldOptions(), LewisSpeakerOptions())]
+    games = [replace(plain, task=replace(plain.task, options=options)) for options in (AlfworldOptions(), HEARD)]
     keys = {key for settings in games for key in dotted(asdict(settings))}
     for free in FREE:
         named = {key for key in keys if (key.startswith(free) if free.endswith(".") else key == free)}
         assert named and free.endswith(".") == (named != {free}), f"{free}: {named}"
         assert all(may_change(key, old=1, new=2) for key in named), free
     assert not may_change("optim.lr", old=1, new=2)
+
+
+def test_a_game_goes_on_where_its_listeners_and_its_folder_are_now(tmp_path: Path) -> None:
+    """Moved with run.dir, in which its recipe has the log; a witness may join, who never rewards. Paid otherwise, it is another run."""
+    task = TaskSettings(name="lewis_speaker", options=HEARD, listener=ListenerSettings(urls=["http://a:9000"]))
+    leave(tmp_path, "steps checkpoint")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(replace(settings_of(tmp_path), task=task)), sort_keys=False))
+
+    def now(options: LewisSpeakerOptions) -> str:
+        there = replace(task, options=options, listener=ListenerSettings(urls=["http://b:9000"], timeout_s=5.0))
+        return outcome(tmp_path, replace(settings_of(tmp_path), task=there))
+
+    moved = replace(HEARD, log="there/log.jsonl", sheets="there/sheets", witnesses={"frozen": "http://b:9"})
+    moved = replace(moved, witness_token_files={"frozen": "u"})
+    assert now(moved) == RESUMES
+    assert now(replace(moved, witnesses={**moved.witnesses, "stranger": "http://b:8"})) == RESUMES
+    assert now(replace(moved, accuracy="binary")) == REFUSED
 
 
 def dotted(settings: dict, prefix: str = "") -> list[str]:
