@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 from pydantic import BaseModel
@@ -88,33 +89,32 @@ class Asking:
 
         ServerFault: no answer, or one that is none. ValueError: what vLLM does not take.
         """
-        how = {"label": label, "salt": salt}
-        if not said.token_ids:
+        call = partial(self._reminding, server, turn, label=label, salt=salt)
+        num_said, most = len(said.token_ids), turn.sampling.max_tokens
+        if num_said == 0:
             async with _bringing(server, {image.key for image in turn.images}) as brings:
-                first = await self._rest(server, turn, said, most=1, **how) if brings else None
+                first = await call([], most=1) if brings else None
             if first is not None:
-                if first.reason != "length" or turn.sampling.max_tokens == 1:
+                if first.reason != "length" or most == 1:
                     return first
-                one = Completion(first.token_ids, first.logprobs, finished=False, versions=[])
-                more = await self._rest(server, turn, one, **how)
-                return Part(first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.reason, first=len(first.token_ids))
-        return await self._rest(server, turn, said, **how)
+                more = await call(first.token_ids, most=most - 1)
+                return Part(first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.reason, first=1)
+        return await call(said.token_ids, most=most - num_said)
 
-    async def _rest(self, server: Server, turn: Turn, said: Completion, *, most: int | None = None, label: str, salt: str) -> Part:
-        """At most so many tokens more, else all; what the server has forgotten is sent again."""
-        num = turn.sampling.max_tokens - len(said.token_ids) if most is None else most
+    async def _reminding(self, server: Server, turn: Turn, said: list[int], *, most: int, label: str, salt: str) -> Part:
+        """At most so many tokens more; where the server has forgotten a picture, all of the turn's are sent again."""
         try:
-            return await self._call(server, turn, said, most=num, label=label, salt=salt)
+            return await self._call(server, turn, said, most=most, label=label, salt=salt)
         except _Unknown:
             server.known.difference_update(image.key for image in turn.images)
-            return await self._call(server, turn, said, most=num, label=label, salt=salt)
+            return await self._call(server, turn, said, most=most, label=label, salt=salt)
 
-    async def _call(self, server: Server, turn: Turn, said: Completion, *, most: int, label: str, salt: str) -> Part:
-        asked, began = turn.token_ids + said.token_ids, time.monotonic()
+    async def _call(self, server: Server, turn: Turn, said: list[int], *, most: int, label: str, salt: str) -> Part:
+        asked, began = turn.token_ids + said, time.monotonic()
         body = {
             "token_ids": self._collapsed(asked),
             "content_parts": [await self.shown(image, server) for image in turn.images] or None,
-            "sampling_params": self._params(turn.sampling, len(said.token_ids), most),
+            "sampling_params": self._params(turn.sampling, len(said), most),
             "return_token_ids": True,
             "cache_salt": salt,
         }

@@ -145,14 +145,16 @@ def shown(key: str) -> Image:
 
 
 class Album:
-    """A server that says 7, 8, 9 ... after whatever it is asked, and knows the pictures that it was sent; it has an answer of its own to
-    requests while there are `faults`."""
+    """A server that says 7, 8, 9 ... after whatever it is asked, and knows the pictures that it was sent."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, list[str]]] = []
         """By request: the turn's seed, how many tokens were wanted, and of each picture its key, in capitals where it was sent itself."""
         self.known: set[str] = set()
         self.faults: list[int] = []
+        """What it answers to the next requests instead."""
+        self.forgets = False
+        """All pictures, whenever it has answered."""
 
     def answer(self, path: str, body: dict) -> tuple[int, object]:
         parts, sampling = body["content_parts"] or [], body["sampling_params"]
@@ -163,11 +165,13 @@ class Album:
         self.known |= {part["uuid"] for part in parts if part["url"]}
         if not {part["uuid"] for part in parts} <= self.known:
             return 400, {"error": {"message": "data is not provided and the item is not cached"}}
-        asked, num = body["token_ids"], sampling["max_tokens"]
-        return 200, {"prompt_token_ids": asked} | reply(
+        if self.forgets:
+            self.known.clear()
+        num = sampling["max_tokens"]
+        return 200, reply(
             token_ids=[7 + sampling["extra_args"]["megatron_rl_first"] + place for place in range(num)],
             logprobs={"content": [{"logprob": -1.0}] * num}, weight_versions=[{"version": "mine.3", "start": 0, "end": num}],
-        ) | {"prompt_token_ids": asked}  # fmt: skip
+        ) | {"prompt_token_ids": body["token_ids"]}  # fmt: skip
 
 
 @pytest.fixture
@@ -234,17 +238,20 @@ def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: t
 
 
 def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[Server, Album]) -> None:
-    """At once, all of them, and the server rests: it is asked once. Where it forgets pictures, they are sent again, in the rest of a turn,
-    too."""
+    """At once, all of them, and the server rests: it is asked once."""
     server, seen = album
     seen.faults = [500]
     faults = asking_all(server, [turn_of(seed, "a") for seed in range(3)])
     assert [type(fault) for fault in faults] == [ServerFault] * 3 and len(seen.asked) == 1 and server.endpoint.rest_until > 0
-    server.endpoint.answered()
-    asking_all(server, [turn_of(5, "a")])
-    seen.known.clear()
-    (part,) = asking_all(server, [turn_of(6, "a")])
-    assert part.token_ids == [7, 8, 9, 10] and [keys for seed, _, keys in seen.asked if seed == 6] == [["a"], ["A"]]
+
+
+def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[Server, Album]) -> None:
+    """For the rest of the turn that has just brought it, and for the next one, whole: no more than a request too many for each."""
+    server, seen = album
+    seen.forgets = True
+    parts = [part for seed in range(2) for part in asking_all(server, [turn_of(seed, "a")])]
+    assert [part.token_ids for part in parts] == [[7, 8, 9, 10]] * 2
+    assert [(num, keys) for _, num, keys in seen.asked] == [(1, ["A"]), (3, ["a"]), (3, ["A"]), (4, ["a"]), (4, ["A"])]
 
 
 def test_more_tokens_than_were_asked_for_are_not_believed(stand_in: tuple) -> None:
