@@ -139,6 +139,7 @@ def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, t
     [
         (["--candidates", "9"], "--candidates=9: must be from 2 to the 6 concepts of a split"),
         (["--candidates", "1"], "--candidates=1: must be from 2"),
+        (["--easy-share", "0.9"], "--easy-share=0.9: is of --positive mixed: give that, too"),
         (["--easy-share", "1.5"], "--easy-share=1.5: is a share; give 0 to 1"),
         (["--train-share", "1"], "--train-share=1.0: must lie between 0 and 1"),
         (["--least-concepts", "9"], "no category has 9 concepts"),

@@ -25,6 +25,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROBLEM = "Do the two images show the same {category}, and not only one of the same kind?"
 DISTRACTORS = ("nearest", "random")
 POSITIVES = ("most_dissimilar", "most_similar", "random", "mixed")
+EASY = 0.5
 SPLITS = ("train", "test")
 ANY_CATEGORY = "object"
 SIDE = 8
@@ -145,7 +146,7 @@ class Dealer:
     """Of length 1."""
     num_candidates: int = 3
     positive: str = "most_dissimilar"
-    easy_share: float = 0.5
+    easy_share: float = EASY
     """Of mixed rounds, whose targets are most similar; those of the others are most dissimilar."""
     distractors: str = "nearest"
     cross_share: float = 0.0
@@ -155,6 +156,8 @@ class Dealer:
         num = sum(map(len, self.catalogue.values()))
         require(2 <= self.num_candidates <= num, "--candidates", self.num_candidates, f"must be from 2 to the {num} concepts of a split")
         require(0 <= self.easy_share <= 1, "--easy-share", self.easy_share, "is a share; give 0 to 1")
+        is_used = self.positive == "mixed" or self.easy_share == EASY
+        require(is_used, "--easy-share", self.easy_share, "is of --positive mixed: give that, too")
         require(self.num_candidates <= len(LETTERS), "--candidates", self.num_candidates, f"at most {len(LETTERS)} have letters")
 
     def rounds(self, *, seed: int, queries: int) -> Iterator[Round]:

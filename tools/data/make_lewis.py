@@ -25,6 +25,7 @@ from tools.data.dataset_dict import IMAGE, STRING, STRINGS
 from tools.data.encoders import encoded_by
 from tools.data.lewis_rounds import (
     DISTRACTORS,
+    EASY,
     POSITIVES,
     Catalogue,
     Dealer,
@@ -152,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--candidates", type=int, default=3, metavar="K", help="pictures of a round (default %(default)s)")
     parser.add_argument("--queries", type=int, default=4, metavar="N", help="rounds of a concept at most (default %(default)s)")
     parser.add_argument("--positive", choices=POSITIVES, default=POSITIVES[0], help="which other view is the target (default %(default)s)")
-    parser.add_argument("--easy-share", type=float, default=0.5, help="of mixed: targets that are most similar (default %(default)g)")
+    parser.add_argument("--easy-share", type=float, default=EASY, help="of mixed: targets that are most similar (default %(default)g)")
     parser.add_argument("--distractors", choices=DISTRACTORS, default=DISTRACTORS[0], help="which other concepts (default %(default)s)")
     parser.add_argument("--cross-share", type=float, default=0.0, help="rounds with distractors of other categories (default %(default)g)")
     parser.add_argument("--train-share", type=float, default=0.65, help="concepts of a category for training (default %(default)g)")
