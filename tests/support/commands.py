@@ -212,19 +212,17 @@ def check_executable(script: str) -> None:
 
 def check_own_parser(name: str, start: Callable[[], object], arguments: list[str]) -> None:
     """Runs a script up to the point where its arguments are read."""
-    reads, reads_mixed = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
 
-    def parse_only(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
-        reads(parser, args, namespace)
-        raise Parsed
+    def only(reads: Callable[..., object]) -> Callable[..., None]:
+        def parse_only(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
+            reads(parser, args, namespace)
+            raise Parsed
 
-    def parse_mixed(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
-        reads_mixed(parser, args, namespace)
-        raise Parsed
+        return parse_only
 
     with (
-        patch.object(argparse.ArgumentParser, "parse_args", parse_only),
-        patch.object(argparse.ArgumentParser, "parse_intermixed_args", parse_mixed),
+        patch.object(argparse.ArgumentParser, "parse_args", only(argparse.ArgumentParser.parse_args)),
+        patch.object(argparse.ArgumentParser, "parse_intermixed_args", only(argparse.ArgumentParser.parse_intermixed_args)),
         patch.object(sys, "argv", [name, *arguments]),
         searched_first(ROOT / name),
     ):
