@@ -12,11 +12,10 @@ ability, env_name, index, extra (every other column and every other key of extra
 (published/items.py).
 """
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
+from megatron_rl.data.answers import ANSWER_COLUMNS, reference_answer
 from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Read, Record, Records
@@ -25,16 +24,12 @@ from megatron_rl.types import Example
 
 IMAGE_COLUMNS = ("images", "image", "image_path")
 QUESTION_COLUMNS, MESSAGE_COLUMNS = ("question", "problem"), ("prompt", "messages")
-ANSWER_COLUMNS = ("answer", "solution")
 READ = {
     "id", "data_source", "ability", "env_name", "reward_model", "extra_info", "mm_hint", "system",
     *QUESTION_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS, *IMAGE_COLUMNS,
 }  # fmt: skip
 READ_EXTRA = {"question", "answer", "index"}
 SEES_VIDEOS = "only the code of task=visual_python task.protocol=pyvision sees"
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-"""With braces in braces in it."""
 
 
 class Questions(Sequence[Example]):
@@ -107,7 +102,7 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
     return {
         "question": question,
         "system": system,
-        "answer": _answer(record, extra),
+        "answer": reference_answer(record, extra),
         "images": images,
         "videos": videos,
         **{key: record.text(row.get(key, ""), key) for key in ("data_source", "ability", "env_name")},
@@ -174,30 +169,6 @@ def _shown_in_messages(record: Record, extra: Mapping[str, object]) -> tuple[Sto
         if {"image", "image_url"} & part.keys()
     ]
     return tuple(record.image(value, name) for value in values)
-
-
-def _answer(record: Record, extra: Mapping[str, object]) -> str:
-    model = record.mapping(record.row.get("reward_model", {}), "reward_model")
-    given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
-    found = [value for value in given if value is not None]
-    if not found:
-        raise record.error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
-    if isinstance(found[0], bool):
-        raise record.error("answer", f'is {str(found[0]).lower()}; write the word that a reply should have, "yes" or "no" say')
-    if isinstance(found[0], float) and not math.isfinite(found[0]):
-        raise record.error("answer", f"is {found[0]}, which is no number; leave the row out or give its answer")
-    if not isinstance(found[0], str | int | float):
-        raise record.error("answer", f"must be text or a number, is {type(found[0]).__name__}")
-    answer = unwrapped(record.text(str(found[0]), "answer"))
-    if not answer:
-        raise record.error("answer", "is empty")
-    return answer
-
-
-def unwrapped(text: str) -> str:
-    r"""What the last <answer> block holds, or all of a text without one; of that the last \boxed{}, if there is one."""
-    text = (_TAGGED.findall(text) or [text])[-1]
-    return (_BOXED.findall(text) or [text])[-1].strip()
 
 
 def _videos(record: Record) -> tuple[StoredClip, ...]:

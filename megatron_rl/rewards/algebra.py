@@ -6,9 +6,10 @@ answer. What ends it early (SIGPROF, SIGSEGV, MemoryError) is "undecided". math-
 thread; they are switched off (math-verify 0.9.0, parser.py and utils.py). Only its LaTeX reader is used: the one for plain expressions ends
 in SymPy's parse_expr, which evaluates Python.
 
-What is not asked: texts beyond LONGEST characters, texts with words, codes (`A12`) and quantities (`5 km`). SymPy reads letters as a
-product: `listen` would equal `silent`, and `A12` would equal `12A`. math-verify's removal of units is switched off: `5 km` would equal
-`5 m`, and `x + 2t` would equal `x + 2`.
+Both sides are written as LaTeX first (typed_math.py). What is not asked: texts beyond LONGEST characters, texts with words, codes
+(`A12`), times, dates and other labels of digits (labels.py), quantities (`5 km`), statements about numbers alone (`1=1`). SymPy reads
+letters as a product: `listen` would equal `silent`, and `A12` would equal `12A`. math-verify's removal of units is switched off: `5 km`
+would equal `5 m`, and `x + 2t` would equal `x + 2`.
 """
 
 import asyncio
@@ -26,6 +27,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from megatron_rl.rewards.labels import digit_label
+from megatron_rl.rewards.typed_math import to_latex
 from megatron_rl.types import LastingFault
 
 LONGEST = 200
@@ -38,6 +41,7 @@ ANSWER_S = 300.0
 """What a helper may take for an answer, its own start with it; one that is silent longer hangs, and another takes its place."""
 TRIES = 2
 """Helpers that a question may meet; the last one's end is a LastingFault."""
+SHARE = 1e-6
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
     ("1/2", "50%"),
@@ -57,6 +61,13 @@ _JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s
 """A letter before a digit (`A12`, `No 7`), or a number before a number (math-verify adds the two: `1 2` would be 3, and `1 1/2` 1)."""
 _SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])")
 """A sum, difference or inequality, which codes and quantities are not; a sign at the front makes none."""
+_UNREADABLE = re.compile(r"[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|(?:\A|[^A-Za-z}\]_^\\])\{[^{}]*\}\s*[{\d]|\d\s*\{")
+"""Two signs in a row, a ratio or a time inside of something else, a number with an index (`101_2`, which math-verify reads as 101), groups
+in a row (`{3}{3}`, which it adds)."""
+_FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
+"""Of numbers alone (`1=1`, `3>2`): math-verify takes any two true statements, and any two false ones, for the same."""
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
 """Letters that stand behind a number as variables and not as a unit: `3x`, `2ab`."""
 
@@ -73,7 +84,7 @@ class Algebra:
         """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises LastingFault."""
         if not (is_mathematics(truth) and is_mathematics(answer)):
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, truth, answer)
+        return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, to_latex(truth), to_latex(answer))
 
     def _ask(self, truth: str, answer: str) -> bool | None:
         reasons: list[OSError] = []
@@ -122,9 +133,15 @@ def _reply(helper: subprocess.Popen[str], question: str) -> bool | None:
 
 
 def is_mathematics(text: str) -> bool:
-    r"""Short, with a digit or a LaTeX command, no label, without words (three letters that are no `\command`), inner dollars or lines."""
-    inside = text.strip().strip("$")
-    if len(text) > LONGEST or set(inside) & set("$\n?") or not re.search(r"\d|\\[A-Za-z]", inside):
+    r"""Return whether a text is mathematics and nothing else.
+
+    It is short, has a digit or a LaTeX command, is no label and no statement about numbers alone, and is without words (three letters that
+    are no `\command`), inner dollars and lines.
+    """
+    inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() else ""
+    if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or digit_label(text) or _UNREADABLE.search(inside):
+        return False
+    if _RELATION.search(inside) and not re.search("[A-Za-z]", _COMMAND.sub("", inside)):
         return False
     return not any(len(letters) > 2 for letters in _LETTERS.findall(inside)) and not _is_label(inside)
 
@@ -161,7 +178,17 @@ def _verify(truth: str, answer: str) -> int:
     read = [parse(_quoted(text), reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
     if not all(read):
         return _UNDECIDED
-    return _RIGHT if verify(*read, timeout_seconds=None) else _WRONG
+    is_same = all(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in (read, read[::-1]))
+    return _RIGHT if is_same and not _differ_by_a_share(read[0][0], read[1][0]) else _WRONG
+
+
+def _differ_by_a_share(truth: object, answer: object) -> bool:
+    """Whether two numbers differ by more than SHARE of the larger: math-verify rounds to six places, where 1e-7 equals 2e-7."""
+    from sympy import Abs, Expr, Max
+
+    if not all(isinstance(side, Expr) and side.is_number and side.is_finite for side in (truth, answer)):
+        return False
+    return bool(Abs(truth - answer).evalf() > SHARE * Max(Abs(truth), Abs(answer)).evalf())
 
 
 def _quoted(text: str) -> str:

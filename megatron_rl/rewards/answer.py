@@ -5,49 +5,41 @@ Every rule works on the extracted answer: what a reply says on the way to it is 
 linear in their length.
 """
 
-import re
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
+from megatron_rl.data.answer_text import BOX, balanced, comparison_form, count_boxes, last_boxed, unboxed
+from megatron_rl.data.answers import LONGEST_ANSWER, PROTOCOL_TAG
+from megatron_rl.rewards.labels import same_label
+from megatron_rl.rewards.multiple_choice import options_in, same_choice
+from megatron_rl.rewards.numbers import number, same_number, same_numbers
 from megatron_rl.rewards.rubric import Outcome, Veto
 
 Read = Callable[[str], str | None]
 """The answer in an episode's last reply, or None where it has none in the format asked for."""
-LONGEST = 1000
-"""An answer of so many characters or more is void."""
 NUMERIC_SOURCES = ("vsi_numerical", "rule_verifiable")
 """Data sources with one of these names, or a name that ends in one, are scored by mean relative accuracy."""
 THRESHOLDS = tuple(Fraction(percent, 100) for percent in range(50, 100, 5))
 """Those of mean relative accuracy: 0.50, 0.55, ..., 0.95 (Yang et al. 2024, "Thinking in Space", section 3)."""
-_OPEN, _CLOSE, BOX = "<answer>", "</answer>", "\\boxed{"
-_TAG = re.compile(r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\boxed|<\|", re.IGNORECASE)
-_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)", re.ASCII)
-_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[:)])(?:\s|\Z)|([A-Z])\.?\Z")
-_BARE = re.compile(r"\([A-Z]\)|[A-Z][.:)]?")
-_OPTION = re.compile(r"(?:^|[\s(])([A-Z])[.:)]\s*\S", re.MULTILINE)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def strict_boxed(reply: str) -> str | None:
     r"""The inside of `<answer>\n\boxed{...}\n</answer>`, its braces balanced and nothing else between the tags. The last one counts."""
     _, found, body = _spoken(reply).rpartition(f"{_OPEN}\n{BOX}")
-    inside = _balanced(body) if found else None
+    inside = balanced(body) if found else None
     return inside if inside is not None and body[len(inside) :].startswith(f"}}\n{_CLOSE}") else None
 
 
 def tagged(reply: str) -> str | None:
-    r"""What the last <answer> block behind the last </think> holds, out of \boxed{}; without a block, what the last \boxed{} holds."""
+    r"""Return what the last <answer> block behind the last </think> holds, out of \boxed{}; without a block what the last box holds.
+
+    A reply without either may end as GSM8K's solutions do: `#### 18`.
+    """
     spoken = _spoken(reply)
     blocks = _blocks(spoken)
-    if blocks:
-        return unboxed(blocks[-1].strip())
-    _, found, body = spoken.rpartition(BOX)
-    return _balanced(body) if found else None
-
-
-def unboxed(text: str) -> str:
-    r"""\boxed{x} -> x; anything else stays."""
-    inside = _balanced(text.removeprefix(BOX)) if text.startswith(BOX) else None
-    return inside if inside is not None and len(inside) + len(BOX) + 1 == len(text) else text
+    return unboxed(blocks[-1].strip()) if blocks else last_boxed(spoken)
 
 
 def last_reply(outcome: Outcome) -> str:
@@ -58,48 +50,23 @@ def vetoes(read: Read) -> dict[str, Veto]:
     """What makes an answer void, whatever it says: it takes every bonus with it."""
 
     def long_answer(outcome: Outcome) -> bool:
-        return len(read(last_reply(outcome)) or "") >= LONGEST
+        return len(read(last_reply(outcome)) or "") >= LONGEST_ANSWER
 
     def two_answers(outcome: Outcome) -> bool:
         spoken = _spoken(last_reply(outcome))
-        marks = (_OPEN, _CLOSE) if _OPEN in spoken or _CLOSE in spoken else (BOX,)
-        return any(spoken.count(mark) > 1 for mark in marks)
+        if _OPEN in spoken or _CLOSE in spoken:
+            return max(spoken.count(_OPEN), spoken.count(_CLOSE)) > 1
+        return count_boxes(spoken) > 1
 
     def tags_in_answer(outcome: Outcome) -> bool:
-        return _TAG.search(read(last_reply(outcome)) or "") is not None
+        return PROTOCOL_TAG.search(read(last_reply(outcome)) or "") is not None
 
     return {"long_answer": long_answer, "two_answers": two_answers, "tags_in_answer": tags_in_answer}
 
 
 def same_text(truth: str, answer: str) -> bool:
-    """Equal but for case, white space, enclosing quotation marks or dollars, and a full stop at the end."""
-    return _plain(truth) == _plain(answer) != ""
-
-
-def choice(text: str) -> str | None:
-    """The letter of `B`, `(B)`, `B.`, `B) a dog`; None for anything else (`B. Obama` is a name), and where the rest names a letter."""
-    found = _CHOICE.match(text.strip())
-    if not found or re.search(r"\b[A-Z]\b", text.strip()[found.end() :]):
-        return None
-    return next(letter for letter in found.groups() if letter)
-
-
-def same_choice(truth: str, answer: str) -> bool | None:
-    """Whether both choose the same letter; None where one chooses none, or where neither is the bare letter and their words differ."""
-    choices = choice(truth), choice(answer)
-    if None in choices:
-        return None
-    if any(_BARE.fullmatch(text.strip()) for text in (truth, answer)):
-        return choices[0] == choices[1]
-    words = [_CHOICE.sub("", text.strip(), count=1) for text in (truth, answer)]
-    return True if choices[0] == choices[1] and same_text(*words) else None
-
-
-def number(text: str) -> Fraction | None:
-    """The one number of a text (`1,250.5 cm`, `about .5`); None with more digits beside it (`3 or 4`, `1e9`) or over 30 characters."""
-    found = _NUMBER.search(text)
-    alone = found and len(found[0]) <= 30 and not re.search(r"\d", text[: found.start()] + text[found.end() :])
-    return Fraction(found[0].replace(",", "")) if found and alone else None
+    """Return whether both are the same words: but for case, style, white space, enclosing quotation marks, a full stop at the end."""
+    return comparison_form(truth) == comparison_form(answer) != ""
 
 
 def relative_accuracy(truth: str, answer: str) -> float:
@@ -118,26 +85,17 @@ def relative_accuracy(truth: str, answer: str) -> float:
     return sum(error < 1 - threshold for threshold in THRESHOLDS) / len(THRESHOLDS)
 
 
-def lists_options(question: str) -> bool:
-    """A question that names at least its options A and B, as `A. red`, `(A) red`, `A) red` or `A: red`."""
-    return {"A", "B"} <= set(_OPTION.findall(question))
-
-
 def decide(truth: str, answer: str, *, question: str = "") -> bool | None:
-    """What the words alone decide: equal texts are right; of choices (same_choice) and of two whole numbers, equal ones; else None.
+    """Return what the texts alone decide, None where mathematics or a judge has to.
 
-    Where the question lists options `B. red` is a choice too, which is otherwise read like `B. Obama`.
+    Equal texts are right; of two choices (with the options that the question lists), two labels of digits such as times and dates, two
+    numbers and two lists of numbers the same ones are.
     """
     if same_text(truth, answer):
         return True
-    if lists_options(question):
-        truth, answer = (re.sub(r"^([A-Z])\.(?=\s)", r"\1)", text.strip()) for text in (truth, answer))
-    chosen = same_choice(truth, answer)
-    if chosen is not None:
-        return chosen
-    if _is_whole(truth) and _is_whole(answer):
-        return number(truth) == number(answer)
-    return None
+    options = options_in(question)
+    rules = (partial(same_choice, options=options), same_label, same_number, same_numbers)
+    return next((verdict for rule in rules if (verdict := rule(truth, answer)) is not None), None)
 
 
 def _spoken(reply: str) -> str:
@@ -148,21 +106,3 @@ def _blocks(spoken: str) -> list[str]:
     """Bodies between the tags, by their closings: every body reaches back to the opening before it, whatever tags it holds."""
     pieces = spoken.split(_CLOSE)[:-1]
     return [piece.partition(_OPEN)[2] for piece in pieces if _OPEN in piece]
-
-
-def _balanced(body: str) -> str | None:
-    r"""Text up to the brace that closes one opened before it; an escaped brace (`\{`) is no brace."""
-    depth = 1
-    for token in re.finditer(r"\\.|[{}]", body, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
-        if depth == 0:
-            return body[: token.start()]
-    return None
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split()).strip("\"'`$").rstrip(".").strip()
-
-
-def _is_whole(text: str) -> bool:
-    return number(text) is not None and re.fullmatch(r"[-+]?[0-9,]+", text.strip()) is not None

@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from megatron_rl.rewards.answer import THRESHOLDS, choice, number, same_text
+from megatron_rl.rewards.answer import THRESHOLDS, same_text
+from megatron_rl.rewards.multiple_choice import choice
+from megatron_rl.rewards.numbers import number
 
 Rule = Callable[[str, str, Mapping[str, object]], float | None]
 """(truth, answer, what the benchmark scores by) -> from 0 to 1, or None."""

@@ -5,7 +5,8 @@ Counts follow DeepEyes (format 0 or -1, an image that came back) and CodeV (form
 
 import re
 
-from megatron_rl.rewards.answer import LONGEST, tagged
+from megatron_rl.data.answers import LONGEST_ANSWER
+from megatron_rl.rewards.answer import tagged
 from megatron_rl.rewards.rubric import Outcome
 
 RED_LINE = -1.0
@@ -27,7 +28,7 @@ async def deepeyes_format(outcome: Outcome) -> float:
     text = "\n".join(outcome.replies)
     spoken = text.rpartition("</think>")[2]
     paired = _paired(text, "think") and _paired(text, "|vision_start|", "|vision_end|") and _paired(spoken, "answer")
-    return 0.0 if paired and len(tagged(spoken) or "") < LONGEST else -1.0
+    return 0.0 if paired and len(tagged(spoken) or "") < LONGEST_ANSWER else -1.0
 
 
 async def codev_format(outcome: Outcome) -> float:

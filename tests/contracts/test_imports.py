@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "batch": {"minibatches", *DATA},
     "gallery": DATA,
     "noted": {"algo", "batch", *DATA},
-    "rewards": {"servers", "types", "config"},
+    "rewards": {"data", "servers", "types", "config"},
     "published": {"data", "types", "config"},
     "tasks": {"data", "jsonl", "published", "rewards", "types", "config"},
     "data": {"types", "config"},

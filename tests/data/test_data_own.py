@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 
 from megatron_rl.config import ColumnSettings
-from megatron_rl.data.questions import open_questions, questions, unwrapped
+from megatron_rl.data.answers import unwrapped
+from megatron_rl.data.questions import open_questions, questions
 from megatron_rl.data.survey import survey
 from megatron_rl.types import Example
 from tests.support.tables import png, write

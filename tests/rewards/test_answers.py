@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards import answer as answers
-from megatron_rl.rewards.answer import choice, decide, number, relative_accuracy, same_text, strict_boxed, tagged, unboxed, vetoes
+from megatron_rl.rewards.answer import decide, relative_accuracy, same_text, strict_boxed, tagged, unboxed, vetoes
+from megatron_rl.rewards.multiple_choice import choice
+from megatron_rl.rewards.numbers import number
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
@@ -105,7 +107,7 @@ def test_two_boxes_without_tags_are_two_answers() -> None:
     [
         *[("B", "B"), ("(B)", "B"), ("B.", "B"), ("B) a dog", "B"), ("(C) two dogs", "C"), (" D: ", "D"), ("B. not C", None)],
         *[("A dog", None), ("b", None), ("AB", None), ("B or C", None), ("(B", None), ("", None), ("B. Vitamin C", None)],
-        *[("B)", "B"), ("B: red", "B"), ("B. Obama", None), ("C. elegans", None), ("(B).", None)],
+        *[("B)", "B"), ("B: red", "B"), ("B. Obama", None), ("C. elegans", None), ("(B).", "B"), ("(b)", "B"), ("b)", "B"), ("[B]", "B")],
     ],
 )
 def test_choice(text: str, expected: str | None) -> None:
@@ -125,7 +127,7 @@ def test_choice(text: str, expected: str | None) -> None:
         ("1,23", None),
         ("\u0663", None),
         ("3 or 4", None),
-        ("1e9", None),
+        ("1e9", 10**9),
         ("2^3", None),
         ("1.2.3", None),
         ("none", None),
@@ -187,7 +189,7 @@ def test_relative_accuracy(truth: str, answer: str, expected: float) -> None:
         ("(B) red", "(C) red", None),
         ("1,000", "1000", True),
         ("12", "13", False),
-        ("12", "12.0", None),
+        ("12", "12.0", True),
         ("12", "twelve", None),
         ("red", "not red", None),
         ("red", "", None),

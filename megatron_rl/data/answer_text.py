@@ -1,0 +1,152 @@
+r"""Text forms of answers: one normalization for reference answers and replies, and what stands inside \boxed{...}.
+
+Both sides of every comparison pass through `normalize`. It changes how a text is written and never which number, letter or word it
+is: Unicode forms, invisible characters, quotation marks, minus signs, and the LaTeX and Markdown commands that only set a style.
+Every function takes time linear in the length of its text.
+"""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+BOX = "\\boxed{"
+_BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
+"""The last line of a GSM8K solution."""
+_IGNORABLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0"
+    "\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+"""Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0) and interlinear annotations."""
+_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u2018\u2019\u201a\u201b\u02b9\u02bc\u02c8\u2032\u2035\u00b4", "'")
+    | dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033\u2036\u301d\u301e\u301f", '"')
+    | dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2043\u02d7\u2796", "-")
+    | {"\u2044": "/", "\u2215": "/", "\u29f8": "/", "\u2236": ":", "\u02d0": ":", "\u2795": "+"}
+)
+_RAISED = {**{chr(code): digit for code, digit in zip((0x2070, 0xB9, 0xB2, 0xB3, *range(0x2074, 0x207A)), "0123456789", strict=True)}}
+_RAISED |= {"\u207a": "+", "\u207b": "-", "\u207d": "(", "\u207e": ")", "\u207f": "n", "\u2071": "i"}
+_LOWERED = {chr(0x2080 + digit): str(digit) for digit in range(10)} | {"\u208a": "+", "\u208b": "-", "\u208d": "(", "\u208e": ")"}
+_SCRIPTS = re.compile(f"(?P<raised>[{''.join(_RAISED)}]+)|(?P<lowered>[{''.join(_LOWERED)}]+)")
+_FRACTION = re.compile("(?:(?P<whole>\\d)\\s?)?(?P<fraction>[\u00bc-\u00be\u2150-\u215e\u2189])")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[\u2009\u202f]|\\,|\{,\})\d{3})+(?![\d,])")
+_TEXT_COMMANDS = {
+    "text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "textsc", "textmd", "textup", "mathrm", "mathbf", "mathit",
+    "mathsf", "mathtt", "mathnormal", "operatorname", "emph", "underline", "boldsymbol", "bm", "pmb", "mbox", "hbox", "displaystyle",
+    "textstyle", "rm", "bf", "it", "sf", "tt",
+}  # fmt: skip
+_LATEX = re.compile(r"\\([A-Za-z]+)\*?\s*|\\.|[{}]|[^\\{}]+|\\", re.DOTALL)
+_SPACE = re.compile(r"\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~|\s")
+_BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[{*])")
+_SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
+_ESCAPED = re.compile(r"\\([$%&#_])")
+_FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_\{?(\d+)\}?")
+"""Of `h_2o`, which is `h2o`."""
+_GROUP = re.compile(r"\{([^{},;]+)\}")
+_ENCLOSING = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"))
+_QUOTES = (('"', '"'), ("'", "'"))
+
+
+def normalize(text: str) -> str:
+    r"""Return the text in the one form in which answers are compared: on one line, letters of either case as they are.
+
+    Example: `\text{Yes}`, `**Yes**` and `\u201cYes\u201d` -> `Yes`, `Yes` and `"Yes"`; `\u22125` (a minus sign) -> `-5`;
+    `5\u00b2` -> `5^2`; `1\u00bd` -> `1\frac{1}{2}`; `10{,}000` -> `10,000` -> as it is; `10\,000` -> `10000`.
+    """
+    text = _THOUSANDS.sub(_join_thousands, text)
+    text = _SCRIPTS.sub(_write_script, _FRACTION.sub(_write_fraction, text.translate(_CHARACTERS)))
+    text = _IGNORABLE.sub("", unicodedata.normalize("NFKC", text)).translate(_CHARACTERS)
+    if "\\" in text or "~" in text:
+        text = _SPACE.sub(" ", _without_text_commands(text))
+    text = _SINGLE_SCRIPT.sub(r"\1\2", _BOLD.sub(r"\1", text))
+    return _strip_enclosing(" ".join(text.split()), _ENCLOSING)
+
+
+def comparison_form(text: str) -> str:
+    """Return the form in which words are compared: without case, quotation marks and dollars around it, and a full stop at the end."""
+    text = unicodedata.normalize("NFKC", _ESCAPED.sub(r"\1", normalize(text)).casefold())
+    return (
+        _strip_enclosing(_FORMULA_INDEX.sub(r"\1", text).strip("$ ").rstrip(".\u3002 "), (*_ENCLOSING, *_QUOTES))
+        .strip("$ ")
+        .rstrip(".\u3002")
+    )
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the inside of the last \boxed{...} or \fbox{...}, without one what the last line says behind `####`; else None."""
+    starts = [found.end() for found in _BOX_START.finditer(text)]
+    if starts:
+        return balanced(text[starts[-1] :])
+    final = _FINAL_LINE.search(text)
+    return final[1] if final else None
+
+
+def unboxed(text: str) -> str:
+    r"""Return x for a text that is all `\boxed{x}` or `\fbox{x}`; any other text as it is."""
+    found = _BOX_START.match(text)
+    inside = balanced(text[found.end() :]) if found else None
+    return inside if found and inside is not None and found.end() + len(inside) + 1 == len(text) else text
+
+
+def count_boxes(text: str) -> int:
+    """Return how many boxes a text opens."""
+    return len(_BOX_START.findall(text))
+
+
+def balanced(body: str) -> str | None:
+    r"""Return the text up to the brace that closes one opened before it; an escaped brace (`\{`) is no brace. None: none closes it."""
+    depth = 1
+    for token in re.finditer(r"\\.|[{}]", body, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return body[: token.start()]
+    return None
+
+
+def _join_thousands(found: re.Match[str]) -> str:
+    separator = "," if "{,}" in found[0] else ""
+    return re.sub(r"[\u2009\u202f]|\\,|\{,\}", separator, found[0])
+
+
+def _write_script(found: re.Match[str]) -> str:
+    mark, table = ("^", _RAISED) if found["raised"] else ("_", _LOWERED)
+    return f"{mark}{{{''.join(table[character] for character in found[0])}}}"
+
+
+def _write_fraction(found: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", found["fraction"]).partition("\u2044")
+    return f"{found['whole']}\\frac{{{above}}}{{{below}}}" if found["whole"] else f"{above}/{below}"
+
+
+def _without_text_commands(text: str) -> str:
+    """Drop commands that only set a style, with the braces of their arguments."""
+    pieces: list[str] = []
+    is_dropped: list[bool] = []  # of each open brace
+    is_argument = False
+    for token in _LATEX.finditer(text):
+        found, command = token[0], token[1]
+        if command in _TEXT_COMMANDS:
+            if pieces and re.search(r"\\[A-Za-z]+\Z", pieces[-1]):
+                pieces.append(" ")  # \circ\text{C} is not \circC
+            is_argument = True
+            continue
+        if found == "{":
+            is_dropped.append(is_argument)
+        is_kept = found not in "{}" or not (is_argument if found == "{" else is_dropped and is_dropped.pop())
+        pieces += [found] if is_kept else []
+        is_argument = False
+    return "".join(pieces)
+
+
+def _strip_enclosing(text: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Strip pairs of marks around the whole text, at most four deep."""
+    for _ in range(4):
+        group = _GROUP.fullmatch(text)
+        inner = group[1].strip() if group else text
+        for start, end in pairs:
+            if len(inner) > len(start) + len(end) and inner.startswith(start) and inner.endswith(end):
+                inner = inner[len(start) : -len(end)].strip()
+        if inner == text:
+            break
+        text = inner
+    return text

@@ -1,0 +1,85 @@
+r"""The reference answer of a row, in the form in which a reply can match it.
+
+It is text or a number: of a solution what the last <answer> block holds, of that the last \boxed{...} or \fbox{...}, or what GSM8K's
+last line says behind `####`. A number keeps its decimal form. A reference that no reply can match is refused.
+"""
+
+import datetime
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+
+import numpy as np
+
+from megatron_rl.data.answer_text import comparison_form, last_boxed
+from megatron_rl.data.images import shortened
+from megatron_rl.data.records import Record
+
+ANSWER_COLUMNS = ("answer", "solution")
+LONGEST_ANSWER = 1000
+"""A reply's answer of so many characters or more is void (rewards/answer.py), and so is one with a tag of an agent's protocol."""
+PROTOCOL_TAG = re.compile(
+    r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\(?:boxed|fbox)|<\|", re.IGNORECASE
+)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def reference_answer(record: Record, extra: Mapping[str, object]) -> str:
+    """Return the row's reference answer. ValueError, with file, row and remedy: it has none, or one that no reply can match."""
+    model = record.mapping(record.row.get("reward_model", {}), "reward_model")
+    given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
+    found = [value for value in given if value is not None]
+    if not found:
+        raise record.error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
+    answer = unwrapped(record.text(_as_text(record, found[0]), "answer"))
+    if not answer:
+        raise record.error("answer", "is empty")
+    if reason := unmatchable_reason(answer):
+        raise record.error("answer", f"{shortened(repr(answer))} {reason}")
+    return answer
+
+
+def unwrapped(text: str) -> str:
+    """Return what the last <answer> block holds, or all of a text without one; of that the last box or GSM8K's last line, if it has one."""
+    text = (_TAGGED.findall(text) or [text])[-1]
+    boxed = last_boxed(text)
+    return (text if boxed is None else boxed).strip()
+
+
+def unmatchable_reason(answer: str) -> str:
+    """Return why no reply can match a reference answer, nothing where one can."""
+    if len(answer) >= LONGEST_ANSWER:
+        return f"has {len(answer)} characters, and a reply's answer may have {LONGEST_ANSWER - 1}; write the short answer alone"
+    if tag := PROTOCOL_TAG.search(answer):
+        return f"holds {tag[0]}, which makes a reply's answer void; write the answer without tags and boxes"
+    if not comparison_form(answer):
+        return "is nothing but punctuation, which is not compared; write a word or a number"
+    return ""
+
+
+def _as_text(record: Record, value: object) -> str:
+    if isinstance(value, bool):
+        raise record.error("answer", f'is {str(value).lower()}; write the word that a reply should have, "yes" or "no" say')
+    if isinstance(value, float | Decimal):
+        if not math.isfinite(value):
+            raise record.error("answer", f"is {value}, which is no number; leave the row out or give its answer")
+        return decimal_text(value)
+    if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
+        return value.isoformat()
+    if not isinstance(value, str | int):
+        raise record.error("answer", f"must be text or a number, is {type(value).__name__}; write it as text, as a reply should have it")
+    return str(value)
+
+
+def decimal_text(value: float | Decimal) -> str:
+    """Return a number without an exponent, in the fewest digits that stand for it: 1e-05 -> 0.00001, 1e+22 -> 10000000000000000000000.
+
+    A float that is a float32 widened, as Parquet's are, has float32's digits: 0.10000000149011612 -> 0.1.
+    """
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    with np.errstate(over="ignore"):
+        narrow = np.float32(value)
+    is_widened = float(narrow) == value and len(str(narrow)) < len(repr(value))
+    return format(Decimal(str(narrow) if is_widened else repr(value)), "f")

@@ -1,0 +1,104 @@
+"""Multiple choice: the options that a question lists, and the letters that a text chooses.
+
+Of the right choice its letter, its letter with its text, its text alone and its place in the list (from 1) are accepted; several letters
+are a set.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.data.answer_text import comparison_form, normalize
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LONGEST_CHOICE = 200
+"""Characters of a text that is looked at as several letters."""
+_CHOICE = re.compile(r"(?:[(\[]([A-Za-z])[)\]][.:]?|([A-Z])[:)]|([a-z])\))(?:\s|\Z)|([A-Z])\.?\Z")
+_MARK = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)]\s*(?=\S)", re.MULTILINE)
+_LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
+_ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
+_BETWEEN = re.compile(r"\s*(?:[,;&/+]\s*(?:and\s)?|\s(?:and\s)?)\s*")
+_DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
+
+
+def options_in(question: str) -> dict[str, str]:
+    """Return the options that a question lists, by letter: A, B, C and so on without a gap, as `A. red`, `(A) red`, `A) red` or `A: red`.
+
+    Empty where it does not list A and B. An option's text ends where the next one begins, or with its line.
+    """
+    marks: list[re.Match[str]] = []
+    for mark in _MARK.finditer(question):
+        if len(marks) < len(LETTERS) and mark[1] == LETTERS[len(marks)]:
+            marks.append(mark)
+    ends = [*(mark.start() for mark in marks[1:]), len(question)]
+    texts = [_LAST_WORD.sub("", question[mark.end() : end].partition("\n")[0]) for mark, end in zip(marks, ends, strict=False)]
+    return dict(zip(LETTERS, texts, strict=False)) if len(marks) > 1 else {}
+
+
+def choice(text: str) -> str | None:
+    """Return the letter of `B`, `(B)`, `B.`, `(b)`, `B) a dog`; None for other texts (`B. Obama`), and where the rest names a letter."""
+    text = normalize(text)
+    found = _CHOICE.match(text)
+    if not found or re.search(r"(?<!\w)[A-Z](?!\w)", text[found.end() :]):
+        return None
+    return next(letter for letter in found.groups() if letter).upper()
+
+
+def choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
+    """Return the letters of `A, C`, `(A) and (C)`, `A C`; of `AC`, too, where options are known and have these letters."""
+    text = normalize(text) if len(text) <= LONGEST_CHOICE else ""
+    text = text.removesuffix(".").removeprefix("\\{").removesuffix("\\}").strip("{}[] ")
+    if options and re.fullmatch(r"[A-Z]{2,}", text) and len(set(text)) == len(text) and set(text) <= options.keys():
+        return frozenset(text)
+    if text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
+        text = text[1:-1]
+    found = [_ONE_OF_SEVERAL.fullmatch(part) for part in _BETWEEN.split(text)]
+    if len(found) < 2 or None in found:
+        return None
+    return frozenset(next(letter for letter in each.groups() if letter).upper() for each in found if each)
+
+
+def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = None) -> bool | None:
+    """Return whether both choose the same; None where one chooses nothing, or where neither is a bare letter and their words differ.
+
+    `options` are those of the question: a text then chooses by being an option's, and `B. red` is a choice, which is otherwise read like
+    `B. Obama`. A number that is the text of no option is the place of one in the list.
+    """
+    options = options or {}
+    wanted = _chosen(truth, options)
+    given = _chosen(answer, options) or _chosen_by_place(answer, options)
+    if wanted is None or given is None:
+        return None
+    if wanted.is_bare or given.is_bare:
+        return wanted.letters == given.letters
+    return True if wanted == given else None
+
+
+@dataclass(slots=True, frozen=True)
+class _Chosen:
+    letters: frozenset[str]
+    words: str = ""
+    """Behind the letter."""
+
+    @property
+    def is_bare(self) -> bool:
+        return not self.words
+
+
+def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
+    if several := choice_set(text, options):
+        return _Chosen(several)
+    text = normalize(text)
+    marked = _DOTTED.sub(r"\1)", text, count=1) if options else text
+    if letter := choice(marked):
+        return _Chosen(frozenset(letter), comparison_form(_CHOICE.sub("", marked, count=1)))
+    form = comparison_form(text)
+    named = [letter for letter, option in options.items() if comparison_form(option) == form != ""]
+    return _Chosen(frozenset(named)) if len(named) == 1 else None
+
+
+def _chosen_by_place(text: str, options: Mapping[str, str]) -> _Chosen | None:
+    place = normalize(text).removesuffix(".").strip("()")
+    is_place = place.isascii() and place.isdigit() and len(place) < 3 and 0 < int(place) <= len(options)
+    is_place = is_place and not any(re.search(r"\d", option) for option in options.values())
+    return _Chosen(frozenset(LETTERS[int(place) - 1])) if is_place else None

@@ -1,0 +1,155 @@
+"""Numbers in answers: the one number of a text, a text that is a number and nothing else, and lists of such.
+
+A number whose sign or exponent cannot be read is no number. Values are exact; texts are normalized first (data/answer_text.py), so that
+every minus sign, full-width digit and thin space is read alike.
+"""
+
+import re
+from collections import Counter
+from decimal import ROUND_HALF_UP, Decimal
+from fractions import Fraction
+
+from megatron_rl.data.answer_text import normalize
+
+LONGEST_NUMBER = 30
+"""Characters of a number that is read out of a text."""
+ROUNDED_DIGITS = 6
+"""A decimal of at least so many digits equals a longer one that rounds to it."""
+_DIGITS = r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
+_EXPONENT = r"[-+]?\d{1,2}"
+_TEN_TO_THE = rf"10\s*\^\s*(?:\{{\s*({_EXPONENT})\s*\}}|\(\s*({_EXPONENT})\s*\)|({_EXPONENT}))"
+_TIMES = r"\s*(?:[xX*\xd7\u22c5\xb7]|\\times|\\cdot)\s*"
+_VALUE = re.compile(rf"{_DIGITS}(?:[eE]({_EXPONENT})(?!\w)|{_TIMES}{_TEN_TO_THE})?", re.ASCII)
+_POWER_OF_TEN = re.compile(_TEN_TO_THE, re.ASCII)
+_FRACTION = re.compile(r"(\d{1,30})\s*/\s*(\d{1,30})|\\[dt]?frac\{(\d{1,30})\}\{(\d{1,30})\}", re.ASCII)
+_LEADING_ZERO = re.compile(r"0\d")
+_SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative)|plus|positive)\Z", re.IGNORECASE)
+_PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
+_UNREADABLE_BEFORE = re.compile(r"(?:[\xb1\u2213<>\u2264\u2265\u2260^_/*\u221a\u221b!]|\\(?!approx|sim)[A-Za-z]+\{?)\Z")
+_UNREADABLE_AFTER = re.compile(r"\s*(?:[\^_*/\xd7\u22c5]|[eEkKMB](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|\u221e)")
+_UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
+_SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
+
+
+def number(text: str) -> Fraction | None:
+    """Return the one number of a text; None where there is another digit, or where its sign or exponent cannot be read.
+
+    Example: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`, `+-5`, `A-5`, `5k`, `< 5` are none.
+    """
+    text = normalize(text)
+    found = _VALUE.search(text)
+    if found is None or len(found[0]) > LONGEST_NUMBER:
+        return None
+    before, after = text[: found.start()], _UNIT_POWER.sub("", text[found.end() :])
+    sign = _sign_at_end(before)
+    if sign is None or re.search(r"\d", before + after, re.ASCII) or _UNREADABLE_AFTER.match(after):
+        return None
+    scale = _SCALE.match(after)
+    return sign * _value_of(found) * (_SCALES[scale[1].casefold()] if scale else 1)
+
+
+def exact_number(text: str) -> Fraction | None:
+    """Return the value of a text that is a number and nothing else: `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5`, `7.`.
+
+    A whole number with a leading zero is a code and no number (labels.py).
+    """
+    sign, literal = _signed_literal(text)
+    if power := _POWER_OF_TEN.fullmatch(literal):
+        return sign * _ten_to_the(power.groups())
+    found = _VALUE.fullmatch(literal)
+    return None if found is None or _LEADING_ZERO.match(literal) else sign * _value_of(found)
+
+
+def same_number(truth: str, answer: str) -> bool | None:
+    """Return whether two texts are numbers of the same value; None where one is not a number and nothing else.
+
+    A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593 and 3.14159265.
+    """
+    wanted, given = exact_number(truth), exact_number(answer)
+    if wanted is None or given is None:
+        return None
+    return wanted == given or _is_rounding(truth, answer) or _is_rounding(answer, truth)
+
+
+def same_numbers(truth: str, answer: str) -> bool | None:
+    """Return whether two lists of numbers are the same; None where one is no list, or where their brackets mean different things.
+
+    In braces the order and repetitions do not count; without brackets on both sides the order does not count; else both do.
+    """
+    (kind, wanted), (other_kind, given) = _list_of(truth), _list_of(answer)
+    if not wanted or not given or "{}" in {kind, other_kind} - {"", "{}"} or len(wanted) == len(given) == 1:
+        return None
+    kinds = {kind, other_kind}
+    if "{}" in kinds:
+        return set(wanted) == set(given) if kinds <= {"{}", ""} else None
+    if kinds == {""}:
+        return Counter(wanted) == Counter(given)
+    return wanted == given if len(kinds - {""}) == 1 else None
+
+
+def _sign_at_end(before: str) -> int | None:
+    """Return the sign of a number behind this text, None where it has one that cannot be read."""
+    body = before.rstrip(" $\u20ac\xa3\xa5([")
+    if not body:
+        return 1
+    if body[-1] in "+-":
+        words = body[:-1].rstrip()
+        is_apart, is_joined = len(words) < len(body) - 1, before[len(body) : len(body) + 1] != " "
+        if words and (words[-1] in "+-\xb1\u2213" or ((words[-1].isalnum() or words[-1] in ")]}%") and not (is_apart and is_joined))):
+            return None  # `--5`, `A-5` and `total - 5`; `is -5` and `x = - 5` are signs
+        return -1 if body[-1] == "-" else 1
+    if word := _SIGN_WORDS.search(body):
+        return None if _PLUS_OR_MINUS.search(body) else -1 if word[1] else 1
+    if _UNREADABLE_BEFORE.search(body) or (body == before and body[-1].isalpha()):
+        return None
+    return 1
+
+
+def _signed_literal(text: str) -> tuple[int, str]:
+    literal = normalize(text).replace("\\$", "").strip("$ ").removesuffix(".") if len(text) <= 2 * LONGEST_NUMBER else ""
+    unsigned = literal.lstrip("+-")
+    signs = literal[: len(literal) - len(unsigned)]
+    return (-1 if signs == "-" else 1), unsigned.strip("$ ") if len(signs) <= 1 else ""
+
+
+def _value_of(found: re.Match[str]) -> Fraction:
+    return Fraction(found[1].replace(",", "")) * _ten_to_the(found.groups()[1:])
+
+
+def _ten_to_the(exponents: tuple[str | None, ...]) -> Fraction:
+    return Fraction(10) ** int(next((exponent for exponent in exponents if exponent), 0))
+
+
+def _is_rounding(short: str, long: str) -> bool:
+    """Whether a decimal without an exponent is what another rounds to."""
+    (sign, one), (other_sign, other) = _signed_literal(short), _signed_literal(long)
+    digits = one.replace(",", "")
+    if sign != other_sign or not re.fullmatch(r"\d*\.\d+", digits) or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS:
+        return False
+    value = exact_number(other)
+    assert value is not None, f"{long} was a number"
+    exact = Decimal(value.numerator) / Decimal(value.denominator)
+    return exact.quantize(Decimal(1).scaleb(-len(digits.partition(".")[2])), rounding=ROUND_HALF_UP) == Decimal(digits)
+
+
+def _list_of(text: str) -> tuple[str, list[Fraction]]:
+    """The kind of brackets and the values of a list; no values where it is none."""
+    inside, kind = normalize(text).replace("\\left", "").replace("\\right", "").strip("$. "), ""
+    for (start, end), name in _BRACKETS.items():
+        if inside.startswith(start) and inside.endswith(end):
+            inside, kind = inside[len(start) : -len(end)], name
+            break
+    if len(inside) > 1000 or re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d*)?", inside):
+        return kind, []
+    values = [_element(part) for part in re.split(r"\s*[,;]\s*", inside)]
+    return kind, [value for value in values if value is not None] if None not in values and len(values) > 1 else []
+
+
+def _element(text: str) -> Fraction | None:
+    sign, literal = _signed_literal(text)
+    if found := _FRACTION.fullmatch(literal):
+        above, below = (int(digits) for digits in found.groups() if digits)
+        return Fraction(sign * above, below) if below else None
+    return exact_number(text)

@@ -1,0 +1,78 @@
+"""Mathematics as people type it -> LaTeX that math-verify reads: `sqrt(2)/2`, `x**2`, `2*pi`, `1e-5`, `90 degrees`, `<=`, `1 1/2`.
+
+math-verify 0.9.0 reads LaTeX alone; typed names would be products of their letters, and some characters are dropped or refused.
+"""
+
+import re
+
+from megatron_rl.data.answer_text import normalize
+
+_SYMBOLS = str.maketrans(
+    {
+        **dict.fromkeys("*\xd7\xb7\u22c5\u2219\u2022", "\\cdot "),
+        **{"\xf7": "/", "\xb0": "^\\circ ", "\u221a": "\\sqrt ", "\u221e": "\\infty ", "\xb1": "\\pm ", "\u2213": "\\mp "},
+        **{"\u2264": "\\le ", "\u2a7d": "\\le ", "\u2265": "\\ge ", "\u2a7e": "\\ge ", "\u2260": "\\ne "},
+        **{"\u222a": "\\cup ", "\u2229": "\\cap ", "\u2208": "\\in ", "\u2205": "\\emptyset ", "\u0394": "\\Delta ", "\u03a9": "\\Omega "},
+        **{"\u03b1": "\\alpha ", "\u03b2": "\\beta ", "\u03b3": "\\gamma ", "\u03b8": "\\theta ", "\u03bb": "\\lambda "},
+        **{"\u03bc": "\\mu ", "\u03c0": "\\pi ", "\u03c3": "\\sigma ", "\u03c6": "\\phi ", "\u03c9": "\\omega "},
+    }
+)
+_NAME = re.compile(r"(?<![\\A-Za-z])(?:(pi|theta|alpha|beta)|infinity|inf|oo)(?![A-Za-z])")
+_ROOT = re.compile(r"(?:(?<![\\A-Za-z])|\\)sqrt\s*(?:\(|(?=\d|[A-Za-z](?![A-Za-z])))", re.IGNORECASE)
+_RADICAND = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]", re.ASCII)
+_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp)(?=\s*[(\d_]|\s+[a-z](?![A-Za-z]))"
+)
+_DEGREES = re.compile(r"(?<=\d)\s*(?:degrees?|deg)(?![A-Za-z])\.?", re.IGNORECASE)
+_PERCENT = re.compile(r"(?<=[\d)}])\s*(?:\\?%|percent|per cent|pct)(?![A-Za-z])\s*\Z", re.IGNORECASE)
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])", re.ASCII)
+_MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d+)(?:\s+|\s+and\s+)(\d+)/(\d+)(?![\w./])", re.ASCII)
+_EXPONENT = re.compile(r"\^\s*(?:\(([^()]*)\)|([-+]?\s*\d+))")
+_RELATIONS = (("<=", "\\le "), (">=", "\\ge "), ("!=", "\\ne "), ("==", "="), ("**", "^"))
+_INDEX = re.compile(r"(?<=[A-Za-z])_(\w)")
+_PRODUCT_OF_GROUPS = re.compile(r"(?<=\))\s*(?=\()|(?<=\))\s*(?=\d)")
+
+
+def to_latex(text: str) -> str:
+    r"""Return a short expression as LaTeX; what is LaTeX already stays, and words stay words.
+
+    Example: `2*sqrt(3)/3` -> `2\cdot \sqrt{3}/3`; `x**-2` -> `x^{-2}`; `1 1/2` -> `1\frac{1}{2}`; `50 %` -> `50\%`.
+    """
+    text = normalize(text).removesuffix(".")
+    for typed, command in _RELATIONS:
+        text = text.replace(typed, command)
+    text = _SCIENTIFIC.sub(r"(\1\\cdot 10^{\2})", _MIXED_NUMBER.sub(_write_mixed, text))
+    text = _PERCENT.sub(r"\\%", _DEGREES.sub(r"^\\circ ", text))
+    text = text.translate(_SYMBOLS)
+    text = _write_roots(_FUNCTION.sub(r"\\\1 ", _NAME.sub(lambda found: f"\\{found[1] or 'infty'} ", text)))
+    text = _EXPONENT.sub(lambda found: f"^{{{found[1] if found[1] is not None else found[2].replace(' ', '')}}}", text)
+    text = _PRODUCT_OF_GROUPS.sub(r"\\cdot ", _INDEX.sub(r"_{\1}", text))
+    return " ".join(text.split())
+
+
+def _write_mixed(found: re.Match[str]) -> str:
+    whole, above, below = found.groups()
+    is_mixed = 0 < int(above) < int(below) and len(below) < 5
+    return f"{whole}\\frac{{{above}}}{{{below}}}" if is_mixed else found[0]
+
+
+def _write_roots(text: str) -> str:
+    """Write `sqrt(...)` and `sqrt2` with braces; a root whose bracket is not closed stays as it is."""
+    pieces, at = [], 0
+    for found in _ROOT.finditer(text):
+        bare = _RADICAND.match(text, found.end())
+        end = bare.end() if bare and not found[0].endswith("(") else _closing(text, found.end())
+        if found.start() < at or end is None:
+            continue
+        pieces += [text[at : found.start()], "\\sqrt{", _write_roots(text[found.end() : end]), "}"]
+        at = end + found[0].endswith("(")
+    return "".join([*pieces, text[at:]])
+
+
+def _closing(text: str, start: int) -> int | None:
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    return None

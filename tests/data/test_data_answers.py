@@ -1,0 +1,76 @@
+"""Reference answers: numbers keep their decimal form, and what no reply can match is refused with file and row."""
+
+import datetime
+import json
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.data.answers import decimal_text
+from megatron_rl.data.questions import questions
+
+
+def answers_in(path: Path) -> list[object]:
+    return [example.payload["answer"] for example in questions([str(path)], images_root="", name="train")]
+
+
+def test_numbers_keep_their_decimal_form(tmp_path: Path) -> None:
+    """R8, from JSON, Parquet (double, float, decimal, date) and Arrow alike. Expected texts are what a person writes."""
+    wanted = ["0.00001", "10000000000000000000000", "0.1", "-0.0000025", "3.0", "123456789.125"]
+    values = [1e-5, 1e22, 0.1, -2.5e-6, 3.0, 123456789.125]
+    lines = tmp_path / "numbers.jsonl"
+    lines.write_text("\n".join(json.dumps({"question": "q", "answer": value}) for value in values))
+    assert answers_in(lines) == wanted
+    kinds = {"double": pa.float64(), "decimal": pa.decimal128(38, 12), "float": pa.float32()}
+    for name, kind in kinds.items():
+        given_values = [Decimal(text) for text in wanted] if name == "decimal" else values
+        table = pa.table({"question": ["q"] * 6, "answer": pa.array(given_values, kind)})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        found = answers_in(tmp_path / f"{name}.parquet")
+        if name == "decimal":
+            assert [Fraction(text) for text in found] == [Fraction(text) for text in wanted] and not any("E" in text for text in found)
+        else:
+            assert found[:5] == wanted[:5] and float(found[5]) == (123456789.125 if name == "double" else np.float32(123456789.125))
+    dates = pa.table({"question": ["q"], "answer": [datetime.date(2023, 5, 4)]})
+    pq.write_table(dates, tmp_path / "dates.parquet")
+    assert answers_in(tmp_path / "dates.parquet") == ["2023-05-04"]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_decimal_text_has_no_exponent_and_the_same_value(value: float) -> None:
+    text = decimal_text(value)
+    assert "e" not in text.casefold()
+    assert float(text) == value or np.float32(text) == np.float32(value) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("x" * 1000, "has 1000 characters, and a reply's answer may have 999; write the short answer alone"),
+        ("\\boxed{3", r"holds \boxed, which makes a reply's answer void; write the answer without tags and boxes"),
+        ("<answer>3", "holds <answer>, which makes a reply's answer void"),
+        ("use <code>x</code>", "holds <code>, which makes a reply's answer void"),
+        ("...", "is nothing but punctuation, which is not compared; write a word or a number"),
+        ("$$", "is nothing but punctuation"),
+        ("\u200b", "is nothing but punctuation"),
+        ("", "is empty"),
+        (" ", "is empty"),
+        ("<answer> </answer>", "is empty"),
+        (True, "is true; write the word that a reply should have"),
+        (["B"], "must be text or a number, is list; write it as text, as a reply should have it"),
+        (float("nan"), "is nan, which is no number"),
+    ],
+)
+def test_references_that_no_reply_matches_are_refused(answer: object, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(json.dumps({"question": "q", "answer": each}) for each in ("fine", answer)))
+    with pytest.raises(ValueError, match=r"^q\.jsonl row 1: answer: ") as error:
+        questions([str(path)], images_root="", name="train")
+    assert says in str(error.value)

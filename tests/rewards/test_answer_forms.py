@@ -1,0 +1,321 @@
+"""Answers as people write them: the same value in many forms is right, another value in any form is wrong, in both directions.
+
+Forms are made from values that are known exactly, or stand in tables made by hand. All comparisons go through the accuracy reward without a
+judge, as in a run. Cases marked R1 to R17 are public bug reports of other trainers (benchmarks/public_cases_2026-11-25.md).
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.answer_text import comparison_form, last_boxed, normalize
+from megatron_rl.data.answers import unmatchable_reason, unwrapped
+from megatron_rl.rewards.accuracy import Accuracy
+from megatron_rl.rewards.algebra import Algebra, is_mathematics
+from megatron_rl.rewards.answer import decide, relative_accuracy, strict_boxed, tagged
+from megatron_rl.rewards.labels import digit_label
+from megatron_rl.rewards.multiple_choice import choice_set, options_in, same_choice
+from megatron_rl.rewards.numbers import exact_number, number, same_numbers
+from megatron_rl.rewards.typed_math import to_latex
+from megatron_rl.types import Turn
+from tests.support.episodes import outcome_of
+
+OPTIONS = "Which one?\nA. red\nB. green car\nC. blue"
+
+
+def rewards_of(cases: Iterable[tuple[str, str, str]], *, source: str = "") -> list[float]:
+    """The rewards of (reference, reply's answer, question), all asked at once of one helper process."""
+
+    async def ask() -> list[float]:
+        accuracy = Accuracy(read=tagged, algebra=Algebra(), judge=None)
+        return list(await asyncio.gather(*(accuracy(outcome(*case)) for case in cases)))
+
+    def outcome(truth: str, answer: str, question: str) -> object:
+        reply = answer if "<answer>" in answer or answer.startswith("So ") else f"<answer>{answer}</answer>"
+        payload = {"answer": unwrapped(truth), "question": question, "data_source": source}
+        return outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=payload)
+
+    return asyncio.run(ask())
+
+
+SAME = [
+    # R4: text commands around letters and words
+    *[("B", "\\text{B}"), ("B", "\\textbf{B}"), ("B", "\\mathrm{B}"), ("(B)", "\\text{(B)}"), ("yes", "\\text{Yes}"), ("B", "**B**")],
+    *[
+        ("Paris", "\\text{Paris}"),
+        ("B", "**B.**"),
+        ("B", "`B`"),
+        ("B", "{\\bf B}"),
+        ("B", "$B$"),
+        ("B", "\\(B\\)"),
+        ("B", "\\boldsymbol{B}"),
+    ],
+    *[("H2O", "H\u2082O"), ("H2O", "\\mathrm{H_2O}"), ("CO2", "\\text{CO}_2"), ("\\text{B. red}", "B. red"), ("B", "\\operatorname{B}")],
+    # R6: Unicode forms, invisible characters, quotation marks, full width
+    *[("cafe\u0301", "caf\u00e9"), ("\u1112\u1161\u11ab", "\ud55c"), ("red\u200b", "red"), ("\ufeffred", "red"), ("A'B", "A\u2032B")],
+    *[("red", "\u201cred\u201d"), ("don't", "don\u2019t"), ("ABC", "\uff21\uff22\uff23"), ("5", "\uff15"), ("re\u00add", "red")],
+    *[("B", "\uff08B\uff09"), ("new york", "New\u00a0York"), ("5 cm", "5\u202fcm"), ("red", "\u00abred\u00bb"), ("\ufb01ve", "five")],
+    # R17: several letters are a set; small letters in brackets
+    *[("A, B", "B, A"), ("A, B", "A and B"), ("A,C", "(C), (A)"), ("A, B, D", "D, B & A"), ("B", "(b)"), ("B", "b)"), ("A, B", "{B; A}")],
+    # R1: every minus sign
+    *[("-5", minus + "5") for minus in "\u2212\u2013\u2014\uff0d\ufe63\u2011\u2796"],
+    *[("-5", "- 5"), ("-5", "$-5$"), ("-1/2", "\u2212\u00bd"), ("10^{-5}", "10\u207b\u2075"), ("2010-2015", "2010\u20132015")],
+    # R2: times and dates as what they are; what is arithmetic stays arithmetic
+    *[("9:05", "09:05"), ("7:30 pm", "7:30 p.m."), ("7 pm", "19:00"), ("2023-05-04", "2023/5/4"), ("3 : 4", "3:4"), ("3/4", "6/8")],
+    *[("2 + 3", "3 + 2"), ("1/2", "0.5"), ("12/25", "0.48"), ("007", "007"), ("(555) 123-4567", "(555) 123-4567")],
+    # R8: numbers without an exponent and with one
+    *[("0.00001", "10^{-5}"), ("0.00001", "1e-05"), ("10000000000000000000000", "1e22"), ("6.02e23", "6.02 \\times 10^{23}")],
+    *[("300000000", "3\u00d710^8"), ("3e8", "3 x 10^8"), ("1,000", "1e3"), ("3.14159265", "3.141593")],
+    # mathematics as people type it
+    *[("\\sqrt{2}", "\u221a2"), ("\\sqrt{2}", "sqrt(2)"), ("2\\sqrt{3}", "2*sqrt(3)"), ("2\\pi", "2\u03c0"), ("\\frac{\\pi}{2}", "pi/2")],
+    *[("x^2", "x\u00b2"), ("x^2", "x**2"), ("x^{10}", "x^10"), ("1024", "2^10"), ("90^\\circ", "90\u00b0"), ("90", "90 degrees")],
+    *[("1.5", "1 1/2"), ("1.5", "1\u00bd"), ("1000", "1{,}000"), ("1000", "1\\,000"), ("50\\%", "50 percent"), ("x \\le 5", "x <= 5")],
+    *[("{1,2}", "\\{2, 1\\}"), ("(-\\infty,3]", "(-\u221e, 3]"), ("\\pm 3", "\u00b13"), ("5!", "120"), ("x+y", "y + x"), ("6", "(2)(3)")],
+]
+DIFFERENT = [
+    *[("5", minus + "5") for minus in "\u2212\u2013\u2014\uff0d\ufe63\u2011\u2796"],
+    *[("5", "- 5"), ("5", "minus 5"), ("5", "\u00b15"), ("5", "--5"), ("5", "+-5"), ("5", "5k"), ("5", "5e3"), ("5", "5 million")],
+    *[("2:20", "1:10"), ("4:20", "8:40"), ("10:10", "5:05"), ("3:30", "0.1"), ("2023-05-04", "2023-04-05"), ("2024-01-15", "2024-15-01")],
+    *[
+        ("1/2/2023", "2/4/2023"),
+        ("10-3", "7"),
+        ("2010-2015", "-5"),
+        ("1:2", "2:4"),
+        ("1:2", "0.5"),
+        ("555-1234", "-679"),
+        ("1.2.3", "1.23"),
+    ],
+    *[("007", "7"), ("7:30 pm", "7:30 am"), ("7 pm", "7"), ("(555) 123-4567", "(555) 123-4568"), ("2:3", "2/3"), ("10:00", "1000")],
+    *[("0.00001", "-2.2817181715"), ("1e-05", "e-5"), ("0.0000001", "0.0000002"), ("12345678", "12345679"), ("5", "5.0000001")],
+    *[
+        ("A, B", "A, C"),
+        ("A, B", "A"),
+        ("AB", "BA"),
+        ("B", "\\text{C}"),
+        ("B", "A or B"),
+        ("B", "not B"),
+        ("x", "\u0445"),
+        ("cafe", "caf\u00e9"),
+    ],
+    *[("1,2,2", "1,2"), ("(1,2)", "(2,1)"), ("[1,2]", "(1,2)"), ("1=1", "2=2"), ("5", "(2)(3)"), ("6", "{3}{3}"), ("101_2", "101")],
+    *[("5'", "5''"), ("10^5", "105"), ("10\u2075", "105"), ("5\u00b2", "52"), ("1\u00bd", "11/2"), ("x^10", "10x"), ("1,05", "1,5")],
+    *[("A+", "A"), ("n/a", "a/n"), ("5 km", "5 m"), ("1 000", "1"), ("0.5", "50"), ("red", "red, blue"), ("2\\pi", "2")],
+]
+
+
+def test_forms_of_one_answer_are_right_and_other_answers_are_wrong() -> None:
+    cases = [(truth, answer, 1.0) for truth, answer in SAME] + [(truth, answer, 0.0) for truth, answer in DIFFERENT]
+    both = [(*pair, expected) for truth, answer, expected in cases for pair in ((truth, answer), (answer, truth))]
+    found = rewards_of((truth, answer, "") for truth, answer, _ in both)
+    wrong = [(*case, got) for case, got in zip(both, found, strict=True) if case[2] != got]
+    assert not wrong and len(both) > 300
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "expected"),
+    [
+        *[("B", "green car", True), ("green car", "B", True), ("B", "2", True), ("B", "B. green car", True), ("B", "(b) green car", True)],
+        *[
+            ("AC", "A, C", True),
+            ("A, C", "CA", True),
+            ("B", "**B: Green Car**", True),
+            ("B", "\\text{green car}", True),
+            ("C", "blue.", True),
+        ],
+        *[("B", "C. blue", False), ("B", "red", False), ("B", "3", False), ("A, C", "A", False), ("AC", "AB", False), ("B", "car", None)],
+        *[("B", "4", None), ("a house", "B", None)],
+    ],
+)
+def test_letter_place_and_text_of_an_option_are_choices(truth: str, answer: str, expected: bool | None) -> None:
+    assert decide(truth, answer, question=OPTIONS) is expected
+
+
+def test_options_are_read_from_the_question() -> None:
+    assert options_in(OPTIONS) == {"A": "red", "B": "green car", "C": "blue"}
+    assert options_in("Pick (A) x, (B) y or (C) z") == {"A": "x", "B": "y", "C": "z"}
+    assert options_in("Did A. Smith meet J. Doe?") == options_in("A: only one") == options_in("") == {}
+    assert options_in("A. B\nB. C\nC. A")["B"] == "C" and same_choice("B", "B", options=options_in("A. B\nB. C")) is True
+    assert same_choice("B", "(B)", options={"A": "B", "B": "C"}) is True and same_choice("B", "(A)", options={"A": "B", "B": "C"}) is False
+    assert same_choice("B", "2", options={"A": "1", "B": "3"}) is None, "a number may be an option's text"
+
+
+def test_golden_solutions() -> None:
+    """R9: what solutions of MATH, GSM8K and Geometry3K hold is read out of them, in references and in replies alike."""
+    deep = "\\frac{\\sqrt{\\frac{1}{2}}}{3}"
+    solutions = [
+        *[
+            (f"So $\\boxed{{{deep}}}$.", deep),
+            ("So \\fbox{12}.", "12"),
+            ("So \\boxed {12}.", "12"),
+            ("So 3*6=<<3*6=18>>18.\n#### 18", "18"),
+        ],
+        *[
+            ("So \\boxed{\\left\\{1,2\\right\\}}.", "\\{1,2\\}"),
+            ("So <answer> \\boxed{B} </answer>", "B"),
+        ],
+    ]
+    cases = [(solution, answer, "") for solution, answer in solutions] + [(solution, solution, "") for solution, _ in solutions]
+    assert rewards_of(cases) == [1.0] * len(cases)
+    assert last_boxed("#### 18\nmore") is None and last_boxed("\\boxed{3} and \\boxed{4") is None
+
+
+def forms(value: Fraction) -> list[str]:
+    """Texts that stand for one value, without rounding."""
+    sign, size = ("-" if value < 0 else ""), abs(value)
+    found = [f"{sign}\\frac{{{size.numerator}}}{{{size.denominator}}}", f"x = {sign}{size}", f"${sign}{size}$", f"\\text{{{sign}{size}}}"]
+    if value < 0:
+        found += [f"\u2212{size}", f"\u2013 {size}", f"\uff0d{size}"]
+    decimal = Decimal(size.numerator) / Decimal(size.denominator)
+    if Fraction(decimal) == size:
+        plain = format(decimal, "f")
+        found += [sign + plain, f"{sign}{decimal:e}", f"{sign}{decimal:,f}", f"**{sign}{plain}**", f"$ {sign}{plain} $."]
+        found += [(sign + plain).translate({ord(digit): ord(digit) - ord("0") + 0xFF10 for digit in "0123456789"})]
+    return found
+
+
+def test_values_and_not_their_forms_are_compared() -> None:
+    """Each value in two of its forms, and beside it values that differ in sign, scale, digits or size."""
+    dice = random.Random(0)
+    cases, expected = [], []
+    for _ in range(40):
+        value = Fraction(dice.choice([1, -1]) * dice.randint(1, 10 ** dice.randint(1, 5)), dice.choice([1, 1, 2, 3, 7, 8, 10, 1000, 10**5]))
+        others = {-value, value * 10, value / 10, value + 1, value + Fraction(1, 1000), value * Fraction(101, 100), 1 / value} - {value}
+        for other in (value, *dice.sample(sorted(others), 3)):
+            if other in (value * 100, value / 100):
+                continue
+            cases.append((dice.choice(forms(value)), dice.choice(forms(other)), ""))
+            expected.append(float(other == value))
+    found = rewards_of(cases)
+    wrong = [(*case[:2], got) for case, got, wanted in zip(cases, found, expected, strict=True) if got != wanted]
+    assert not wrong and 30 < sum(expected) < 60
+
+
+def test_numeric_sources_read_signs_and_exponents() -> None:
+    right = [("-5", "\u22125"), ("-5", "minus 5"), ("-5", "x = - 5"), ("0.001", "1e-3"), ("2000000", "2 million")]
+    wrong = [("5", "\u22125"), ("5", "- 5"), ("5", "minus 5"), ("5", "\u00b15"), ("5", "5e9"), ("5", "5k"), ("5", "A5"), ("5", "< 5")]
+    wrong += [
+        ("5", "\u221a5"),
+        ("5", "5\u03c0"),
+        ("5", "5^n"),
+        ("5", "plus or minus 5"),
+        ("5", "5 billion"),
+        ("10", "9:50"),
+        ("5", "total - 5"),
+        ("-5", "--5"),
+        ("-5", "+-5"),
+    ]
+    assert rewards_of([(*pair, "") for pair in right], source="vsi_numerical") == [1.0] * len(right)
+    assert rewards_of([(*pair, "") for pair in wrong], source="vsi_numerical") == [0.0] * len(wrong)
+
+
+PIECES = [
+    "-",
+    "\u2212",
+    "5",
+    "12",
+    "0",
+    ".",
+    ",",
+    " ",
+    ":",
+    "/",
+    "(",
+    ")",
+    "{",
+    "}",
+    "\\text{",
+    "\\frac",
+    "^",
+    "_",
+    "A",
+    "b",
+    "x",
+    "e",
+    "%",
+    "$",
+    "**",
+]
+PIECES += [
+    "'",
+    '"',
+    "\u00bd",
+    "\u00b2",
+    "\\",
+    "=",
+    "<",
+    "and",
+    "\u200b",
+    "\u0301",
+    "A. ",
+    "B) ",
+    "pm",
+    "#",
+    "\n",
+    "\u03c0",
+    "\\boxed{",
+    "####",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(["", OPTIONS]))
+def test_texts_alone_decide_alike_in_both_directions(truth: list[str], answer: list[str], question: str) -> None:
+    one, other = "".join(truth), "".join(answer)
+    verdict = decide(one, other, question=question)
+    if question and verdict is not decide(other, one, question=question):  # a place in the list is read in replies alone
+        assert any(text.strip("()., $*\n\u200b").isdigit() for text in (normalize(one), normalize(other)))
+    elif not question:
+        assert verdict is decide(other, one)
+    assert is_mathematics(one) in {True, False} and normalize(normalize(one)) == normalize(normalize(normalize(one)))
+    assert (exact_number(one) is None or digit_label(one) is None) and relative_accuracy(one, other) in {step / 10 for step in range(11)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=10).map("".join)))
+def test_a_reply_that_is_the_reference_earns_full_reward(text: str) -> None:
+    """For every reference that a run accepts, both readers, and both kinds of sources."""
+    truth = unwrapped(text)
+    if not truth or unmatchable_reason(truth):
+        return
+    assert tagged(f"<answer>{truth}</answer>") == truth or truth.startswith("\\")
+    answer = tagged(f"<answer>{truth}</answer>")
+    assert answer is not None and decide(truth, answer) is True and relative_accuracy(truth, answer) == 1.0
+    boxed = strict_boxed(f"<answer>\n\\boxed{{{truth}}}\n</answer>")
+    assert boxed is None or boxed != truth or decide(truth, boxed) is True
+    assert boxed == truth or "{" in truth or "}" in truth or "\\" in truth
+
+
+def test_readers_of_forms_are_linear() -> None:
+    began = time.perf_counter()
+    for piece in (
+        "\\text{",
+        "{",
+        "^{",
+        "A. ",
+        "1 ",
+        "**",
+        "**a",
+        "1,",
+        "\u00bd",
+        "\u00b2",
+        "-",
+        "A, ",
+        "1:",
+        "\\",
+        "$",
+        "####\n",
+        "\\boxed{",
+        "'",
+        "~",
+    ):
+        text = piece * 20_000
+        normalize(text), comparison_form(text), options_in(text), choice_set(text, {}), digit_label(text), number(text), last_boxed(text)
+        same_numbers(text, text), decide(text, text, question=text), to_latex(text[:200]), is_mathematics(text)
+    assert time.perf_counter() - began < 30
