@@ -22,7 +22,7 @@ _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2018\u2019\u201a\u201b\u02b9\u02bc\u02c8\u2032\u2035\u00b4", "'")
     | dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033\u2036\u301d\u301e\u301f", '"')
     | dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2043\u02d7\u2796", "-")
-    | {"\u2044": "/", "\u2215": "/", "\u29f8": "/", "\u2236": ":", "\u02d0": ":", "\u2795": "+"}
+    | {"\u2044": "/", "\u2215": "/", "\u29f8": "/", "\u2236": ":", "\u02d0": ":", "\u2795": "+", "\u00ba": "\u00b0", "\u02da": "\u00b0"}
 )
 _RAISED = {**{chr(code): digit for code, digit in zip((0x2070, 0xB9, 0xB2, 0xB3, *range(0x2074, 0x207A)), "0123456789", strict=True)}}
 _RAISED |= {"\u207a": "+", "\u207b": "-", "\u207d": "(", "\u207e": ")", "\u207f": "n", "\u2071": "i"}
@@ -33,7 +33,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[\u2009\u202f]|\\,|\{,\})\d{3}
 _TEXT_COMMANDS = {
     "text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "textsc", "textmd", "textup", "mathrm", "mathbf", "mathit",
     "mathsf", "mathtt", "mathnormal", "operatorname", "emph", "underline", "boldsymbol", "bm", "pmb", "mbox", "hbox", "displaystyle",
-    "textstyle", "rm", "bf", "it", "sf", "tt",
+    "textstyle", "rm", "bf", "it", "sf", "tt", "left", "right", "bigl", "bigr", "Bigl", "Bigr",
 }  # fmt: skip
 _LATEX = re.compile(r"\\([A-Za-z]+)\*?\s*|\\.|[{}]|[^\\{}]+|\\", re.DOTALL)
 _SPACE = re.compile(r"\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~|\s")
@@ -42,6 +42,9 @@ _SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
 _ESCAPED = re.compile(r"\\([$%&#_])")
 _FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_\{?(\d+)\}?")
 """Of `h_2o`, which is `h2o`."""
+_BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
+"""The blank of `5 cm`, `50 %` and `$ 5`, which is not always written."""
+_END = re.compile(r"(?:[.,;\u3002]|(?<=[^\W\d_])!)+\Z")
 _GROUP = re.compile(r"\{([^{},;]+)\}")
 _ENCLOSING = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"))
 _QUOTES = (('"', '"'), ("'", "'"))
@@ -63,13 +66,10 @@ def normalize(text: str) -> str:
 
 
 def comparison_form(text: str) -> str:
-    """Return the form in which words are compared: without case, quotation marks and dollars around it, and a full stop at the end."""
+    """Return the form in which words are compared: without case, quotation marks and dollars around it, and a stop at the end."""
     text = unicodedata.normalize("NFKC", _ESCAPED.sub(r"\1", normalize(text)).casefold())
-    return (
-        _strip_enclosing(_FORMULA_INDEX.sub(r"\1", text).strip("$ ").rstrip(".\u3002 "), (*_ENCLOSING, *_QUOTES))
-        .strip("$ ")
-        .rstrip(".\u3002")
-    )
+    text = _FORMULA_INDEX.sub(r"\1", _BEFORE_UNIT.sub("", text))
+    return _without_end(_strip_enclosing(_without_end(text), (*_ENCLOSING, *_QUOTES)))
 
 
 def last_boxed(text: str) -> str | None:
@@ -101,6 +101,10 @@ def balanced(body: str) -> str | None:
         if depth == 0:
             return body[: token.start()]
     return None
+
+
+def _without_end(text: str) -> str:
+    return _END.sub("", text.strip("$ ")).strip("$ ")
 
 
 def _join_thousands(found: re.Match[str]) -> str:

@@ -14,11 +14,14 @@ import numpy as np
 
 from megatron_rl.data.answer_text import comparison_form, last_boxed
 from megatron_rl.data.images import shortened
+from megatron_rl.data.options import options_in
 from megatron_rl.data.records import Record
 
 ANSWER_COLUMNS = ("answer", "solution")
 LONGEST_ANSWER = 1000
 """A reply's answer of so many characters or more is void (rewards/answer.py), and so is one with a tag of an agent's protocol."""
+DOUBTFUL_LENGTH = 200
+"""A reference answer of so many characters is rather a solution."""
 PROTOCOL_TAG = re.compile(
     r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\(?:boxed|fbox)|<\|", re.IGNORECASE
 )
@@ -55,6 +58,20 @@ def unmatchable_reason(answer: str) -> str:
         return f"holds {tag[0]}, which makes a reply's answer void; write the answer without tags and boxes"
     if not comparison_form(answer):
         return "is nothing but punctuation, which is not compared; write a word or a number"
+    return ""
+
+
+def doubt_about(answer: str, question: str) -> str:
+    """Return why a reference answer may not be what is meant, nothing where there is no doubt."""
+    options = options_in(question)
+    is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())
+    if options and answer.isdigit() and not is_option:
+        return f"answer: is {answer}, and the question's options are {', '.join(options)}: it may count from 0 or from 1; write the letter"
+    if options and re.fullmatch("[A-Z]", answer) and answer not in options:
+        return f"answer: is {answer}, and the question's options are {', '.join(options)}"
+    if "\n" in answer or len(answer) >= DOUBTFUL_LENGTH:
+        size = f"{len(answer)} characters in {len(answer.splitlines())} lines"
+        return f"answer: has {size}, which a reply must repeat word for word unless a judge is asked; write the short answer alone"
     return ""
 
 

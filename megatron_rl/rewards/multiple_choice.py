@@ -1,4 +1,4 @@
-"""Multiple choice: the options that a question lists, and the letters that a text chooses.
+"""Multiple choice: the letters that a text chooses.
 
 Of the right choice its letter, its letter with its text, its text alone and its place in the list (from 1) are accepted; several letters
 are a set.
@@ -9,30 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.data.answer_text import comparison_form, normalize
+from megatron_rl.data.options import LETTERS
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LONGEST_CHOICE = 200
 """Characters of a text that is looked at as several letters."""
 _CHOICE = re.compile(r"(?:[(\[]([A-Za-z])[)\]][.:]?|([A-Z])[:)]|([a-z])\))(?:\s|\Z)|([A-Z])\.?\Z")
-_MARK = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)]\s*(?=\S)", re.MULTILINE)
-_LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
 _ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
 _BETWEEN = re.compile(r"\s*(?:[,;&/+]\s*(?:and\s)?|\s(?:and\s)?)\s*")
+_OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z])(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
+"""`B - red`, `b. red`, `B (red)`: a choice where these are the words of that option."""
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
-
-
-def options_in(question: str) -> dict[str, str]:
-    """Return the options that a question lists, by letter: A, B, C and so on without a gap, as `A. red`, `(A) red`, `A) red` or `A: red`.
-
-    Empty where it does not list A and B. An option's text ends where the next one begins, or with its line.
-    """
-    marks: list[re.Match[str]] = []
-    for mark in _MARK.finditer(question):
-        if len(marks) < len(LETTERS) and mark[1] == LETTERS[len(marks)]:
-            marks.append(mark)
-    ends = [*(mark.start() for mark in marks[1:]), len(question)]
-    texts = [_LAST_WORD.sub("", question[mark.end() : end].partition("\n")[0]) for mark, end in zip(marks, ends, strict=False)]
-    return dict(zip(LETTERS, texts, strict=False)) if len(marks) > 1 else {}
 
 
 def choice(text: str) -> str | None:
@@ -45,11 +31,12 @@ def choice(text: str) -> str | None:
 
 
 def choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the letters of `A, C`, `(A) and (C)`, `A C`; of `AC`, too, where options are known and have these letters."""
+    """Return the letters of `A, C`, `(A) and (C)`, `A C`; of `AC` and `a, c`, too, where options are known and have these letters."""
     text = normalize(text) if len(text) <= LONGEST_CHOICE else ""
     text = text.removesuffix(".").removeprefix("\\{").removesuffix("\\}").strip("{}[] ")
     if options and re.fullmatch(r"[A-Z]{2,}", text) and len(set(text)) == len(text) and set(text) <= options.keys():
         return frozenset(text)
+    text = text.upper() if options else text
     if text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
         text = text[1:-1]
     found = [_ONE_OF_SEVERAL.fullmatch(part) for part in _BETWEEN.split(text)]
@@ -89,6 +76,10 @@ def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
     if several := choice_set(text, options):
         return _Chosen(several)
     text = normalize(text)
+    marked_option = _OPTION_IN_FULL.fullmatch(text)
+    letter = marked_option[1].upper() if marked_option else ""
+    if marked_option and letter in options and comparison_form(marked_option[2]) in {comparison_form(options[letter]), ""}:
+        return _Chosen(frozenset(letter))
     marked = _DOTTED.sub(r"\1)", text, count=1) if options else text
     if letter := choice(marked):
         return _Chosen(frozenset(letter), comparison_form(_CHOICE.sub("", marked, count=1)))

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.answer_text import comparison_form, last_boxed, normalize
 from megatron_rl.data.answers import unmatchable_reason, unwrapped
+from megatron_rl.data.options import options_in
 from megatron_rl.rewards.accuracy import Accuracy
 from megatron_rl.rewards.algebra import Algebra, is_mathematics
 from megatron_rl.rewards.answer import decide, relative_accuracy, strict_boxed, tagged
 from megatron_rl.rewards.labels import digit_label
-from megatron_rl.rewards.multiple_choice import choice_set, options_in, same_choice
+from megatron_rl.rewards.multiple_choice import choice_set, same_choice
 from megatron_rl.rewards.numbers import exact_number, number, same_numbers
 from megatron_rl.rewards.typed_math import to_latex
 from megatron_rl.types import Turn
@@ -64,6 +65,16 @@ SAME = [
     *[("B", "\uff08B\uff09"), ("new york", "New\u00a0York"), ("5 cm", "5\u202fcm"), ("red", "\u00abred\u00bb"), ("\ufb01ve", "five")],
     # R17: several letters are a set; small letters in brackets
     *[("A, B", "B, A"), ("A, B", "A and B"), ("A,C", "(C), (A)"), ("A, B, D", "D, B & A"), ("B", "(b)"), ("B", "b)"), ("A, B", "{B; A}")],
+    # with and without the blank before a unit, stops at the end, brackets that grow
+    *[
+        ("5 cm", "5cm"),
+        ("50 %", "50%"),
+        ("\u20ac5", "\u20ac 5"),
+        ("red", "red!"),
+        ("B", "B,"),
+        ("90\u00ba", "90\u00b0"),
+        ("(1,2)", "\\left( 1, 2 \\right)"),
+    ],
     # R1: every minus sign
     *[("-5", minus + "5") for minus in "\u2212\u2013\u2014\uff0d\ufe63\u2011\u2796"],
     *[("-5", "- 5"), ("-5", "$-5$"), ("-1/2", "\u2212\u00bd"), ("10^{-5}", "10\u207b\u2075"), ("2010-2015", "2010\u20132015")],
@@ -106,7 +117,17 @@ DIFFERENT = [
     ],
     *[("1,2,2", "1,2"), ("(1,2)", "(2,1)"), ("[1,2]", "(1,2)"), ("1=1", "2=2"), ("5", "(2)(3)"), ("6", "{3}{3}"), ("101_2", "101")],
     *[("5'", "5''"), ("10^5", "105"), ("10\u2075", "105"), ("5\u00b2", "52"), ("1\u00bd", "11/2"), ("x^10", "10x"), ("1,05", "1,5")],
-    *[("A+", "A"), ("n/a", "a/n"), ("5 km", "5 m"), ("1 000", "1"), ("0.5", "50"), ("red", "red, blue"), ("2\\pi", "2")],
+    *[
+        ("5!", "5"),
+        ("5 cm", "5 m"),
+        ("A+", "A"),
+        ("n/a", "a/n"),
+        ("5 km", "5 m"),
+        ("1 000", "1"),
+        ("0.5", "50"),
+        ("red", "red, blue"),
+        ("2\\pi", "2"),
+    ],
 ]
 
 
@@ -130,7 +151,18 @@ def test_forms_of_one_answer_are_right_and_other_answers_are_wrong() -> None:
             ("C", "blue.", True),
         ],
         *[("B", "C. blue", False), ("B", "red", False), ("B", "3", False), ("A, C", "A", False), ("AC", "AB", False), ("B", "car", None)],
-        *[("B", "4", None), ("a house", "B", None)],
+        *[
+            ("B", "4", None),
+            ("a house", "B", None),
+            ("B", "B - green car", True),
+            ("B", "b. Green car", True),
+            ("B", "B (green car)", True),
+            ("B", "a. red", False),
+            ("A, C", "a, c", True),
+            ("B", "A green car", None),
+            ("B", "B (blue)", None),
+            ("ABC", "cab", None),
+        ],
     ],
 )
 def test_letter_place_and_text_of_an_option_are_choices(truth: str, answer: str, expected: bool | None) -> None:
