@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from megatron_rl.config import require
 from megatron_rl.data import parquet_copy
+from megatron_rl.data.keyed_rows import is_keyed, keyed_spans
 from megatron_rl.data.tables import SEPARATORS, NoRows, TableRows, stamp
 
 JsonRow = Mapping[str, object]
@@ -47,8 +48,8 @@ def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
 
 
 class JsonRows(Sequence[JsonRow]):
-    """A JSON list of objects, one object a line, or in a .json file one object over several. Opens the file for each row: may be pickled
-    and shared by threads.
+    """A JSON list of objects, one object a line, or in a .json file one object over several, or an object of objects by number, whose
+    keys are the rows' `id` where they have none. Opens the file for each row: may be pickled and shared by threads.
 
     A file that has changed since is a ValueError: the places of its rows are not what they were.
     """
@@ -58,6 +59,13 @@ class JsonRows(Sequence[JsonRow]):
         self._stamp = stamp(path)
         self._ends = array("q")
         self._starts = array("q")
+        self._keys = array("q")
+        if is_keyed(path):
+            for key, start, end in keyed_spans(path, max_row_bytes=MAX_ROW_BYTES):
+                self._keys.append(key)
+                self._starts.append(start)
+                self._ends.append(end)
+            return
         with path.open("rb") as file:
             first = file.read(_CHUNK).decode("latin-1").removeprefix("\xef\xbb\xbf").lstrip(_SPACE)[:1]
         for start, end in _list_spans(path) if first == "[" else _object_span(path) or _line_spans(path):
@@ -80,7 +88,7 @@ class JsonRows(Sequence[JsonRow]):
             raise ValueError(f"{self.path.name} row {index}: is no JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{self.path.name} row {index}: must be a JSON object, is {type(row).__name__}")
-        return row
+        return {"id": str(self._keys[index]), **row} if self._keys else row
 
 
 class ParquetRows(Sequence[JsonRow]):

@@ -1,0 +1,76 @@
+"""Rows of a JSON file that is one object of objects by number, as MathVista and DynaMath publish theirs: `{"1": {...}, "2": {...}}`."""
+
+import json
+import re
+from pathlib import Path
+
+from megatron_rl.data.tables import NoRows
+
+_CHUNK = 1 << 20
+_FIRST_KEY = re.compile(r"\s*\{\s*\"\d+\"\s*:")
+_KEY = re.compile(r"[\s,]*\"((?:[^\"\\]|\\.){0,200})\"\s*:\s*")
+_END = re.compile(r"[\s,]*\}\s*\Z")
+_BYTE_ORDER_MARK = "\xef\xbb\xbf"
+
+
+def is_keyed(path: Path) -> bool:
+    """Return True for a .json file whose first key is a whole number."""
+    with path.open("rb") as file:
+        start = file.read(_CHUNK).decode("latin-1").removeprefix(_BYTE_ORDER_MARK)
+    return path.suffix == ".json" and _FIRST_KEY.match(start) is not None
+
+
+def keyed_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
+    """Return key, first byte and one-past-last byte of each value, by number.
+
+    Raises NoRows, which names the key: one that is no whole number or occurs twice, a value that is no object, a file that is cut off.
+    """
+    found: dict[int, tuple[int, int, int]] = {}
+    decoder = json.JSONDecoder()
+    with path.open("rb") as file:
+        text, base = file.read(_CHUNK).decode("latin-1"), 0
+        at = text.index("{") + 1
+        while True:
+            complete = _next_value(decoder, text, at)
+            if complete is not None:
+                key, start, end = complete
+                _check_key(key, text[start : start + 1], found)
+                found[int(key)] = (int(key), base + start, base + end)
+                at = end
+                continue
+            more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
+            if not more:
+                break
+            text, base, at = text[at:] + more, base + at, 0
+            if len(text) - len(more) > max_row_bytes:
+                raise NoRows(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
+    if not _END.match(text, at):
+        raise NoRows(f"is cut off or no JSON: byte {base + at} begins neither a row by number nor the end of the object")
+    return [found[key] for key in sorted(found)]
+
+
+def _next_value(decoder: json.JSONDecoder, text: str, at: int) -> tuple[str, int, int] | None:
+    """Return key, start and end of the next value; None where the text does not hold all of it.
+
+    Read as Latin-1, a character is a byte, and JSON's own characters are what they are.
+    """
+    key = _KEY.match(text, at)
+    if key is None:
+        return None
+    try:
+        _, end = decoder.raw_decode(text, key.end())
+    except (ValueError, RecursionError):
+        return None
+    # a number or a word at the end of what was read may go on
+    return (key[1], key.end(), end) if end < len(text) else None
+
+
+def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:
+    """Raise NoRows for a key that is no new whole number, or whose value does not begin like an object."""
+    remedy = "an object by number has whole numbers as keys, each once, and an object as every value; a JSON list needs no keys"
+    if not (key.isdecimal() and len(key) <= 18):
+        raise NoRows(f"its key {json.dumps(key[:40])} is no whole number; {remedy}")
+    if int(key) in found:
+        raise NoRows(f"has the key {key} twice; {remedy}")
+    if first != "{":
+        raise NoRows(f"the value of its key {key} is no object; {remedy}")
