@@ -1,6 +1,7 @@
 """What a row of a published benchmark says, in one form; and the question that is asked of it."""
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -8,6 +9,7 @@ from megatron_rl.config import DataSettings
 from megatron_rl.data.records import PLACE, Record
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_LABEL = re.compile(r"\(?\$?[A-Z]\$?[).]?|\$[a-z]\$|\([a-z]\)")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -54,9 +56,10 @@ def spread(images: list, *, num: int) -> list:
 
 
 def shuffled(item: Item, *, place: str, shuffle: int) -> tuple[tuple[str, ...], str]:
-    """The options in their order, and the letter of the right one. Options that are but letters stand in the picture and stay."""
-    stay = not shuffle or not item.options or all(option in LETTERS for option in item.options)
-    if stay or item.answer not in LETTERS[: len(item.options)]:
+    """The options in their order, and the letter of the right one. Options of which one is but a letter, as `(A)` or `$A$`, name places in
+    the picture and stay."""
+    stay = not shuffle or any(_LABEL.fullmatch(option.strip()) for option in item.options)
+    if stay or item.answer not in [*LETTERS[: len(item.options)]]:
         return item.options, item.answer
     order = list(range(len(item.options)))
     random.Random(f"{shuffle} {place}").shuffle(order)

@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_rl.data.images import SUFFIXES
 from megatron_rl.data.records import PLACE, Record
 from megatron_rl.published.items import LETTERS, Item, lettered, text
+from megatron_rl.published.listed_options import IN_A_LINE, listed_options, split_options
 
 _OPTION = re.compile(r"^\(?([A-Z])[).:]\s*(.*)$", re.MULTILINE)
-_IN_A_LINE = re.compile(r"([A-H])[.:]\s*(.*?)\s*(?=;\s*[A-H][.:]|$)", re.DOTALL)
 _NUMBERED_PLACE = re.compile(r"<image\s?\d+>")
 HEAD = 1 << 16
 """Bytes of a picture's file by which it is told apart from others."""
@@ -67,6 +67,8 @@ def mathvista(record: Record) -> Item:
     hints = {"integer": "Give a whole number.", "float": f"Give a number with {precision} decimals.", "list": "Give a list: [1, 2, 3]."}
     choices = tuple(str(choice) for choice in record.items(record.row.get("choices", []), "choices"))
     answer = text(record, "answer")
+    if not answer:
+        raise record.error("answer", "is empty: answers of MathVista's test split are not published; use testmini")
     if choices:
         if answer not in choices[: len(LETTERS)]:
             raise record.error("answer", f"is none of the choices: {answer[:80]}")
@@ -108,8 +110,9 @@ def tir_bench(record: Record) -> Item:
     if task == "ocr":
         answer = next((mended for name, mended in TIR_MENDED.items() if name in str(images[0])), answer)
     side = about.get(DIFFICULTY, 0) if isinstance(about, dict) else 0
-    by = {"task": task, "side": int(side) if str(side).isdigit() else 0}
-    return Item(question=text(record, "prompt"), answer=answer, images=images, labels={"task": task}, by=by)
+    prompt = text(record, "prompt")
+    by = {"task": task, "side": int(side) if str(side).isdigit() else 0, "choices": listed_options(prompt, answer=answer)}
+    return Item(question=prompt, answer=answer, images=images, labels={"task": task}, by=by)
 
 
 def visualprobe(record: Record) -> Item:
@@ -133,14 +136,16 @@ def mathvision(record: Record) -> Item:
 
 def wemath(record: Record) -> Item:
     """testmini: a problem of two or three steps and its steps as problems of their own, by ID."""
-    options = lettered(record) or tuple(option for _, option in _IN_A_LINE.findall(text(record, "option")))
-    key = text(record, "key")
+    options = lettered(record) or split_options(text(record, "option"), IN_A_LINE)
+    key, answer = text(record, "key"), text(record, "answer")
+    if answer not in [*LETTERS[: len(options)]]:
+        raise record.error("answer", f"is {answer[:80]}, which is no letter of the {len(options)} options")
     if not re.fullmatch(r"[23]steps_([123]|multi)", key):
         raise record.error("key", f"is {key}; 2steps_1, 3steps_multi or the like was expected")
     return Item(
         question=text(record, "question"),
         options=options,
-        answer=text(record, "answer"),
+        answer=answer,
         images=(record.row.get("image_path") or record.row.get("image", ""),),
         labels={"key": key},
         unit=f"{key[0]} {text(record, 'ID')}",
@@ -148,18 +153,19 @@ def wemath(record: Record) -> Item:
 
 
 def dynamath(record: Record) -> Item:
-    """The ten variants of each problem: files sample_variant1 to 10, or a table with qid and varid."""
-    kind = text(record, "answer_type")
-    labels = {name: text(record, column, default="any") for name, column in (("subject", "subject"), ("level", "knowledge_level"))}
+    """The ten variants of each problem: files sample_variant1 to 10, a table with qid and varid, or dataset.json of ten trials, each an
+    object by number."""
+    kind, question, answer = text(record, "answer_type"), text(record, "question"), text(record, "ground_truth", "answer")
+    labels = {"subject": text(record, "subject", default="any"), "level": text(record, "knowledge_level", "level", default="any")}
     hint = {"float": "Give a number with three decimals.", "multiple choice": "Give the letter of the right choice."}.get(kind, "")
     return Item(
-        question=text(record, "question"),
-        answer=text(record, "ground_truth", "answer"),
+        question=question,
+        answer=answer,
         images=(record.row.get("decoded_image") or record.row.get("image", ""),),
         hint=hint,
         labels={**labels, "type": kind},
         unit=text(record, "qid", "id"),
-        by={"answer_type": kind},
+        by={"answer_type": kind, "choices": listed_options(question, answer=answer)},
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,21 +49,12 @@ def test_a_truth_that_is_no_letter_is_left_to_the_general_rules() -> None:
     ("truth", "answer", "right"),
     [("4", "4", 1.0), ("10", "10.4", 1.0), ("10", "11", 0.9), ("10", "15", 0.1), ("10", "15.1", 0.0), ("10", "9.5", 1.0),
      ("10", "5 m", 0.1),
-     ("10", "about ten", 0.0), ("2.5", "2", 0.7), ("4", "3 or 4", 0.0)],
+     ("10", "about ten", 0.0), ("2.5", "2", 0.6), ("4", "3 or 4", 0.0)],
 )  # fmt: skip
 def test_vsi_numbers(truth: str, answer: str, right: float) -> None:
-    """10 against 11 is off by a tenth: within 1 - 0.90 and all before, not within 1 - 0.95. At a threshold is within."""
+    """10 against 11 is off by a tenth: within 1 - 0.90 and all before, not within 1 - 0.95. 2.5 against 2 is off by 0.2, which is above
+    1 - 0.8 in floats."""
     assert credit("vsi_bench", truth, answer) == pytest.approx(right)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 500), st.integers(0, 1000))
-def test_vsi_numbers_are_those_of_its_formula(truth: int, answer: int) -> None:
-    """In numpy as lmms-eval writes it; where floats round a threshold, one step apart."""
-    within = abs(answer - truth) / truth <= 1 - np.linspace(0.5, 0.95, 10)
-    assert abs(credit("vsi_bench", str(truth), str(answer)) - within.mean()) <= 0.1 + 1e-9
-    if all(abs(abs(answer - truth) / truth - (1 - threshold)) > 1e-9 for threshold in np.linspace(0.5, 0.95, 10)):
-        assert credit("vsi_bench", str(truth), str(answer)) == pytest.approx(within.mean())
 
 
 @pytest.mark.parametrize(
@@ -116,7 +106,7 @@ def test_tir_bench(task: str, truth: str, answer: str, right: float | None) -> N
         ("float", "1.234", "1.2345", 1), ("float", "1.234", "1.236", 0), ("float", "6.283", "2\u03c0", 1), ("float", "3.142", "\u03c0", 1),
         ("float", "2", "two", None), ("multiple choice", "B", "b", 1), ("multiple choice", "B", "(B)", 1),
         ("multiple choice", "B", "A or B", 0),
-        ("text", "even function", "even", 1), ("text", "even", "odd", 0), ("text", "even", "", 0),
+        ("text", "even", "an even function", 1), ("text", "even function", "even", 0), ("text", "even", "odd", 0), ("text", "even", "", 0),
     ],
 )  # fmt: skip
 def test_dynamath(kind: str, truth: str, answer: str, right: float | None) -> None:

@@ -1,7 +1,10 @@
-"""Files of published benchmarks, small and of the same shape: what is asked of the policy, what is right, what is scored together."""
+"""Files of published benchmarks, small and of the same shape: what is asked of the policy, what is right, what is scored together.
+
+Over 300 lines because each benchmark has its own shape."""
 
 import base64
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 
 from megatron_rl.config import DataSettings
 from megatron_rl.config.rollout import BENCHMARKS as NAMES
+from megatron_rl.data.rows import open_rows
 from megatron_rl.published.benchmarks import BENCHMARKS, examples_of
 from megatron_rl.published.items import Item, shuffled, spread
 from tests.support.tables import png
@@ -265,3 +269,72 @@ def test_options_are_shuffled_by_seed_and_place() -> None:
 
 def test_frames_are_spread_evenly() -> None:
     assert spread(list(range(9)), num=3) == [0, 4, 8] and spread([1, 2], num=32) == [1, 2] and spread([1, 2, 3], num=1) == [1]
+
+
+def numbered(path: Path, rows: dict) -> Path:
+    path.write_text(json.dumps(rows, indent=4))
+    return path
+
+
+def test_mathvista_as_its_repository_has_it(tmp_path: Path) -> None:
+    """data/testmini.json: one object by number, pictures beside the file; in the order of the numbers, on one line too."""
+    (tmp_path / "images").mkdir()
+    for name, color in (("2", "red"), ("10", "blue")):
+        (tmp_path / "images" / f"{name}.jpg").write_bytes(png(color))
+    about = {"task": "geometry problem solving", "skills": ["a"]}
+    free = {"question": "How many?", "image": "images/10.jpg", "choices": None, "unit": None, "precision": None, "answer": "-3"}
+    free |= {"question_type": "free_form", "answer_type": "integer", "pid": "10", "metadata": about}
+    chosen = {**free, "image": "images/2.jpg", "choices": ["B", "A"], "answer": "A", "question_type": "multi_choice", "pid": "2"}
+    path = numbered(tmp_path / "testmini.json", {"10": free, "2": chosen})
+    for text in (path.read_text(), json.dumps({"10": free, "2": chosen})):
+        path.write_text(text)
+        one, two = payloads("mathvista", path)
+        assert (one["answer"], two["answer"]) == ("B", "-3") and [colors(each) for each in (one, two)] == [[(255, 0, 0)], [(0, 0, 255)]]
+    numbered(path, {"1": {**free, "answer": ""}})
+    with pytest.raises(ValueError, match="testmini.json row 0: answer: is empty: answers of MathVista's test split are not published"):
+        payloads("mathvista", path)
+
+
+def test_dynamath_as_its_repository_has_it(tmp_path: Path) -> None:
+    """Ten trials of dataset.json: variants of a problem have its number; options stand in the question's words."""
+    question = "Is it red? choice: (A) Yes (B) No"
+    row = {"question": question, "answer": "B", "image": "image/image1.png", "answer_type": "multiple choice", "subject": "statistics"}
+    rows = {"2": {**row, "level": "high school"}, "1": {**row, "level": "elementary school"}}
+    for trial in (1, 2):
+        (tmp_path / f"trial{trial}" / "image").mkdir(parents=True)
+        (tmp_path / f"trial{trial}" / "image" / "image1.png").write_bytes(png("red"))
+        numbered(tmp_path / f"trial{trial}" / "dataset.json", rows)
+    found = payloads("dynamath", *sorted(tmp_path.glob("trial*/dataset.json")))
+    assert [each["official"]["unit"] for each in found] == ["1", "2", "1", "2"] and {each["answer"] for each in found} == {"B"}
+    assert [each["official"]["labels"]["level"] for each in found[:2]] == ["elementary school", "high school"]
+    assert found[0]["official"]["choices"] == ("Yes", "No") and colors(found[0]) == [(255, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"1": {"a": 1}, "x": {}}', 'its key "x" is no whole number'),
+        ('{"1": {"a": 1}, "-2": {}}', 'its key "-2" is no whole number'),
+        ('{"1": "Hint: ...", "2": "Hint: ..."}', "the value of its key 1 is no object"),
+        ('{"1": {}, "2": [1]}', "the value of its key 2 is no object"),
+        ('{"1": {}, "01": {}}', "has the key 01 twice"),
+        ('{"1": {"a": 1}, "2": {"a"', "is cut off or no JSON: byte 14"),
+        ('{"1": {"a": 1}} {"2": {}}', "is cut off or no JSON: byte 14"),
+    ],
+)
+def test_objects_by_number_of_another_kind_are_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "query.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^task.data.eval=.*query.json: " + re.escape(reason)):
+        payloads("mathvista", tmp_path / "query.json")
+
+
+def test_an_object_by_number_may_be_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
+    """Rows of 400 KB across blocks of a megabyte, as json itself reads them; a row's own id stays."""
+    rows = {str(number): {"text": "\u00e9}{" * 100_000 + str(number)} for number in (30, 4, 100)} | {"7": {"id": "own"}}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows, ensure_ascii=False))
+    found = open_rows(path)
+    assert list(found) == [{"id": "4", **rows["4"]}, {"id": "own"}, {"id": "30", **rows["30"]}, {"id": "100", **rows["100"]}]
+    one = tmp_path / "one.json"
+    one.write_text('{\n"question": "?", "answer": "1"}')
+    assert list(open_rows(one)) == [{"question": "?", "answer": "1"}]
