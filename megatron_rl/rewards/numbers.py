@@ -26,7 +26,9 @@ _LEADING_ZERO = re.compile(r"0\d")
 _SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative)|plus|positive)\Z", re.IGNORECASE)
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[\xb1\u2213<>\u2264\u2265\u2260^_/*\u221a\u221b!]|\\(?!approx|sim)[A-Za-z]+\{?)\Z")
-_UNREADABLE_AFTER = re.compile(r"\s*(?:[\^_*/\xd7\u22c5]|[eEkKMB](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|\u221e)")
+_UNREADABLE_AFTER = re.compile(
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5]|[eEkKMB](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|\u221e)"
+)
 _UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
 _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
