@@ -22,6 +22,7 @@ setup(
         "httpx>=0.28",
         "httpx2>=2.16,<3",
         "hydra-core>=1.3.2,<1.4",
+        "jinja2>=3.1",
         "math-verify>=0.9,<0.10",
         "matplotlib>=3.10",
         "megatron-core==0.16.1",

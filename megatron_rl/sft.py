@@ -1,13 +1,13 @@
 """The supervised warm start: the task's demonstrations through the same Policy, packing and optimizer as GRPO.
 
-Loss on assistant tokens only (the context's mask); the mean is over tokens.
+Loss on assistant tokens only (the context's mask), and not on those of messages with "loss": False; the mean is over tokens.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 from megatron_rl.algo.objective import likelihood
 from megatron_rl.config import Settings
+from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import TRANSCRIPTS, demonstrations_of
 from megatron_rl.minibatches import WeightedContext
 from megatron_rl.policy.policy import Policy
@@ -36,8 +36,13 @@ def warm_start(
         if done >= steps:
             continue
         with run.spans("render"):
-            made = partial(demonstrations_of, task.settings.data) if split == TRANSCRIPTS else task.demonstrations
-            shown = Rendered(renderer, made(split, num=sft.num_demonstrations, seed=seed_of(seed, stage)))
+            drawn = {"num": sft.num_demonstrations, "seed": seed_of(seed, stage)}
+            if split == TRANSCRIPTS:
+                demonstrations = demonstrations_of(task.settings.data, split, **drawn)
+                demonstrations.check_lengths(make_length_check(settings, renderer))
+            else:
+                demonstrations = task.demonstrations(split, **drawn)
+            shown = Rendered(renderer, demonstrations)
         for step in range(begin - steps + done, begin):
             with run.spans("render"):
                 first = (step - begin + steps) * sft.batch_size
@@ -72,7 +77,14 @@ class Rendered:
         return self._kept.get(number) or self._render(number)
 
     def _render(self, number: int) -> WeightedContext:
-        context = self._renderer.transcript(self._demonstrations[number].messages)
+        demonstration = self._demonstrations[number]
+        where = demonstration.where or f"demonstration {number}"
+        try:
+            context = self._renderer.transcript(demonstration.messages)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if not any(context.loss_mask):
+            raise ValueError(f"{where}: nothing of it is learned: it has no reply that is not masked; leave it out")
         context.images = [image.without_patches() for image in context.images]
         weighted = WeightedContext(context, denominator=sum(context.loss_mask))
         self._num_bytes += sum(3 * image.picture.width * image.picture.height for image in context.images)

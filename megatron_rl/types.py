@@ -110,9 +110,14 @@ class Example:
 
 @dataclass(slots=True, frozen=True)
 class Demonstration:
-    """A transcript for the supervised warm start: loss on the assistant's messages, on nothing else."""
+    """A transcript for the supervised warm start: loss on the assistant's messages, on nothing else.
+
+    A message of the assistant with "loss": False is in the context and not learned.
+    """
 
     messages: list[Message]
+    where: str = ""
+    """File and row that it was read from, for messages: `t.jsonl row 17`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -20,7 +20,8 @@ from megatron_rl.config import JudgeSettings, SandboxSettings, Settings, service
 from megatron_rl.data.prompts import Prompts, around
 from megatron_rl.data.questions import Questions
 from megatron_rl.data.survey import Survey, survey
-from megatron_rl.data.transcripts import transcripts
+from megatron_rl.data.transcript_survey import make_length_check
+from megatron_rl.data.transcripts import open_transcripts, survey_transcripts
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.published.benchmarks import questions_of
@@ -108,11 +109,21 @@ def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | Non
             num = (split == "eval" and data.max_eval) or len(questions)
             look_at_misfits(prompts, report, split=split, num=num, told="".join(found.warnings[:1]))
     if data.demonstrations:
-        try:
-            shown = transcripts(data.demonstrations, images_root=data.images, image_roots=data.image_roots)
-            report.say("data.demonstrations", f"{len(shown)} conversations")
-        except ValueError as error:
-            report.fail("data.demonstrations", str(error))
+        look_at_transcripts(settings, report, renderer=renderer)
+
+
+def look_at_transcripts(settings: Settings, report: Report, *, renderer: Renderer | None) -> None:
+    """Every row of the files of demonstrations; their lengths, where they can be measured."""
+    data = settings.task.data
+    try:
+        opened = open_transcripts(data.demonstrations, images_root=data.images, image_roots=data.image_roots)
+    except ValueError as error:
+        report.fail("data.demonstrations", str(error))
+        return
+    found = survey_transcripts(opened, check_length=make_length_check(settings, renderer) if renderer else None)
+    learned = f"{found.num_replies - found.num_masked} of {found.num_replies} replies learned"
+    report.say("data.demonstrations", f"{found.num_rows} conversations, {found.num_images} images, {learned}")
+    report.errors += [f"task.data.demonstrations: {line}" for line in found.errors]
 
 
 def around_of(settings: Settings, task: Task, opened: Mapping[str, Questions], renderer: Renderer) -> int:

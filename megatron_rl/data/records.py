@@ -11,7 +11,16 @@ from megatron_rl.data.rows import JsonRow, open_rows
 
 PLACE = "<image>"
 """Where a text shows a picture."""
-CONTROL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
+CONTROL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|endoftext|>",
+)
 """Qwen's own tokens: in the words of a transcript's assistant they would be read as the conversation's."""
 
 REQUIRED = ("question", "answer")

@@ -1,28 +1,25 @@
 """Conversations for the supervised warm start, from JSON lines, JSON lists or Parquet.
 
-A row holds `messages`, {role, content} each: content is text, or parts {"type": "text", "text"} and {"type": "image", "image"} (a path,
-{"bytes"}, ... as in questions; OpenAI's {"type": "image_url", "image_url": {"url"}} too). Pictures may also stand in a column `images`:
-then each <image> in a text, and each image part without a picture of its own, takes the next one. LLaMA-Factory's `conversations` of
-{from, value} are read as well, and its column `system`, which is the first message then. After an optional system message, user (or tool)
-and assistant take turns, and the assistant is last. Calls of tools stand in the assistant's words: `tools` and `tool_calls` are refused.
+transcript_forms.py reads the columns of a row, transcript_messages.py the keys of its messages, transcript_parts.py their contents. After
+an optional system message, user (or tool) and assistant take turns, and the assistant is last. A reply is learned unless its message says
+`loss: false` (or another of FLAGS, 0 or false). Calls of tools stand in the assistant's words: `tools` and `tool_calls` are refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
 
 from megatron_rl.config import DataSettings, require, require_choice
-from megatron_rl.data.images import StoredImage, shortened
-from megatron_rl.data.records import PLACE, Record, Records
+from megatron_rl.data.records import Record, Records
+from megatron_rl.data.transcript_forms import read_images, read_row
+from megatron_rl.data.transcript_messages import check_turns
+from megatron_rl.data.transcript_parts import read_parts
+from megatron_rl.data.transcript_survey import CheckLength, TranscriptSurvey
 from megatron_rl.types import Demonstration, HostFault, Message
 
 TRANSCRIPTS = "transcripts"
 """The one split of demonstrations (sft.splits) that the user's data has."""
-ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
-"""As in the file, LLaMA-Factory's last -> as in a chat template."""
-
-_CALLS = "write calls of tools into the assistant's content, as the words that it is to say"
 
 
 class Transcripts(Sequence[list[Message]]):
@@ -45,8 +42,13 @@ class Transcripts(Sequence[list[Message]]):
         """ValueError: a picture cannot be decoded."""
         if isinstance(index, slice):
             return Transcripts(self.records, places=self._places[index])
+        return self.demonstration(index).messages
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Return the conversation with decoded pictures and its file and row. Raises ValueError as __getitem__ does."""
+        record = self.records[self._places[index]]
         try:
-            return [_opened(message) for message in self.stored(index)]
+            return Demonstration([_opened(message) for message in messages_of(record)], where=record.where)
         except HostFault as fault:
             raise ValueError(str(fault)) from fault
 
@@ -54,17 +56,32 @@ class Transcripts(Sequence[list[Message]]):
         """The same with the pictures as StoredImage."""
         return messages_of(self.records[self._places[index]])
 
+    def where(self, index: int) -> str:
+        """Return the file and row of a conversation. Raises ValueError: the row is not JSON."""
+        return self.records[self._places[index]].where
+
+
+def open_transcripts(paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = ()) -> Transcripts:
+    """Return the files' conversations without reading them. Raises ValueError: no files, or files without rows."""
+    return Transcripts(Records(paths, images_root=images_root, image_roots=image_roots, key="task.data.demonstrations"))
+
 
 def transcripts(paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = ()) -> Transcripts:
     """The files' conversations, after a look at every row and the header of every picture. ValueError names file and row."""
-    opened = Transcripts(Records(paths, images_root=images_root, image_roots=image_roots, key="task.data.demonstrations"))
-    for place in range(len(opened)):
-        for message in opened.stored(place):
-            for part in message["content"]:
-                if part["type"] == "image":
-                    part["image"].size()
-                    part["image"].require_whole()
+    opened = open_transcripts(paths, images_root=images_root, image_roots=image_roots)
+    survey_transcripts(opened).require_sound()
     return opened
+
+
+def survey_transcripts(opened: Transcripts, *, check_length: CheckLength | None = None) -> TranscriptSurvey:
+    """Read every conversation and both ends of every picture. `check_length` raises ValueError for one that is too long."""
+    found = TranscriptSurvey(num_rows=len(opened))
+    for place in range(len(opened)):
+        try:
+            found.add(opened.stored(place), where=opened.where(place), check_length=check_length)
+        except ValueError as error:
+            found.add_error(str(error))
+    return found
 
 
 class Dealt(Sequence[Demonstration]):
@@ -80,7 +97,17 @@ class Dealt(Sequence[Demonstration]):
         return len(self._places)
 
     def __getitem__(self, index: int) -> Demonstration:
-        return Demonstration(messages=self._shown[self._places[index]])
+        return self._shown.demonstration(self._places[index])
+
+    def check_lengths(self, check_length: CheckLength) -> None:
+        """Raise ValueError for conversations that `check_length` refuses, with file and row of the first."""
+        found = TranscriptSurvey(num_rows=len(set(self._places)))
+        for place in sorted(set(self._places)):
+            try:
+                found.add(self._shown.stored(place), where=self._shown.where(place), check_length=check_length)
+            except ValueError as error:
+                found.add_error(str(error))
+        found.require_sound()
 
 
 def demonstrations_of(data: DataSettings, split: str, *, num: int, seed: int) -> Dealt:
@@ -92,93 +119,27 @@ def demonstrations_of(data: DataSettings, split: str, *, num: int, seed: int) ->
 
 
 def messages_of(record: Record) -> list[Message]:
-    """The conversation of a row: contents are lists of parts, pictures are StoredImage. ValueError: it is none."""
-    row = record.row
-    if ("messages" in row) == ("conversations" in row):
-        raise record.error("messages", "must be there (or conversations, and not both)")
-    said = _said(record)
-    listed = [record.image(image, f"images[{number}]") for number, image in enumerate(record.items(row.get("images", []), "images"))]
-    remaining = iter(listed)
-    places = "images" in row
-    messages = [
-        {"role": role, "content": list(_parts(record, content, remaining, places=places, name=name))} for name, role, content in said
+    """Return the conversation of a row: contents are lists of parts, pictures are StoredImage, and `loss` says whether a reply is learned.
+
+    Raises:
+        ValueError: it is none, or holds something that is neither read nor without effect; names file, row and field.
+    """
+    column, given = read_row(record)
+    check_turns(record, given, column=column)
+    image_column, images = read_images(record)
+    contents = read_parts(record, given, images, column=image_column)
+    for message, parts in zip(given, contents, strict=True):
+        has_words = any(part["type"] == "text" and str(part["text"]).strip() for part in parts)
+        if message.role == "assistant" and not has_words:
+            raise record.error(message.field, "the assistant says nothing, which would be learned; give it words or leave the row out")
+        if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
+            raise record.error(message.field, "the user says and shows nothing; give the message words or leave the row out")
+    return [
+        {"role": message.role, "content": parts} | ({} if message.is_learned or message.role != "assistant" else {"loss": False})
+        for message, parts in zip(given, contents, strict=True)
     ]
-    if next(remaining, None) is not None:
-        raise record.error("images", f"are {len(listed)}, more than the messages have places for")
-    _check_turns(record, [role for _, role, _ in said])
-    for (name, role, _), message in zip(said, messages, strict=True):
-        if role == "assistant" and not any(part["type"] == "text" and part["text"].strip() for part in message["content"]):
-            raise record.error(name, "the assistant says nothing, which would be learned; give it words or leave the row out")
-    return messages
-
-
-def _said(record: Record) -> list[tuple[str, str, object]]:
-    """Of each message its name in the row, its role and its content as it stands there; the column `system` is the first."""
-    row = record.row
-    if row.get("tools", "") not in ("", "[]", []):
-        raise record.error("tools", f"are not read; {_CALLS}, describe the tools in the system message, and leave this column out")
-    keys = ("role", "content") if "messages" in row else ("from", "value")
-    given = record.items(row["messages" if "messages" in row else "conversations"], "messages")
-    said = [_message(record, message, keys, f"messages[{number}]") for number, message in enumerate(given)]
-    system = record.text(row.get("system", ""), "system")
-    if system and any(role == "system" for _, role, _ in said):
-        raise record.error("system", "is given in this column and as a message; keep one of them")
-    return [("system", "system", system), *said] if system else said
-
-
-def _message(record: Record, message: object, keys: tuple[str, str], name: str) -> tuple[str, str, object]:
-    role, content = map(record.mapping(message, name).get, keys)
-    for calls in ("tool_calls", "function_call"):
-        if message.get(calls):
-            raise record.error(f"{name}.{calls}", f"is not read; {_CALLS}, and leave this key out")
-    if not isinstance(role, str) or role not in ROLES:
-        raise record.error("messages", f"role {shortened(repr(role))} is none of {', '.join(ROLES)}")
-    return name, ROLES[role], content
-
-
-def _check_turns(record: Record, roles: list[str]) -> None:
-    turns = roles[1:] if roles[:1] == ["system"] else roles
-    if "system" in turns or any((role == "assistant") != (number % 2 == 1) for number, role in enumerate(turns)):
-        raise record.error("messages", f"user and assistant must take turns behind an optional system message, here: {', '.join(roles)}")
-    if not turns or turns[-1] != "assistant":
-        raise record.error("messages", "must end with the assistant")
-
-
-def _parts(record: Record, content: object, images: Iterator[StoredImage], *, places: bool, name: str) -> Iterator[dict[str, object]]:
-    """Text and pictures in order. With `places`, <image> in a text is one of `images`; without, it is refused."""
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else record.items(content, name):
-        kind = record.mapping(part, name).get("type")
-        if kind == "text":
-            yield from _split(record, record.text(part.get("text"), name), images, places=places, name=name)
-        elif kind == "image" and "image" not in part and places:
-            yield {"type": "image", "image": _next(record, images, name)}
-        elif kind == "image":
-            yield {"type": "image", "image": record.image(part.get("image"), name)}
-        elif kind == "image_url":
-            yield {"type": "image", "image": record.image(record.mapping(part.get("image_url"), name).get("url"), name)}
-        else:
-            raise record.error(name, f"a part must be of type text, image or image_url, is {shortened(repr(kind))}")
-
-
-def _split(record: Record, text: str, images: Iterator[StoredImage], *, places: bool, name: str) -> Iterator[dict[str, object]]:
-    first, *others = text.split(PLACE)
-    if others and not places:
-        raise record.error(name, f"has {PLACE}, and the row has no column images")
-    if first:
-        yield {"type": "text", "text": first}
-    for piece in others:
-        yield {"type": "image", "image": _next(record, images, name)}
-        if piece:
-            yield {"type": "text", "text": piece}
-
-
-def _next(record: Record, images: Iterator[StoredImage], name: str) -> StoredImage:
-    image = next(images, None)
-    if image is None:
-        raise record.error(name, "has a place for a picture that the column images does not have")
-    return image
 
 
 def _opened(message: Message) -> Message:
     parts = [part if part["type"] == "text" else {"type": "image", "image": part["image"].open()} for part in message["content"]]
-    return {"role": message["role"], "content": parts}
+    return {**message, "content": parts}

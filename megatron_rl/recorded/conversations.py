@@ -16,6 +16,7 @@ END = "<|im_end|>"
 MESSAGE = re.compile(r"<\|im_start\|>(system|user|tool|assistant)\n(.*?)<\|im_end\|>\n?", re.DOTALL)
 MIXED = "a message has tokens of the template in it"
 RESIZED = "a picture would be resized again: of a size between two, or not seen with these model.min_pixels and model.max_pixels"
+REWRITTEN = "the template would write it in another way"
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -44,11 +45,14 @@ def messages_of(context: Context, renderer: Renderer, *, cut_at: int) -> list[Me
         messages.append({"role": role, "content": content if role == "assistant" else list(_parts(content, remaining))})
     if "".join(found[0] for found in MESSAGE.finditer(words)) != words or next(remaining, None) is not None:
         raise Untold(MIXED)
-    again = renderer.transcript(messages)
+    try:
+        again = renderer.transcript(messages)
+    except ValueError as error:
+        raise Untold(REWRITTEN) from error
     if [image.key for image in again.images] != [image.key for image in context.images]:
         raise Untold(RESIZED)
     if _words(again, renderer) != words or _said(again, renderer) != _said(context, renderer):
-        raise Untold("the template would write it in another way")
+        raise Untold(REWRITTEN)
     return messages
 
 

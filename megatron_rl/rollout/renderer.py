@@ -6,6 +6,7 @@ A picture is resized here, once, to its final grid; neither the engine nor the t
 import asyncio
 import codecs
 import hashlib
+import itertools
 import math
 import re
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.rollout.transcript_pieces import split_transcript
 from megatron_rl.types import Context, Image, Message
 
 T = TypeVar("T")
@@ -69,7 +71,9 @@ class Renderer:
         self.end_id = known["<|im_end|>"]
         self.stop_ids = [self.end_id]
         beyond = range(len(self.tokenizer), spec.vocab_size)
-        self.banned_ids = sorted({*(known[token] for token in _NEVER_SAMPLED), *beyond})
+        self._never_sampled = {known[token] for token in _NEVER_SAMPLED}
+        self.banned_ids = sorted({*self._never_sampled, *beyond})
+        self.max_positions = spec.max_positions
         self.merge = spec.vision.merge
         self.patch = spec.vision.patch
         self.vision_pixels = self.patch * self.merge
@@ -194,20 +198,25 @@ class Renderer:
         return more
 
     def transcript(self, messages: Sequence[Message]) -> Context:
-        """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it."""
-        context, done = Context(), ""
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._text(messages[:index], speak=True)
-            after = self._text(messages[: index + 1]).removesuffix("\n")
-            assert before.startswith(done) and after.startswith(before), "the chat template rewrites earlier messages"
-            answered = max((i for i in range(index) if messages[i]["role"] == "assistant"), default=-1)
-            self._observe(context, before.removeprefix(done), self._images_of(messages[answered + 1 : index]))
-            reply = self._ids(after.removeprefix(before))
-            context.extend(reply, logprobs=[0.0] * len(reply))
-            done = after
+        """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it, but for those
+        with "loss": False. ValueError: see split_transcript; or a reply holds tokens that are never sampled."""
+        context = Context()
+        for piece in split_transcript(messages, self._text):
+            self._observe(context, piece.observed, self._images_of(piece.messages))
+            reply = self._ids(piece.reply)
+            banned = next((token for token in reply if token in self._never_sampled), None)
+            if banned is not None:
+                raise ValueError(
+                    f"a reply holds {self.tokenizer.decode([banned])}, which the policy never samples; write other words for it"
+                )
+            context.extend(reply, logprobs=[0.0] * len(reply) if piece.is_learned else None)
         return context
+
+    def transcript_length(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
+        """Return the number of tokens of `transcript`, given the width and height of its pictures instead of their pixels."""
+        num_text = sum(len(self._ids(text)) for piece in split_transcript(messages, self._text) for text in (piece.observed, piece.reply))
+        pixels = (width * height for width, height in itertools.starmap(self.final_size, sizes))
+        return num_text - len(sizes) + sum(each // self.vision_pixels**2 for each in pixels)
 
     def text(self, token_ids: list[int]) -> str:
         """What the policy said, without the token that ended it."""

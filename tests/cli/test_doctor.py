@@ -101,7 +101,7 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
         "task.data.train: bad.jsonl row 0: answer: is empty",
         f"task.data.train: bad.jsonl row 3: images[0]: no such file {tmp_path}/no.png; "
         "task.data.images is the folder that relative paths start from",
-        "talks.jsonl row 0: messages: must end with the assistant",
+        "task.data.demonstrations: talks.jsonl row 0: messages: must end with the assistant",
     ]
     assert [line.partition(": ")[2] for line in report.warnings] == [
         "bad.jsonl row 2: bbox [5, 5, 5, 9] is empty",

@@ -1,0 +1,156 @@
+"""Shapes of a transcript's row: which columns hold the conversation, which its pictures, and which are refused.
+
+    messages, conversations or conversation     lists of messages: OpenAI, ms-swift, TRL, ShareGPT, LLaMA-Factory, Qwen's fine-tuning script
+    instruction and output, input, history      Alpaca, as LLaMA-Factory and ms-swift read it
+    query and response, history                 ms-swift's old form
+    prompt and completion                       TRL's, both lists of messages; replies in the prompt are not learned
+
+Beside each of them a column `system` (or system_prompt) is the first message, and pictures stand in one of IMAGE_COLUMNS.
+"""
+
+from collections.abc import Mapping
+
+from megatron_rl.data.images import StoredImage
+from megatron_rl.data.media_columns import PICTURE_SUFFIXES, find_media
+from megatron_rl.data.records import Record
+from megatron_rl.data.transcript_messages import CALLS, FLAGS, RawMessage, is_empty, read_messages
+
+IMAGE_COLUMNS = ("images", "image", "image_path", "image_paths", "img", "image_file", "image_files", "file_name")
+"""Of these a row has one. `file_name` (of `datasets`' imagefolder) counts where it ends as a picture does."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+FORMS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "conversation": ("conversation",),
+    "output": ("instruction", "output"),
+    "response": ("query", "response"),
+    "completion": ("prompt", "completion"),
+}
+"""The column that holds what is learned -> all columns that such a row must have."""
+OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
+"""Further columns that are read with a form."""
+_TOOLS = f"are not read; {CALLS}, describe the tools in the system message, and leave this column out"
+_PREFERENCE = "belongs to preference data, and a warm start learns one reply; write the good one into messages, and leave this column out"
+REFUSED_COLUMNS = {
+    **dict.fromkeys(("tools", "functions"), _TOOLS),
+    **dict.fromkeys(
+        ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "positive_messages", "negative_messages"),
+        _PREFERENCE,
+    ),
+    "objects": "is not read, nor are <bbox> and <ref-object>; write boxes and names into the texts, and leave this column out",
+    "chat_template_kwargs": "is not read; leave this column out",
+    "history": "is read beside instruction or query alone; write the earlier turns as messages",
+}
+"""Column -> what its error says, wherever it holds something and the row's form does not read it."""
+_MEDIA = "pictures stand in the column images; leave this column out, or the row where its words need it (videos and audio are not read)"
+_FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
+
+
+def read_row(record: Record) -> tuple[str, list[RawMessage]]:
+    """Return the column that holds what is learned, and the conversation with the column `system` as its first message.
+
+    Raises:
+        ValueError: no form of a transcript, several of them, or a column that changes what is learned and is not read.
+    """
+    row = record.row
+    forms = [name for name, columns in FORMS.items() if all(column in row for column in columns)]
+    if not forms and not is_empty(row.get("chosen", "")):
+        raise record.error("chosen", _PREFERENCE)
+    if not forms:
+        raise record.error("messages", f"is missing; a transcript has {_FORMS}; this row has {', '.join(row) or 'no columns'}")
+    if len(forms) > 1:
+        raise record.error(" and ".join(forms), "each hold a conversation; keep one of them")
+    (form,) = forms
+    _check_columns(record, {*FORMS[form], *OPTIONAL.get(form, ())})
+    messages = _READERS[form](record)
+    systems = [column for column in SYSTEM_COLUMNS if not is_empty(row.get(column, ""))]
+    if len(systems) + any(message.role == "system" for message in messages) > 1:
+        raise record.error(systems[-1], "the system's words stand in this column and elsewhere; keep one of them")
+    return form, [RawMessage(column, "system", record.text(row[column], column)) for column in systems] + messages
+
+
+def read_images(record: Record) -> tuple[str, list[StoredImage]]:
+    """Return the column of pictures (empty: the row has none) and its pictures."""
+    given = [column for column in IMAGE_COLUMNS if _holds_pictures(record, column)]
+    if len(given) > 1:
+        raise record.error(" and ".join(given), "each name pictures; keep one of these columns")
+    if not given:
+        return "", []
+    (column,) = given
+    value = record.row[column]
+    if isinstance(value, list):
+        return column, [record.image(image, f"{column}[{number}]") for number, image in enumerate(value)]
+    return column, [record.image(value, column)]
+
+
+def _holds_pictures(record: Record, column: str) -> bool:
+    value = record.row.get(column, "")
+    return not is_empty(value) and (column != "file_name" or str(value).lower().endswith(PICTURE_SUFFIXES))
+
+
+def _check_columns(record: Record, read: set[str]) -> None:
+    """Raise ValueError for a column that changes what is learned, or holds media, and is not read."""
+    row = record.row
+    for column, told in REFUSED_COLUMNS.items():
+        if column not in read and not is_empty(row.get(column, "")):
+            raise record.error(column, told)
+    for column in (*FLAGS, "mask"):
+        if column in row and not (row[column] == 1 and column != "mask"):
+            raise record.error(
+                column, "of a whole row is not read; write loss: true or loss: false into the messages, or leave the row out"
+            )
+    for column in ("label", "kto_tag"):
+        if row.get(column, "") in (0, 1):
+            raise record.error(column, "says whether a reply is good; keep the rows whose reply is, and leave this column out")
+    rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS, *IMAGE_COLUMNS}}
+    for column, found in find_media(rest, folder=record.folder):
+        raise record.error(column, f"holds {found}, which is not read; {_MEDIA}")
+
+
+def _read_alpaca(record: Record) -> list[RawMessage]:
+    """Instruction and input, one under the other where both have words, ask; output answers."""
+    row = record.row
+    asked = [record.text(row.get(column, ""), column) for column in ("instruction", "input")]
+    text = "\n".join(words for words in asked if words)
+    return [
+        *_read_history(record),
+        RawMessage("instruction", "user", text),
+        RawMessage("output", "assistant", record.text(row["output"], "output")),
+    ]
+
+
+def _read_query(record: Record) -> list[RawMessage]:
+    row = record.row
+    asked, answered = (record.text(row[column], column) for column in ("query", "response"))
+    return [*_read_history(record), RawMessage("query", "user", asked), RawMessage("response", "assistant", answered)]
+
+
+def _read_history(record: Record) -> list[RawMessage]:
+    """Earlier turns, each a pair of what was asked and what was answered. They are learned, as LLaMA-Factory learns them."""
+    messages = []
+    for number, pair in enumerate(record.items(record.row.get("history", []), "history")):
+        name = f"history[{number}]"
+        if len(record.items(pair, name)) != 2:
+            raise record.error(name, f"must be a pair of what was asked and what was answered, has {len(pair)} items")
+        for place, role in enumerate(("user", "assistant")):
+            messages.append(RawMessage(f"{name}[{place}]", role, record.text(pair[place], f"{name}[{place}]")))
+    return messages
+
+
+def _read_prompt_and_completion(record: Record) -> list[RawMessage]:
+    for column in ("prompt", "completion"):
+        if not isinstance(record.row[column], list):
+            remedy = "text is not put into a chat template by TRL, which this trainer always does; write messages"
+            raise record.error(column, f"must be a list of messages, is {type(record.row[column]).__name__}: {remedy}")
+    return read_messages(record, "prompt", is_learned=False) + read_messages(record, "completion")
+
+
+_READERS = {
+    "messages": lambda record: read_messages(record, "messages"),
+    "conversations": lambda record: read_messages(record, "conversations"),
+    "conversation": lambda record: read_messages(record, "conversation"),
+    "output": _read_alpaca,
+    "response": _read_query,
+    "completion": _read_prompt_and_completion,
+}
+"""Form -> what reads its messages."""

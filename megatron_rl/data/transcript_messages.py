@@ -1,0 +1,111 @@
+"""Messages of transcripts: their keys, their roles, and the flags that keep a reply from being learned.
+
+Every key of a message is read, known to be without effect, or refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.data.images import shortened
+from megatron_rl.data.records import Record
+
+ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
+"""Role in the file -> role of the chat template. The last three are those of ShareGPT and LLaMA-Factory."""
+KEYS = (("role", "content"), ("from", "value"))
+"""Names of role and content: OpenAI's, then ShareGPT's."""
+FLAGS = ("loss", "weight", "trainable", "train", "training", "loss_mask", "loss_scale")
+"""Keys that say whether a reply is learned: 0 or false masks its labels."""
+IGNORED = (
+    "id", "message_id", "parent_id", "uuid", "timestamp", "created", "created_at", "date", "time", "index", "turn", "turn_id",
+    "tool_call_id",
+)  # fmt: skip
+"""Keys without effect on what the policy reads or learns."""
+CALLS = "write calls of tools into the assistant's content, as the words that it is to say"
+_CALL = f"is not read; {CALLS}, and leave this key out"
+_REASONING = (
+    "is not read; write the reasoning into the content where the assistant is to say it (as <think>..</think>), and leave this key out"
+)
+_PICTURES = "is not read; name the pictures in the row's column images or in parts of the content"
+_CLIP = "is not read: transcripts show texts and pictures; leave the row out"
+REFUSED_KEYS = {
+    **dict.fromkeys(("tool_calls", "function_call", "tools", "functions"), _CALL),
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thought"), _REASONING),
+    **dict.fromkeys(("image", "images", "image_path", "image_paths", "img", "image_url", "objects"), _PICTURES),
+    **dict.fromkeys(("video", "videos", "audio", "audios"), _CLIP),
+    "mask": "may mean that the message is learned or that it is hidden; write loss: true or loss: false",
+    "name": "is not read, and the chat template writes no names; put it into the content, or leave this key out",
+    "prefix": "is not read; write the whole reply into the content, and leave this key out",
+}
+"""Key -> what its error says. Keys that are in no table of this module are refused, too."""
+_UNKNOWN = f"is not understood; a message has role and content (or from and value), and {', '.join(FLAGS)} mask a reply"
+
+
+@dataclass(slots=True, frozen=True)
+class RawMessage:
+    """A message as the row has it.
+
+    Example: {"from": "gpt", "value": "Red.", "loss": 0}, second of the column conversations, is
+    RawMessage("conversations[1]", "assistant", "Red.", is_learned=False).
+    """
+
+    field: str
+    """Its place in the row, for errors."""
+    role: str
+    """One of the values of ROLES."""
+    content: object
+    is_learned: bool = True
+    """False: the labels of this reply are masked."""
+
+
+def read_messages(record: Record, column: str, *, is_learned: bool = True) -> list[RawMessage]:
+    """Return the messages of a column. `is_learned` holds for replies without a flag of their own."""
+    given = record.items(record.row[column], column)
+    return [_read_message(record, message, f"{column}[{number}]", is_learned=is_learned) for number, message in enumerate(given)]
+
+
+def is_empty(value: object) -> bool:
+    """Return True for a value that says nothing, as files with one type for all rows hold it."""
+    return value is False or value in ("", "[]", "{}", [], {})
+
+
+def _read_message(record: Record, value: object, field: str, *, is_learned: bool) -> RawMessage:
+    message = record.mapping(value, field)
+    pairs = [pair for pair in KEYS if any(key in message for key in pair)]
+    if len(pairs) > 1:
+        raise record.error(field, "has role or content beside from or value; keep one of the two pairs")
+    role_key, content_key = pairs[0] if pairs else KEYS[0]
+    role = message.get(role_key)
+    for key, held in message.items():
+        if key in (role_key, content_key, *FLAGS, *IGNORED) or is_empty(held) or (key == "name" and role in ("tool", "observation")):
+            continue
+        raise record.error(f"{field}.{key}", REFUSED_KEYS.get(key, _UNKNOWN))
+    if not isinstance(role, str) or role not in ROLES:
+        raise record.error(f"{field}.{role_key}", f"role {shortened(repr(role))} is none of {', '.join(ROLES)}")
+    if content_key not in message:
+        raise record.error(f"{field}.{content_key}", "is missing; write the message's words, or leave the row out")
+    return RawMessage(field, ROLES[role], message[content_key], _read_flag(record, message, field, ROLES[role], default=is_learned))
+
+
+def _read_flag(record: Record, message: Mapping[str, object], field: str, role: str, *, default: bool) -> bool:
+    flags = {key: message[key] for key in FLAGS if key in message}
+    for key, value in flags.items():
+        if value not in (0, 1):
+            raise record.error(f"{field}.{key}", f"must be 0, 1, true or false, is {shortened(repr(value))}")
+        if value and role != "assistant":
+            raise record.error(f"{field}.{key}", f"marks a message of role {role}; only the assistant's are learned: leave it out")
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise record.error(field, f"has {' and '.join(flags)} that contradict each other; keep one of them")
+    return all(flags.values()) if flags else default
+
+
+def check_turns(record: Record, messages: Sequence[RawMessage], *, column: str) -> None:
+    """Raise ValueError unless user (or tool) and assistant alternate behind an optional system message."""
+    roles = [message.role for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if "system" in turns or any((role == "assistant") != (number % 2 == 1) for number, role in enumerate(turns)):
+        shown = shortened(", ".join(roles))
+        raise record.error(column, f"user and assistant must take turns behind an optional system message, here: {shown}")
+    if not turns or turns[-1] != "assistant":
+        raise record.error(column, "must end with the assistant")
+    if not any(message.role == "assistant" and message.is_learned for message in messages):
+        raise record.error(column, "nothing of this row is learned: every reply is masked; leave the row out")

@@ -1,0 +1,163 @@
+"""Contents of transcripts' messages as texts and pictures in order; what stands for other media is refused.
+
+`<image>` in a text, and a part {"type": "image"} without a picture of its own, takes the next picture of the row's column of pictures.
+Without any such place the pictures come first in the first message that is not the system's, as in questions.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_rl.data.images import StoredImage, shortened
+from megatron_rl.data.records import PLACE, Record
+from megatron_rl.data.transcript_messages import RawMessage, is_empty
+
+Part = dict[str, object]
+"""{"type": "text", "text"} or {"type": "image", "image": StoredImage}; while a message is read, an image without "image" is a place."""
+SHOWS_PICTURES = ("user", "tool")
+"""Roles whose messages may show pictures."""
+IMAGE_KEYS = ("image", "path", "url", "base64")
+"""Keys of an image part that hold its picture: Qwen's first, then those of transformers."""
+_PUT = "put its words into a part of type text"
+_LEAVE = "is not read: transcripts show texts and pictures; leave the row out"
+PART_REMEDIES = {
+    **dict.fromkeys(("video", "video_url", "audio", "audio_url", "input_audio", "file", "input_file"), _LEAVE),
+    **dict.fromkeys(("input_text", "output_text"), "is not read; write type text"),
+    "input_image": "is not read; write type image or image_url",
+    **dict.fromkeys(("refusal", "thinking", "reasoning", "tool_use", "tool_call", "tool_result"), f"is not read; {_PUT}"),
+}
+"""Type of a part -> what its error says."""
+_PLACES = re.compile(r"<\|?(?:image|img|video|audio)(?:[ _-]?(?:\d+|pad|placeholder|soft_token|context))?\|?>", re.IGNORECASE)
+"""How files of several trainers mark a place of media."""
+_TAGS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
+"""ms-swift's places, which its column `objects` fills; closed by </..> they are the words of a reply."""
+_PARTS_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"']type[\"']\s*:\s*[\"'](text|image|image_url|video|audio)[\"']")
+
+
+def read_parts(record: Record, messages: Sequence[RawMessage], images: Sequence[StoredImage], *, column: str) -> list[list[Part]]:
+    """Return the parts of each message with all pictures in their places. `column`: that of `images`, empty if the row has none.
+
+    Raises:
+        ValueError: places and pictures do not match, or a content holds something else than texts and pictures.
+    """
+    contents = [list(_read_content(record, message)) for message in messages]
+    shown = [part for parts in contents for part in parts if part["type"] == "image"]
+    if images and not shown:
+        first = next((number for number, message in enumerate(messages) if message.role in SHOWS_PICTURES), 0)
+        contents[first] = list(_put_first(contents[first], len(images)))
+    remaining = iter(images)
+    filled = [
+        [_fill(record, part, remaining, column=column, field=message.field) for part in parts]
+        for message, parts in zip(messages, contents, strict=True)
+    ]
+    if next(remaining, None) is not None:
+        num = sum("image" not in part for part in shown)
+        raise record.error(
+            column, f"{len(images)} pictures for {num} places; mark each one's place by {PLACE}, or none's (they come first)"
+        )
+    return filled
+
+
+def _put_first(parts: Sequence[Part], num: int) -> Iterator[Part]:
+    """Yield `num` places, each with a line end behind it, and the parts."""
+    for _ in range(num - 1):
+        yield from ({"type": "image"}, {"type": "text", "text": "\n"})
+    yield {"type": "image"}
+    first, *others = [*parts, {"type": "text", "text": ""}]
+    yield {"type": "text", "text": "\n" + str(first["text"])}
+    yield from others[:-1]
+
+
+def _fill(record: Record, part: Part, images: Iterator[StoredImage], *, column: str, field: str) -> Part:
+    if part["type"] == "text" or "image" in part:
+        return part
+    image = next(images, None)
+    if image is None:
+        lacks = f"the column {column} has no picture left for" if column else "the row has no column of pictures (images, image, ..) for"
+        raise record.error(field, f"has a place for a picture ({PLACE}, or a part of type image) that {lacks}")
+    return {"type": "image", "image": image}
+
+
+def _read_content(record: Record, message: RawMessage) -> Iterator[Part]:
+    content, field = message.content, message.field
+    if isinstance(content, str):
+        if _PARTS_AS_TEXT.match(content):
+            raise record.error(field, "its content is a list of parts written as text; write the list itself")
+        yield from _split_text(record, content, field, message.role)
+        return
+    if not isinstance(content, list):
+        raise record.error(field, f"its content must be text or a list of parts, is {type(content).__name__}")
+    for number, part in enumerate(content):
+        yield from _read_part(record, part, f"{field}.content[{number}]", message.role)
+
+
+def _read_part(record: Record, value: object, field: str, role: str) -> Iterator[Part]:
+    if isinstance(value, str):
+        raise record.error(field, 'is text in a list of parts; write {"type": "text", "text": ..}')
+    part = record.mapping(value, field)
+    kind = part.get("type")
+    if kind == "text":
+        _check_keys(record, part, ("text",), field)
+        if "text" not in part:
+            raise record.error(f"{field}.text", "is missing; give the part its words, or leave it out")
+        yield from _split_text(record, part["text"], field, role)
+    elif kind in ("image", "image_url"):
+        _check_keys(record, part, IMAGE_KEYS if kind == "image" else ("image_url",), field)
+        _check_role(record, role, field)
+        yield {"type": "image"} | _own_picture(record, part, field)
+    else:
+        told = PART_REMEDIES.get(kind, "") if isinstance(kind, str) else ""
+        among = f"a part must be of type text, image or image_url, is {shortened(repr(kind))}"
+        raise record.error(field, f"a part of type {kind} {told}" if told else among)
+
+
+def _own_picture(record: Record, part: Mapping[str, object], field: str) -> Part:
+    """Return {"image": the picture of an image part}, {} where it is a place for one of the column's."""
+    if part["type"] == "image_url":
+        given = part.get("image_url")
+        if isinstance(given, Mapping):
+            _check_keys(record, given, ("url", "detail"), f"{field}.image_url")
+            if given.get("detail") == "low":
+                raise record.error(f"{field}.image_url.detail", "low is not read: model.max_pixels bounds every picture; leave it out")
+            given = given.get("url")
+        return {"image": record.image(given, f"{field}.image_url")}
+    held = {key: part[key] for key in IMAGE_KEYS if key in part}
+    if len(held) > 1:
+        raise record.error(field, f"has {' and '.join(held)}; keep one of them")
+    pictures = [record.image(value, f"{field}.{key}") for key, value in held.items()]
+    return {"image": pictures[0]} if pictures else {}
+
+
+def _check_keys(record: Record, part: Mapping[str, object], known: Sequence[str], field: str) -> None:
+    for key, value in part.items():
+        if key not in ("type", *known) and not is_empty(value):
+            told = "model.min_pixels and model.max_pixels hold for all pictures" if "pixels" in key or "resized" in key else "is not read"
+            raise record.error(f"{field}.{key}", f"{told}; leave this key out")
+
+
+def _check_role(record: Record, role: str, field: str) -> None:
+    if role not in SHOWS_PICTURES:
+        remedy = "only messages of user and tool show pictures; move it there, or write other words for it"
+        raise record.error(field, f"shows a picture in a message of role {role}: {remedy}")
+
+
+def _split_text(record: Record, value: object, field: str, role: str) -> Iterator[Part]:
+    """Yield the text's pieces and a place for each <image> between them."""
+    text = record.text(value, field)
+    for found in _PLACES.finditer(text):
+        if found[0] != PLACE:
+            known = f"a picture's place is written {PLACE}, and videos and audio are not read"
+            raise record.error(
+                field, f"holds {found[0]}, which stands for media: {known}; where it is a mere word, write it in another way"
+            )
+    for found in _TAGS.finditer(text):
+        if f"</{found[1]}>" not in text:
+            raise record.error(field, f"holds {found[0]}, whose place nothing fills; write out what stands there")
+    if PLACE in text:
+        _check_role(record, role, f"{field} ({PLACE})")
+    first, *others = text.split(PLACE)
+    if first:
+        yield {"type": "text", "text": first}
+    for piece in others:
+        yield {"type": "image"}
+        if piece:
+            yield {"type": "text", "text": piece}

@@ -1,0 +1,104 @@
+"""What a look at every transcript found: counts, and one line for each kind of mistake."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_rl.config import Settings
+from megatron_rl.data.survey import SHOWN, Size
+from megatron_rl.types import Message
+
+CheckLength = Callable[[Sequence[Message], Sequence[Size]], None]
+"""(messages, width and height of their pictures) -> raises ValueError for a conversation that is too long."""
+
+
+class MeasuresTranscripts(Protocol):
+    """What is needed of a renderer."""
+
+    max_positions: int
+    """Tokens that the model's positions are enough for."""
+
+    def transcript_length(self, messages: Sequence[Message], sizes: Sequence[Size]) -> int: ...
+
+
+def make_length_check(settings: Settings, measures: MeasuresTranscripts) -> CheckLength:
+    """Return a check that a conversation is no longer than what memory is planned for. Nothing is ever cut off.
+
+    A conversation is one sequence in one micro-batch, which may be longer than batch.micro_batch_tokens. Memory is planned for the larger
+    one of that and engine.max_model_len (plan/memory.py).
+    """
+    planned = max(settings.batch.micro_batch_tokens, settings.engine.max_model_len)
+
+    def check(messages: Sequence[Message], sizes: Sequence[Size]) -> None:
+        length = measures.transcript_length(messages, sizes)
+        if length > measures.max_positions:
+            raise ValueError(f"{length} tokens, the model has positions for {measures.max_positions}; make the conversation shorter")
+        if length > planned:
+            raise ValueError(
+                f"{length} tokens, memory is planned for {planned}; raise batch.micro_batch_tokens={settings.batch.micro_batch_tokens}, "
+                "lower model.max_pixels, or make the conversation shorter"
+            )
+
+    return check
+
+
+_WHERE = re.compile(r"^(.+? row \d+: )")
+
+
+@dataclass(slots=True)
+class TranscriptSurvey:
+    """Counts of rows, and errors by kind: those of one kind differ in nothing but their row and their numbers."""
+
+    num_rows: int
+    num_images: int = 0
+    num_replies: int = 0
+    num_masked: int = 0
+    """Replies that are in the context and not learned."""
+    first_lines: dict[str, str] = field(default_factory=dict)
+    """Kind -> its first error, with file and row."""
+    num_rows_of: dict[str, int] = field(default_factory=dict)
+    """Kind -> rows with such an error."""
+
+    def add(self, messages: Sequence[Message], *, where: str, check_length: CheckLength | None = None) -> None:
+        """Count a conversation whose pictures are StoredImage. Raises ValueError: one of them is broken, or it is too long."""
+        images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+        sizes = [image.size() for image in images]
+        for image in images:
+            image.require_whole()
+        if check_length is not None:
+            try:
+                check_length(messages, sizes)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+        replies = [message for message in messages if message["role"] == "assistant"]
+        self.num_images += len(images)
+        self.num_replies += len(replies)
+        self.num_masked += sum("loss" in reply for reply in replies)
+
+    def add_error(self, line: str) -> None:
+        """Count a row that cannot be used."""
+        kind = re.sub(r"\d+", "0", _WHERE.sub("", line))
+        self.first_lines.setdefault(kind, line)
+        self.num_rows_of[kind] = self.num_rows_of.get(kind, 0) + 1
+
+    @property
+    def errors(self) -> list[str]:
+        """A line for each of the first SHOWN kinds, which says how many rows are alike; the last line counts the rest."""
+        lines = [line + self._count(kind) for kind, line in self.first_lines.items()]
+        rest = sum(list(self.num_rows_of.values())[SHOWN:])
+        return lines[:SHOWN] + ([f"and {rest} more rows"] if rest else [])
+
+    def require_sound(self) -> None:
+        """Raise ValueError with the first error and the number of rows that cannot be used, if there are any."""
+        if not self.first_lines:
+            return
+        (kind, line), *others = self.first_lines.items()
+        num = sum(self.num_rows_of[other] for other, _ in others)
+        raise ValueError(line + self._count(kind) + (f" (and {num} rows with other errors; launch/doctor.py lists them)" if others else ""))
+
+    def _count(self, kind: str) -> str:
+        num = self.num_rows_of[kind]
+        if num == 1:
+            return ""
+        return f" (and so in all {num} rows)" if num == self.num_rows else f" (and so in {num} of {self.num_rows} rows)"

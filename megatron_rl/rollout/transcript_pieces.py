@@ -1,0 +1,53 @@
+"""A demonstration cut into what the policy observes and what it replies, as the chat template writes both."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jinja2.exceptions import TemplateError
+
+from megatron_rl.types import Message
+
+Render = Callable[..., str]
+"""(messages, *, speak) -> their text; with `speak` it ends where the assistant's reply begins."""
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """A reply and the text before it, behind the reply of the piece before.
+
+    Example: of "<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYes<|im_end|>\\n" the one piece observes all up to "Yes", and its
+    reply is "Yes<|im_end|>".
+    """
+
+    observed: str
+    reply: str
+    messages: Sequence[Message]
+    """Those whose text is `observed`."""
+    is_learned: bool
+
+
+def split_transcript(messages: Sequence[Message], render: Render) -> list[Piece]:
+    """Return a piece for each message of the assistant.
+
+    Raises:
+        ValueError: the chat template refuses the messages, or writes earlier ones in another way when later ones follow.
+    """
+    pieces, done, answered = [], "", -1
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        try:
+            before = render(messages[:index], speak=True)
+            after = render(messages[: index + 1], speak=False).removesuffix("\n")
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses it ({error})") from error
+        if not (before.startswith(done) and after.startswith(before)):
+            remedy = "write a row for each reply, with the earlier replies as the template leaves them (without <think>)"
+            raise ValueError(f"messages[{index}]: the model's chat template rewrites messages before this reply; {remedy}")
+        content = message["content"]
+        if not isinstance(content, str) and any(part["type"] == "image" for part in content):
+            raise ValueError(f"messages[{index}]: the assistant's message shows a picture, which cannot be learned; move it to the user")
+        learned = bool(message.get("loss", True))
+        pieces.append(Piece(before.removeprefix(done), after.removeprefix(before), messages[answered + 1 : index], learned))
+        done, answered = after, index
+    return pieces

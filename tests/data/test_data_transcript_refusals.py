@@ -1,0 +1,170 @@
+"""What a transcript holds and the trainer does not read is refused with file, row, field and remedy. Oracle: rows by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.tables import png
+from tests.support.transcripts import REPLY, TALK, USER, asked, pair, replied, taught
+
+CHAT, IMAGE = [USER, REPLY], {"type": "image"}
+LEARNED = r"must be 0, 1, true or false, is"
+VIDEO, MEDIA = r"which is not read; .*videos and audio are not read", r"which is not read; pictures stand in the column images"
+REFUSED = {
+    # flags
+    "a weight between": (pair(weight=0.5), rf"messages\[1\].weight: {LEARNED} 0.5"),
+    "a weight above": (pair(weight=2), rf"messages\[1\].weight: {LEARNED} 2"),
+    "loss as a word": (pair(loss="false"), rf"messages\[1\].loss: {LEARNED} 'false'"),
+    "a mask of tokens": (pair(loss_mask=[0, 1]), rf"messages\[1\].loss_mask: {LEARNED} \[0, 1\]"),
+    "no number": (pair(loss_scale=float("nan")), rf"messages\[1\].loss_scale: {LEARNED} nan"),
+    "flags at odds": (pair(loss=True, weight=0), r"messages\[1\]: has loss and weight that contradict each other; keep one"),
+    "a learned user": (
+        {"messages": [USER | {"loss": True}, REPLY]},
+        r"messages\[0\].loss: marks a message of role user; only the assistant's",
+    ),
+    "mask": (pair(mask=1), r"messages\[1\].mask: may mean .* write loss: true or loss: false"),
+    "all masked": ({"messages": [USER, REPLY | {"loss": 0}]}, "messages: nothing of this row is learned"),
+    "a masked row": ({"weight": 0, "messages": CHAT}, "weight: of a whole row is not read; write loss"),
+    "a weighted row": ({"weight": 0.3, "messages": CHAT}, "weight: of a whole row is not read"),
+    "a mask of messages": ({"loss_mask": [0, 1], "messages": CHAT}, "loss_mask: of a whole row is not read"),
+    "a mask of NeMo": ({"mask": "User", "messages": CHAT}, "mask: of a whole row is not read"),
+    # keys of messages
+    "reasoning_content": (replied("x", reasoning_content="y"), r"messages\[1\].reasoning_content: is not read; write the reasoning into"),
+    "thinking": (replied("x", thinking="y"), r"messages\[1\].thinking: is not read; write the reasoning into the content"),
+    "a name": ({"messages": [USER | {"name": "Ann"}, REPLY]}, r"messages\[0\].name: is not read, and the chat template writes no names"),
+    "a prefix": (replied("x", prefix=True), r"messages\[1\].prefix: is not read; write the whole reply"),
+    "images of a message": (
+        {"messages": [USER | {"images": ["red.png"]}, REPLY]},
+        r"messages\[0\].images: is not read; name the pictures in",
+    ),
+    "a video of a message": ({"messages": [USER | {"videos": ["a.mp4"]}, REPLY]}, r"messages\[0\].videos: is not read: transcripts show"),
+    "a stranger's key": (
+        replied("x", mood="good"),
+        r"messages\[1\].mood: is not understood; a message has role and content .* mask a reply",
+    ),
+    "a channel": (replied("x", channel="analysis"), r"messages\[1\].channel: is not understood"),
+    "two pairs of keys": ({"messages": [USER | TALK[0], REPLY]}, r"messages\[0\]: has role or content beside from or value"),
+    "turns of pairs": ({"conversation": [{"human": "a", "assistant": "b"}]}, r"conversation\[0\].human: is not understood; a message has"),
+    "no content": ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\].content: is missing"),
+    "a number": (asked(7), r"messages\[0\]: its content must be text or a list of parts, is int"),
+    "a call as a role": (
+        {"conversations": [TALK[0], {"from": "function_call", "value": "{}"}]},
+        r"conversations\[1\].from: role 'function_call' is",
+    ),
+    "silence of the user": (asked(" "), r"messages\[0\]: the user says and shows nothing"),
+    # columns
+    "rejected_response": ({"rejected_response": "x", "messages": CHAT}, "rejected_response: belongs to preference data"),
+    "chosen and rejected": ({"chosen": CHAT, "rejected": CHAT}, "chosen: belongs to preference data"),
+    "chosen beside conversations": ({"conversations": TALK, "chosen": TALK[1], "rejected": TALK[1]}, "chosen: belongs to preference data"),
+    "kto_tag": ({"kto_tag": True, "messages": CHAT}, "kto_tag: says whether a reply is good"),
+    "label of KTO": ({"label": False, "messages": CHAT}, "label: says whether a reply is good; keep the rows"),
+    "functions": ({"functions": [{"name": "crop"}], "messages": CHAT}, "functions: are not read"),
+    "a template's arguments": ({"chat_template_kwargs": {"enable_thinking": False}, "messages": CHAT}, "chat_template_kwargs: is not read"),
+    "a history of messages": ({"history": [["a", "b"]], "messages": CHAT}, "history: is read beside instruction or query alone"),
+    "a history of one": ({"history": [["a"]], "query": "a", "response": "b"}, r"history\[0\]: must be a pair .* has 1 items"),
+    "two answers": ({"instruction": "a", "output": ["b", "c"]}, "output: must be text, is list"),
+    "two forms": ({"messages": CHAT, "instruction": "a", "output": "b"}, "messages and output: each hold a conversation; keep one"),
+    "two systems": (
+        {"system": "a", "system_prompt": "b", "messages": CHAT},
+        "system_prompt: the system's words stand in this column and elsewhere",
+    ),
+    "plain text of TRL": (
+        {"prompt": "a", "completion": "b"},
+        "prompt: must be a list of messages, is str: text is not put into a chat template",
+    ),
+    "question and answer": ({"question": "a", "answer": "b"}, "messages: is missing; .*; this row has question, answer"),
+    "objects of ms-swift": (asked("x", objects={"bbox": [[1, 2, 3, 4]]}), "objects: is not read, nor are <bbox> and <ref-object>"),
+    # media in columns
+    "videos": (asked("x", videos=["a.mp4"]), rf"videos: holds \S+, {VIDEO}"),
+    "a video of Qwen's script": ({"video": "a.mp4", "conversations": TALK}, rf"video: holds \S+, {VIDEO}"),
+    "audios": (asked("x", audios=["a.wav"]), rf"audios: holds \S+, {VIDEO}"),
+    "a video by its number": (asked("x", video="clip_17"), rf"video: holds 'clip_17', {VIDEO}"),
+    "a path": (asked("x", scene="red.png"), rf"scene: holds 'red.png', {MEDIA}"),
+    "an address": (asked("x", shown="https://a.b/c.jpg?size=1"), rf"shown: holds \S+, {MEDIA}"),
+    "bytes of datasets": (asked("x", page={"bytes": "aGFsbG8=", "path": None}), rf"page: holds a file of datasets, {MEDIA}"),
+    "base64": (asked("x", page=png(size=(99, 99))), rf"page: holds \S+, {MEDIA}"),
+    "a picture in a mapping": (asked("x", extra={"shots": [{"a": "blue.png"}]}), rf"extra: holds 'blue.png', {MEDIA}"),
+    "image_url": (asked("x", image_url="https://a.b/c"), rf"image_url: holds \S+, {MEDIA}"),
+    "image_0": (asked("x", image_0="red.png"), rf"image_0: holds \S+, {MEDIA}"),
+    "two columns of pictures": (asked("x", image="red.png", images=["blue.png"]), "images and image: each name pictures; keep one"),
+    # places
+    "<video>": (asked("<video>Why?"), r"messages\[0\]: holds <video>, which stands for media"),
+    "<audio>": (asked("Hear <audio>!"), r"messages\[0\]: holds <audio>, which stands for media"),
+    "<img> of Qwen-VL": (asked("Picture 1: <img>red.png</img>"), r"messages\[0\]: holds <img>, which stands for media"),
+    "numbered places": (
+        asked("See <image 1>."),
+        r"messages\[0\]: holds <image 1>, which stands for media: a picture's place is written <image>",
+    ),
+    "a place of Phi": (asked("<|image_1|>"), r"messages\[0\]: holds <\|image_1\|>, which stands"),
+    "a place of InternVL": (asked("<IMG_CONTEXT>"), r"messages\[0\]: holds <IMG_CONTEXT>, which stands"),
+    "a token of Qwen": (asked("<|image_pad|>"), r"messages\[0\]: holds <\|image_pad\|>; a picture's place is written <image>"),
+    "a token of Qwen in a reply": (replied("<|vision_pad|>"), r"messages\[1\]: holds <\|vision_pad\|>"),
+    "<bbox>": (replied("<bbox>"), r"messages\[1\]: holds <bbox>, whose place nothing fills; write out what stands there"),
+    "<ref-object>": (asked("find <ref-object>"), r"messages\[0\]: holds <ref-object>, whose place"),
+    "<image> in a reply": (
+        {"images": ["red.png", "blue.png"], "messages": [{"role": "user", "content": "<image>"}, REPLY | {"content": "![x](<image>)"}]},
+        r"messages\[1\] \(<image>\): shows a picture in a message of role assistant: only messages of user and tool",
+    ),
+    "<image> in the system's words": (
+        asked("x", system="<image>", image="red.png"),
+        r"system \(<image>\): shows a picture in a message of role sys",
+    ),
+    "a place in the system's parts": (
+        {"images": ["red.png"], "messages": [{"role": "system", "content": [IMAGE]}, USER, REPLY]},
+        r"messages\[0\].content\[0\]: shows a picture in a message of role system",
+    ),
+    "too few pictures": (
+        asked([IMAGE, IMAGE], image="red.png"),
+        r"messages\[0\]: has a place for a picture .* the column image has no picture left",
+    ),
+    "a place and no column": (asked([IMAGE]), r"messages\[0\]: has a place for a picture .* the row has no column of pictures"),
+    "pictures in parts and in a column": (
+        asked([IMAGE | {"image": "red.png"}], images=["blue.png"]),
+        "images: 1 pictures for 0 places",
+    ),
+    # parts
+    "a part of video": (
+        asked([{"type": "video", "video": "a.mp4"}]),
+        r"messages\[0\].content\[0\]: a part of type video is not read: transcripts show",
+    ),
+    "a part of audio": (
+        asked([{"type": "input_audio", "input_audio": {}}]),
+        r"messages\[0\].content\[0\]: a part of type input_audio is not read",
+    ),
+    "a file": (asked([{"type": "file", "file": {}}]), r"messages\[0\].content\[0\]: a part of type file is not read"),
+    "input_text": (
+        asked([{"type": "input_text", "text": "x"}]),
+        r"messages\[0\].content\[0\]: a part of type input_text .* write type text",
+    ),
+    "input_image": (asked([{"type": "input_image"}]), r"messages\[0\].content\[0\]: a part of type input_image .* write type image or"),
+    "a refusal": (
+        replied([{"type": "refusal", "refusal": "no"}]),
+        r"messages\[1\].content\[0\]: a part of type refusal is not read; put its words",
+    ),
+    "a thought": (replied([{"type": "thinking", "thinking": "x"}]), r"messages\[1\].content\[0\]: a part of type thinking is not read"),
+    "text without text": (asked([{"type": "text"}]), r"messages\[0\].content\[0\].text: is missing"),
+    "a string among parts": (asked(["x"]), r"messages\[0\].content\[0\]: is text in a list of parts; write"),
+    "no type": (asked([{"text": "x"}]), r"messages\[0\].content\[0\]: a part must be of type .* is None"),
+    "parts as text": (asked('[{"type": "text", "text": "x"}]'), r"messages\[0\]: its content is a list of parts written as text"),
+    "pixels of a picture": (
+        asked([IMAGE | {"image": "red.png", "max_pixels": 9}]),
+        r"messages\[0\].content\[0\].max_pixels: model.min_pixels and",
+    ),
+    "a picture twice": (
+        asked([IMAGE | {"image": "red.png", "path": "red.png"}]),
+        r"messages\[0\].content\[0\]: has image and path; keep one",
+    ),
+    "little detail": (
+        asked([{"type": "image_url", "image_url": {"url": "red.png", "detail": "low"}}]),
+        r"messages\[0\].content\[0\].image_url.detail",
+    ),
+    "an address in a part": (asked([{"type": "image", "url": "https://a.b/c.png"}]), r"messages\[0\].content\[0\].url: \S+ is a URL"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
+    row, told = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^t.jsonl row 0: {told}") as refused:
+        taught(tmp_path, row)
+    assert "\n" not in str(refused.value)
