@@ -10,12 +10,12 @@ from megatron_rl.data.images import MAGIC
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CLIP_SUFFIXES = (
     ".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v", ".mpg", ".mpeg", ".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus", ".heic", ".npy",
-    ".npz",
+    ".npz", ".svg", ".pdf",
 )  # fmt: skip
 MEDIA_NAME = re.compile(r"(image|img|picture|photo|video|audio|clip|frame|wav)s?(_?(path|file|url|byte|data)s?|_?\d+)?|pixel_values")
 """Names of columns that hold media whatever their values are."""
 PROVENANCE = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)")
-"""Names of columns that may mention a file and show nothing: where a row comes from."""
+"""Names of columns that may mention a file that is not there: where a row comes from."""
 _BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkqA", "TU0AK")
 """What PNG, JPEG, GIF, WEBP and TIFF begin with, in base64."""
 _MIN_BASE64 = 64
@@ -30,16 +30,14 @@ def find_media(columns: Mapping[str, object], *, folder: Path) -> Iterator[tuple
     for name, value in columns.items():
         is_named = MEDIA_NAME.fullmatch(name.lower()) and not isinstance(value, bool | int | float) and value not in ("", [], {})
         found = _find(value, folder) or (_in_words(value) if is_named else "")
-        if found and (is_named or not PROVENANCE.fullmatch(name.lower()) or found == _BYTES):
+        is_mentioned = isinstance(value, str) and PROVENANCE.fullmatch(name.lower()) and not os.path.isfile(folder / value)
+        if found and (is_named or not is_mentioned):
             yield name, found
-
-
-_BYTES = "bytes"
 
 
 def _find(value: object, folder: Path) -> str:
     if isinstance(value, bytes):
-        return _BYTES
+        return "bytes"
     if isinstance(value, str):
         return _in_words(value) if _is_media(value, folder) else ""
     if isinstance(value, Mapping):

@@ -43,6 +43,11 @@ REFUSED_COLUMNS = {
 }
 """Column -> what its error says, wherever it holds something and the row's form does not read it."""
 _MEDIA = "pictures stand in the column images; leave this column out, or the row where its words need it (videos and audio are not read)"
+MASKS = (
+    "mask", "masks", "weights", "loss_masks", "loss_weight", "loss_weights", "sample_weight", "token_weights", "train_mask", "label_mask",
+    "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
+)  # fmt: skip
+"""Columns that change what is learned of the whole row; so do those of FLAGS, unless they are 1."""
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 
@@ -94,8 +99,8 @@ def _check_columns(record: Record, read: set[str]) -> None:
     for column, told in REFUSED_COLUMNS.items():
         if column not in read and not is_empty(row.get(column, "")):
             raise record.error(column, told)
-    for column in (*FLAGS, "mask"):
-        if column in row and not (row[column] == 1 and column != "mask"):
+    for column in (*FLAGS, *MASKS):
+        if column in row and not (row[column] == 1 and column in FLAGS):
             raise record.error(
                 column, "of a whole row is not read; write loss: true or loss: false into the messages, or leave the row out"
             )

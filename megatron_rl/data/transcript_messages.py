@@ -64,8 +64,8 @@ def read_messages(record: Record, column: str, *, is_learned: bool = True) -> li
 
 
 def is_empty(value: object) -> bool:
-    """Return True for a value that says nothing, as files with one type for all rows hold it."""
-    return value is False or value in ("", "[]", "{}", [], {})
+    """Return True for a value that says nothing, as files with one type for all rows hold it. False and 0 say something."""
+    return value in ("", "[]", "{}", [], {})
 
 
 def _read_message(record: Record, value: object, field: str, *, is_learned: bool) -> RawMessage:
@@ -76,7 +76,8 @@ def _read_message(record: Record, value: object, field: str, *, is_learned: bool
     role_key, content_key = pairs[0] if pairs else KEYS[0]
     role = message.get(role_key)
     for key, held in message.items():
-        if key in (role_key, content_key, *FLAGS, *IGNORED) or is_empty(held) or (key == "name" and role in ("tool", "observation")):
+        is_name_of_tool = key == "name" and role in ("tool", "observation")
+        if key in (role_key, content_key, *FLAGS, *IGNORED) or is_empty(held) or is_name_of_tool or (key == "prefix" and held is False):
             continue
         raise record.error(f"{field}.{key}", REFUSED_KEYS.get(key, _UNKNOWN))
     if not isinstance(role, str) or role not in ROLES:

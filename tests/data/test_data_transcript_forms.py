@@ -85,6 +85,10 @@ READ = {
         {"conversations": [TALK[0] | {"loss": None}, TALK[1] | {"loss": False}, TALK[0], TALK[1] | {"loss": True}]},
         [PLAIN[0], ("MASKED", "Red."), *PLAIN],
     ),
+    "a masked reply that says nothing": (
+        {"messages": [USER, REPLY | {"content": "", "loss": 0}, USER, REPLY]},
+        [PLAIN[0], ("MASKED",), *PLAIN],
+    ),
     "a user that is not learned": ({"messages": [USER | {"loss": 0}, REPLY | {"loss": 1}]}, PLAIN),
     "a row that is learned": ({"weight": 1, "messages": [USER, REPLY]}, PLAIN),
     # pictures

@@ -27,6 +27,8 @@ REFUSED = {
     "a masked row": ({"weight": 0, "messages": CHAT}, "weight: of a whole row is not read; write loss"),
     "a weighted row": ({"weight": 0.3, "messages": CHAT}, "weight: of a whole row is not read"),
     "a mask of messages": ({"loss_mask": [0, 1], "messages": CHAT}, "loss_mask: of a whole row is not read"),
+    "weights of messages": ({"weights": [0, 1], "messages": CHAT}, "weights: of a whole row is not read"),
+    "inputs that are learned": ({"train_on_inputs": True, "messages": CHAT}, "train_on_inputs: of a whole row is not read"),
     "a mask of NeMo": ({"mask": "User", "messages": CHAT}, "mask: of a whole row is not read"),
     # keys of messages
     "reasoning_content": (replied("x", reasoning_content="y"), r"messages\[1\].reasoning_content: is not read; write the reasoning into"),
@@ -41,6 +43,12 @@ REFUSED = {
     "a stranger's key": (
         replied("x", mood="good"),
         r"messages\[1\].mood: is not understood; a message has role and content .* mask a reply",
+    ),
+    "a flag of unknown meaning": (replied("x", learn=False), r"messages\[1\].learn: is not understood"),
+    "a number of unknown meaning": (replied("x", level=0), r"messages\[1\].level: is not understood"),
+    "a flag of a part": (
+        replied([{"type": "text", "text": "x", "loss": False}]),
+        r"messages\[1\].content\[0\].loss: is not read; leave this",
     ),
     "a channel": (replied("x", channel="analysis"), r"messages\[1\].channel: is not understood"),
     "two pairs of keys": ({"messages": [USER | TALK[0], REPLY]}, r"messages\[0\]: has role or content beside from or value"),
@@ -84,6 +92,8 @@ REFUSED = {
     "bytes of datasets": (asked("x", page={"bytes": "aGFsbG8=", "path": None}), rf"page: holds a file of datasets, {MEDIA}"),
     "base64": (asked("x", page=png(size=(99, 99))), rf"page: holds \S+, {MEDIA}"),
     "a picture in a mapping": (asked("x", extra={"shots": [{"a": "blue.png"}]}), rf"extra: holds 'blue.png', {MEDIA}"),
+    "a picture that is there": (asked("x", image_id="red.png"), rf"image_id: holds 'red.png', {MEDIA}"),
+    "audio of datasets": (asked("x", heard={"array": [0.1], "sampling_rate": 16000}), rf"heard: holds audio of datasets, {VIDEO}"),
     "image_url": (asked("x", image_url="https://a.b/c"), rf"image_url: holds \S+, {MEDIA}"),
     "image_0": (asked("x", image_0="red.png"), rf"image_0: holds \S+, {MEDIA}"),
     "two columns of pictures": (asked("x", image="red.png", images=["blue.png"]), "images and image: each name pictures; keep one"),
