@@ -38,7 +38,10 @@ REFUSED_COLUMNS = {
         _PREFERENCE,
     ),
     "objects": "is not read, nor are <bbox> and <ref-object>; write boxes and names into the texts, and leave this column out",
-    "chat_template_kwargs": "is not read; leave this column out",
+    **dict.fromkeys(
+        ("chat_template_kwargs", "documents"), "is not read; write what the policy is to read into the messages, and leave this out"
+    ),
+    "input_ids": "is not read: the messages are tokenized, and replies masked by loss: false in theirs; leave this column out",
     "history": "is read beside instruction or query alone; write the earlier turns as messages",
 }
 """Column -> what its error says, wherever it holds something and the row's form does not read it."""

@@ -59,7 +59,9 @@ class RawMessage:
 
 def read_messages(record: Record, column: str, *, is_learned: bool = True) -> list[RawMessage]:
     """Return the messages of a column. `is_learned` holds for replies without a flag of their own."""
-    given = record.items(record.row[column], column)
+    given = record.row[column]
+    if not isinstance(given, list):
+        raise record.error(column, f"must be a list of messages with role and content (or from and value), is {type(given).__name__}")
     return [_read_message(record, message, f"{column}[{number}]", is_learned=is_learned) for number, message in enumerate(given)]
 
 

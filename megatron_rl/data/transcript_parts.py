@@ -26,8 +26,12 @@ PART_REMEDIES = {
     **dict.fromkeys(("refusal", "thinking", "reasoning", "tool_use", "tool_call", "tool_result"), f"is not read; {_PUT}"),
 }
 """Type of a part -> what its error says."""
-_PLACES = re.compile(r"<\|?(?:image|img|video|audio)(?:[ _-]?(?:\d+|pad|placeholder|soft_token|context))?\|?>", re.IGNORECASE)
-"""How files of several trainers mark a place of media."""
+_PLACES = re.compile(
+    r"<\|?(?:image|img|video|audio)(?:[ _-]?(?:\d+|pad|start|end|placeholder|soft_token|context|here))?\|?>"
+    r"|<im_(?:start|end|patch)>|<(?:start|end)_of_image>|\[IMG\]",
+    re.IGNORECASE,
+)
+"""How files of several trainers mark a place of media: those of LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, ms-swift."""
 _TAGS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
 """ms-swift's places, which its column `objects` fills; closed by </..> they are the words of a reply."""
 _PARTS_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"']type[\"']\s*:\s*[\"'](text|image|image_url|video|audio)[\"']")

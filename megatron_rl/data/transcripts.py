@@ -129,7 +129,8 @@ def messages_of(record: Record) -> list[Message]:
     image_column, images = read_images(record)
     contents = read_parts(record, given, images, column=image_column)
     for message, parts in zip(given, contents, strict=True):
-        has_words = any(part["type"] == "text" and str(part["text"]).strip() for part in parts)
+        text = "".join(str(part["text"]) for part in parts if part["type"] == "text")
+        has_words = any(character.isprintable() and not character.isspace() for character in text)
         if message.role == "assistant" and message.is_learned and not has_words:
             raise record.error(message.field, "the assistant says nothing, which would be learned; give it words or leave the row out")
         if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
