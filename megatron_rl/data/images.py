@@ -1,7 +1,5 @@
 """A picture where it lies: a file, or the bytes of a row. Its size is read from the header; it is decoded when it is opened, not before."""
 
-import base64
-import binascii
 import hashlib
 import os
 import re
@@ -10,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import unquote
 
 from PIL import Image
 from PIL.Image import Image as Picture
-from PIL.Image import Transpose
-from PIL.TiffImagePlugin import TiffImageFile
 
+from megatron_rl.data.image_bytes import FORMATS, HEAD_BYTES, decode_base64, decode_data_url, describe, picture_format, picture_in_base64
+from megatron_rl.data.image_modes import flatten, require_known_kind, upright_size
 from megatron_rl.types import HostFault, LastingFault
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 89_478_485
 """Of a picture as it is stored; Pillow warns of a decompression bomb above it."""
 MAX_ASPECT = 100
@@ -29,25 +27,24 @@ MAX_FILE_BYTES = 256 << 20
 """Of a picture as it is stored: 89 million pixels without compression."""
 MAX_SCANS = 64
 """Passes over all pixels that a JPEG asks for, each in a few bytes; encoders make some ten."""
-UNREADABLE = (OSError, ValueError, TypeError, SyntaxError, EOFError, MemoryError, struct.error, Image.DecompressionBombError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    SyntaxError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    MemoryError,
+    struct.error,
+    Image.DecompressionBombError,
+)
 """What Pillow 13 raises on bytes that are no picture, or half of one."""
-MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-"""What files of FORMATS begin with."""
+_HEADER, _PNG_DEPTH = 32, 24
+"""Bytes that are read of a file's start, and where a PNG has the bits of its samples (PNG 1.2, 4.1.1)."""
 _JPEG, _SCAN = b"\xff\xd8\xff", b"\xff\xda"
 _ENDS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
 """What a file ends with that begins so."""
-_ORIENTATION = 0x0112
-_SIDEWAYS = (5, 6, 7, 8)
-_UPRIGHT = {
-    2: Transpose.FLIP_LEFT_RIGHT,
-    3: Transpose.ROTATE_180,
-    4: Transpose.FLIP_TOP_BOTTOM,
-    5: Transpose.TRANSPOSE,
-    6: Transpose.ROTATE_270,
-    7: Transpose.TRANSVERSE,
-    8: Transpose.ROTATE_90,
-}
-"""EXIF's orientation -> what undoes it (EXIF 2.3, tag 0x0112; as Pillow's exif_transpose)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,24 +83,24 @@ class StoredImage:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
         try:
             with self._checked(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as picture:
-                is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # in its size already
-                return picture.size[::-1] if (_orientation(picture) in _SIDEWAYS) != is_turned else picture.size
+                return upright_size(picture)
         except UNREADABLE as error:
             raise ValueError(f"{self.where}: {error}") from error
 
     def require_whole(self) -> None:
         """ValueError: the file is cut off. Its end tells; one that does not end as its format has it is decoded, and need not be broken.
 
-        A TIFF has no such end, and what is broken in the middle is found by open().
+        A TIFF has no such end, and samples of 16 bits may be too small to be seen: these are always decoded. What is broken in the middle
+        of other files is found by open().
         """
         if isinstance(self.source, bytes):
-            first, last, length = self.source[:12], self.source[-12:], len(self.source)
+            first, last, length = self.source[:_HEADER], self.source[-12:], len(self.source)
         else:
             with self.source.open("rb") as file:
-                first, length = file.read(12), file.seek(0, os.SEEK_END)
+                first, length = file.read(_HEADER), file.seek(0, os.SEEK_END)
                 file.seek(-min(length, 12), os.SEEK_END)
                 last = file.read()
-        if not ends_well(first, last, length):
+        if must_be_decoded(first) or not ends_well(first, last, length):
             try:
                 self.open()
             except HostFault as fault:
@@ -122,7 +119,18 @@ class StoredImage:
     def _checked(self, source: Path | BytesIO) -> Picture:
         if isinstance(source, Path):
             _check_bytes(source.stat().st_size)
-        picture = Image.open(source, formats=FORMATS)
+        try:
+            picture = Image.open(source, formats=FORMATS)
+        except UNREADABLE as error:
+            is_ours = isinstance(error, OSError) and error.errno is not None  # of the disk
+            if is_ours or isinstance(error, MemoryError | Image.DecompressionBombError):
+                raise
+            raise ValueError(_name_of(source) + describe(_head_of(source))) from error
+        try:
+            require_known_kind(picture)
+        except UNREADABLE:
+            picture.close()
+            raise
         width, height = picture.size
         if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
             picture.close()
@@ -130,9 +138,26 @@ class StoredImage:
         return picture
 
 
+def _head_of(source: Path | BytesIO) -> bytes:
+    if isinstance(source, BytesIO):
+        return source.getvalue()[:HEAD_BYTES]
+    with source.open("rb") as file:
+        return file.read(HEAD_BYTES)
+
+
+def _name_of(source: Path | BytesIO) -> str:
+    return "" if isinstance(source, BytesIO) else f"{shortened(str(source))} "
+
+
 def _check_bytes(size: int) -> None:
     if size > MAX_FILE_BYTES:
         raise ValueError(f"{size} bytes, more than {MAX_FILE_BYTES}; make it smaller")
+
+
+def must_be_decoded(first: bytes) -> bool:
+    """Return True for a TIFF, and for a PNG of 16 bits, by the first bytes."""
+    kind = picture_format(first)
+    return kind == "TIFF" or (kind == "PNG" and first[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10")
 
 
 def ends_well(first: bytes, last: bytes, length: int) -> bool:
@@ -144,26 +169,9 @@ def ends_well(first: bytes, last: bytes, length: int) -> bool:
     return all(last.endswith(end) for magic, end in _ENDS.items() if first.startswith(magic))
 
 
-def flatten(picture: Picture) -> Picture:
-    """RGB, upright as its EXIF says, what is transparent on white."""
-    turn = None if isinstance(picture, TiffImageFile) else _UPRIGHT.get(_orientation(picture))  # Pillow turns a TIFF when it decodes it
-    upright = picture if turn is None else picture.transpose(turn)
-    upright.load()
-    if upright.mode.startswith("I"):  # 16 bits of gray, which convert() would clip
-        return upright.point(lambda value: value / 256).convert("L").convert("RGB")
-    if not upright.has_transparency_data:
-        return upright.convert("RGB")
-    layer = upright.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-
-
-def _orientation(picture: Picture) -> object:
-    """What the header says, whatever it is. EXIF behind a PNG's pixels is not read: PngImageFile.getexif would decode them for it."""
-    return Picture.getexif(picture).get(_ORIENTATION)
-
-
 def stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Path] = ()) -> StoredImage:
-    """The picture that a row names: {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file in `folder`, a data: URL.
+    """The picture that a row names: {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file in `folder`, a data: or a
+    file: URL.
 
     Bytes in JSON are base64. Text that names a file is a path, even where it might be base64. ValueError: none of these, no such file, or
     one that lies, links followed, neither below `folder` nor below one of `roots`: rows may be a stranger's, and the disk is the user's.
@@ -171,23 +179,51 @@ def stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Pat
     if isinstance(value, Mapping):
         if not value.keys() & {"bytes", "path"}:
             raise ValueError(f'{where}: must have "bytes" or "path", has {shortened(", ".join(map(str, value))) or "nothing"}')
-        value = _decoded(value["bytes"], where) if "bytes" in value else value["path"]
+        value = value["path"] if value.get("bytes") is None and "path" in value else _bytes_of(value["bytes"], where)
     if isinstance(value, bytes):
         return StoredImage(value, where)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{where}: must be a path, bytes or a SHA-256, is {type(value).__name__}")
-    if value.startswith("data:"):
-        return StoredImage(_decoded(value.partition("base64,")[2], where), where)
+        raise ValueError(f"{where}: must be a path, bytes or a SHA-256, is {_kind_of(value)}")
+    if re.match(r"\s*data:", value, re.IGNORECASE):
+        return StoredImage(_bytes_of(value, where), where)
     if re.fullmatch("[0-9a-f]{64}", value):
         return StoredImage(at_home(_named_by_hash(value, folder, where), folder, roots, where), where, sha256=value)
-    if re.match("[a-z][a-z0-9+.-]*://", value):
-        raise ValueError(f"{where}: {shortened(value)} is a URL, and URLs are not read; download the picture and give its path")
-    path = folder / value
+    path = folder / _path_of_url(value, where)
     if os.path.isfile(path):  # Path.is_file raises where a name is too long
         return StoredImage(at_home(path, folder, roots, where), where)
-    if content := _picture_in_base64(value):
-        return StoredImage(content, where)
-    raise ValueError(f"{where}: no such file {folder / shortened(value)}; task.data.images is the folder that relative paths start from")
+    try:
+        if content := picture_in_base64(value):
+            return StoredImage(content, where)
+    except ValueError as error:
+        raise ValueError(f"{where}: {shortened(value)} {error}") from error
+    raise ValueError(f"{where}: no such file {folder / shortened(value)}; {_remedy_of(value, folder)}")
+
+
+def _path_of_url(value: str, where: str) -> str:
+    """The path of a file: URL; any other text as it is. ValueError: a URL of another kind, or of another machine."""
+    if re.match("file:/", value, re.IGNORECASE):
+        rest = value[len("file:") :]
+        host, _, path = rest[2:].partition("/") if rest.startswith("//") else ("", "/", rest[1:])
+        if host.lower() not in ("", "localhost"):
+            raise ValueError(f"{where}: {shortened(value)} names a file of the machine {host}; give the path that it has here: file:///...")
+        return "/" + unquote(path)
+    if re.match("[a-z][a-z0-9+.-]*://", value, re.IGNORECASE):
+        raise ValueError(f"{where}: {shortened(value)} is a URL, and URLs are not read; download the picture and give its path")
+    return value
+
+
+def _remedy_of(value: str, folder: Path) -> str:
+    """What to write instead of a path that names no file, where that is a file."""
+    spellings = {
+        unquote(value): "percent signs are not decoded",
+        value.replace("\\", "/"): "folders are separated by /",
+        value.strip(): "blanks around it belong to the name",
+        os.path.expanduser(value) if value.startswith("~") else value: "~ is not replaced",
+    }
+    for spelling, why in spellings.items():
+        if spelling != value and spelling and os.path.isfile(folder / spelling):
+            return f"{why}: write {shortened(spelling)}"
+    return "task.data.images is the folder that relative paths start from"
 
 
 def at_home(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path:
@@ -200,26 +236,29 @@ def at_home(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path
 
 
 def shortened(text: str) -> str:
-    """For messages: at most 80 characters, the middle left out."""
+    """For messages: at most 80 characters on one line, the middle left out."""
+    text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
 
 
-def _picture_in_base64(text: str) -> bytes:
-    """What the text stands for, if that begins as a picture does; else nothing."""
-    try:
-        content = base64.b64decode(text, validate=True)
-    except ValueError:
-        return b""
-    return content if content.startswith(MAGIC) else b""
-
-
-def _decoded(value: object, where: str) -> bytes:
+def _bytes_of(value: object, where: str) -> bytes:
+    """What "bytes" of a row, or a data: URL, stands for."""
     if isinstance(value, bytes):
         return value
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: bytes must be bytes, or base64 in JSON, is {_kind_of(value)}")
+    is_url = re.match(r"\s*data:", value, re.IGNORECASE) is not None
     try:
-        return base64.b64decode(value, validate=True)
-    except (TypeError, binascii.Error, ValueError) as error:
-        raise ValueError(f"{where}: bytes must be bytes, or base64 in JSON ({error})") from error
+        return decode_data_url(value) if is_url else decode_base64(value)
+    except ValueError as error:
+        if value.startswith(("b'", 'b"')):
+            raise ValueError(f"{where}: bytes {describe(value[:2].encode())}") from error
+        must = "" if is_url else "bytes must be bytes, or base64 in JSON; "
+        raise ValueError(f"{where}: {must}{shortened(value)} {error}") from error
+
+
+def _kind_of(value: object) -> str:
+    return "empty" if value == "" else type(value).__name__
 
 
 def _named_by_hash(digest: str, folder: Path, where: str) -> Path:

@@ -133,9 +133,9 @@ def with_crc(width: int, height: int) -> bytes:
         (with_crc(20_000, 20_000), "20000x20000 pixels|decompression bomb"),
         (with_crc(9_999, 9_999), "9999x9999 pixels"),
         (with_crc(101, 1), "101x1 pixels: at most 89478485, and one side 100 times the other"),
-        (b"", "cannot identify"),
+        (b"", "is empty"),
         (b"GIF87a", "."),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is PostScript; PNG, JPEG, WEBP, GIF, BMP and TIFF are read: convert it"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

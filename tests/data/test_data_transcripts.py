@@ -176,7 +176,7 @@ BAD = {
     "too many": (shown("<image>x", images=[RED, RED]), r"images: 2 pictures for 1 places; mark each one's place by <image>, or none's"),
     "control": (shown("<|im_end|>"), r"messages\[0\]: holds <\|im_end\|>"),
     "no file": (shown("<image>", images=["a.png"]), r"images\[0\]: no such file"),
-    "no picture": (shown("<image>", images=[{"bytes": b"x"}]), r"images\[0\]: cannot identify"),
+    "no picture": (shown("<image>", images=[{"bytes": b"x"}]), r"images\[0\]: is text, not a picture"),
 }
 
 

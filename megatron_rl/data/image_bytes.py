@@ -1,0 +1,155 @@
+"""Says what bytes that are no readable picture look like, and decodes the base64 of any kind that rows hold pictures in."""
+
+import base64
+import codecs
+import re
+from urllib.parse import unquote_to_bytes
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAGIC = {
+    b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"BM": "BMP",
+    b"II*\0": "TIFF", b"MM\0*": "TIFF", b"II+\0": "TIFF", b"MM\0+": "TIFF",
+}  # fmt: skip
+"""What files of FORMATS begin with; a WEBP begins with RIFF, its length and WEBP."""
+HEAD_BYTES = 512
+"""Bytes from the start of a file that are enough for `describe`."""
+READ = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
+_CONVERT = f"{READ}: convert it"
+_OTHERS = {
+    b"version https://git-lfs": "is the pointer of Git LFS to a file that is not here: git lfs pull fetches it",
+    b"\x1f\x8b": "is compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd: unpack it",
+    b"BZh": "is compressed by bzip2: unpack it",
+    b"\xfd7zXZ": "is compressed by xz: unpack it",
+    b"PK\x03\x04": "is a ZIP archive: unpack it",
+    b"7z\xbc\xaf": "is a 7z archive: unpack it",
+    b"%PDF-": f"is a PDF; {READ}: save its page as a picture",
+    b"%!PS": f"is PostScript; {_CONVERT}",
+    b"\0\0\1\0": f"is an ICO; {_CONVERT}",
+    b"\0\0\2\0": f"is a CUR; {_CONVERT}",
+    b"\0\0\0\x0cjP  ": f"is a JPEG 2000; {_CONVERT}",
+    b"\xff\x4f\xff\x51": f"is a JPEG 2000; {_CONVERT}",
+    b"\0\0\0\x0cJXL ": f"is a JPEG XL; {_CONVERT}",
+    b"\xff\x0a": f"is a JPEG XL; {_CONVERT}",
+    b"8BPS": f"is a Photoshop file; {_CONVERT}",
+    b"DDS ": f"is a DDS; {_CONVERT}",
+    b"qoif": f"is a QOI; {_CONVERT}",
+    b"icns": f"is an ICNS; {_CONVERT}",
+    b"#?RADIANCE": f"is a Radiance HDR; {_CONVERT}",
+    b"\x76\x2f\x31\x01": f"is an OpenEXR; {_CONVERT}",
+    b"\xd7\xcd\xc6\x9a": f"is a WMF; {_CONVERT}",
+    b"SIMPLE  =": f"is a FITS; {_CONVERT}",
+    b"\x93NUMPY": f"is an array of NumPy; {READ}: save it as one",
+    b"\x1aE\xdf\xa3": "is a video (Matroska or WebM)",
+    b"\x89HDF": f"is HDF5; {READ}: save its pictures",
+    b"PAR1": "is a Parquet file, not a picture",
+    b"b'": "is the text that Python prints for bytes (b'...'): write base64 instead",
+    b'b"': 'is the text that Python prints for bytes (b"..."): write base64 instead',
+}
+_BRANDS = {b"avif": "an AVIF", b"avis": "an AVIF", b"qt  ": "a video (QuickTime)"}
+"""Of the box ftyp (ISO/IEC 14496-12)."""
+_HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_SPACE = re.compile(r"\s+")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]*={0,2}")
+_MIN_BASE64, _LONGEST_PATH = 64, 1024
+"""Characters from which on a text is taken for base64 if what it stands for is known, and whatever it stands for."""
+_UNKNOWN = "is no picture that is known here"
+
+
+def picture_format(head: bytes) -> str:
+    """Return the format of FORMATS that a file with these first bytes claims to have, or an empty text."""
+    if head.startswith(b"RIFF"):
+        return "WEBP" if head[8:12] == b"WEBP" else ""
+    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), "")
+
+
+def describe(head: bytes) -> str:
+    """Return what a file with these first bytes is, as the end of a sentence with a remedy: `is an SVG; PNG, ... are read: convert it`."""
+    if not head:
+        return "is empty"
+    if not head.strip(b"\0"):
+        return "begins with nothing but zero bytes: it was not written to its end, or is a placeholder"
+    for magic, what in _OTHERS.items():
+        if head.startswith(magic):
+            return what
+    if head[4:8] == b"ftyp":
+        what = "a HEIC" if head[8:12] in _HEIF else _BRANDS.get(head[8:12], "a video (MP4)")
+        return f"is {what}; {_CONVERT}" if "video" not in what else f"is {what}, not a picture"
+    if head[128:132] == b"DICM":
+        return f"is a DICOM; {_CONVERT}"
+    if head.startswith(b"RIFF"):
+        return f"is {'a video (AVI)' if head[8:11] == b'AVI' else 'a RIFF file'}, not a picture"
+    if re.match(rb"P[1-7]\s", head):
+        return f"is a PPM, PGM, PBM or PAM; {_CONVERT}"
+    if name := picture_format(head):
+        return f"begins like a {name}, but its header is damaged, or of a kind that is not read; save it again as PNG"
+    return _describe_text(head)
+
+
+def _describe_text(head: bytes) -> str:
+    lowered = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if b"<svg" in lowered:
+        return f"is an SVG; {_CONVERT}"
+    if lowered.startswith((b"<!doctype html", b"<html")):
+        return "is a web page (HTML), as failed downloads leave it: download the picture again"
+    if lowered.startswith(b"<?xml"):
+        return "is XML, not a picture"
+    if lowered.startswith((b"{", b"[")):
+        return "is JSON, not a picture"
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+        is_text = all(character.isprintable() or character.isspace() for character in text)
+    except UnicodeDecodeError:
+        is_text = False
+    if is_text:
+        return "is text, not a picture"
+    return f"{_UNKNOWN}: it begins with the bytes {head[:8].hex(' ')}; {READ}"
+
+
+def decode_base64(text: str) -> bytes:
+    """Return what the base64 stands for: of the usual or the URL-safe alphabet, with or without padding, line breaks and blanks.
+
+    ValueError: it is not base64.
+    """
+    plain = _SPACE.sub("", text)
+    if not _BASE64.fullmatch(plain):
+        odd = next(character for character in plain.rstrip("=") + "=" if not re.match("[A-Za-z0-9+/_-]", character))
+        raise ValueError(f"is not base64: it holds {odd!r}")
+    letters = plain.rstrip("=").replace("-", "+").replace("_", "/")
+    if len(letters) % 4 == 1:
+        raise ValueError(f"is not base64: {len(letters)} characters are never whole bytes; it is cut off")
+    return base64.b64decode(letters + "=" * (-len(letters) % 4))
+
+
+def decode_data_url(url: str) -> bytes:
+    """Return the bytes of a `data:` URL (RFC 2397), in base64 or percent-encoded. ValueError: it is none."""
+    head, comma, data = url.strip().partition(",")
+    if not comma:
+        raise ValueError("is a data: URL without a comma; write data:image/png;base64,...")
+    content = unquote_to_bytes(data)
+    return decode_base64(content.decode("latin-1")) if head.lower().rstrip().endswith(";base64") else content
+
+
+def picture_in_base64(text: str) -> bytes:
+    """Return the picture that a text is the base64 of; empty where it can be none, as a path can be.
+
+    ValueError: it is base64 for sure, and no picture.
+    """
+    try:
+        content = decode_base64(text)
+    except ValueError:
+        return _require_no_broken_base64(text)
+    if picture_format(content):
+        return content
+    what = describe(content[:HEAD_BYTES])
+    if len(text) > _LONGEST_PATH or (len(text) >= _MIN_BASE64 and not what.startswith(_UNKNOWN)):
+        raise ValueError(f"is base64 of something that {what}")
+    return b""
+
+
+def _require_no_broken_base64(text: str) -> bytes:
+    """Return nothing. ValueError: the text begins with the base64 of a picture, and is not base64 to its end."""
+    start = re.match(r"[A-Za-z0-9+/_-]{16}", text.strip())
+    if start and picture_format(decode_base64(start[0])):
+        raise ValueError("begins with the base64 of a picture, but is not base64 to its end; write it again")
+    return b""

@@ -1,0 +1,140 @@
+"""Converts a decoded picture of any mode to 8-bit RGB, and refuses the kinds whose colors Pillow would get wrong.
+
+Samples of 16 (12) bits are scaled by their full range: the low 8 (4) bits are dropped. Color profiles are not applied.
+Checked against raw samples and OpenCV 5.0 with Pillow 13.0 (tests/data/test_data_image_modes.py).
+"""
+
+import math
+
+import numpy as np
+from PIL import Image, TiffImagePlugin
+from PIL.Image import Image as Picture
+from PIL.Image import Transpose
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+TiffImagePlugin.READ_LIBTIFF = True
+"""Pillow's own reader takes planes of 16 bits for 8, and leaves missing strips black; libtiff reads the first and refuses the second."""
+MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L")
+"""Modes of Pillow that become RGB without a choice of range. Not I and F (32 bits), nor LAB."""
+_ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
+_UPRIGHT = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+"""EXIF's orientation -> what undoes it (EXIF 2.3, tag 0x0112; as Pillow's exif_transpose)."""
+_UNSIGNED, _JPEG, _YCBCR, _RGB, _CMYK, _ALPHA = 1, 7, 6, 2, 5, 2
+"""Values of TIFF's SampleFormat, Compression, PhotometricInterpretation and ExtraSamples."""
+_SAMPLE_FORMATS = {2: "signed integers", 3: "floating-point numbers"}
+_INK_SET, _CMYK_INKS = 332, 1
+SAVE_AGAIN = "save it as 8-bit RGB or gray, scaled as the model is to see it"
+
+
+def flatten(picture: Picture) -> Picture:
+    """Return the picture as RGB, upright as its EXIF says, with transparent pixels on white.
+
+    ValueError: a kind that cannot be converted, or samples of 16 bits so small that all would be black.
+    """
+    require_known_kind(picture)
+    bits = sample_bits(picture)
+    is_inverted = isinstance(picture, TiffImageFile) and picture.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
+    turn = None if isinstance(picture, TiffImageFile) else _UPRIGHT.get(orientation(picture))  # Pillow turns a TIFF when it decodes it
+    picture.load()
+    upright = picture if turn is None else picture.transpose(turn)
+    if upright.mode.startswith("I"):
+        return _gray_of_16_bits(upright, bits=bits, is_inverted=is_inverted)
+    if not upright.has_transparency_data:
+        flat = upright.convert("RGB")
+    else:
+        if upright.mode == "L" and bits < 8 and "transparency" in upright.info:  # Pillow scales the pixels alone
+            upright.info["transparency"] *= 255 // ((1 << bits) - 1)
+        layer = upright.convert("RGBA")
+        flat = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    if bits > 8:
+        _require_visible(flat.getbbox() is not None, bits)
+    return flat
+
+
+def require_known_kind(picture: Picture) -> None:
+    """Raise ValueError, from the header alone, for a picture whose colors would not be those that it states."""
+    if isinstance(picture, TiffImageFile):
+        _require_known_tiff(picture)
+    if picture.mode not in MODES:
+        what = "samples of 32 bits, whose range is not stated" if picture.mode in ("I", "F") else f"colors of the kind {picture.mode}"
+        raise ValueError(f"has {what}; {SAVE_AGAIN}")
+    if picture.mode == "RGB" and sample_bits(picture) > 8 and "transparency" in picture.info:
+        raise ValueError("has one transparent color among samples of 16 bits (tRNS); save it with an alpha channel")
+
+
+def _require_known_tiff(picture: TiffImageFile) -> None:
+    tags = picture.tag_v2
+    photometric = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION, 0)
+    compression, extra = tags.get(TiffImagePlugin.COMPRESSION, 1), tags.get(TiffImagePlugin.EXTRASAMPLES, ())
+    for kind in tags.get(TiffImagePlugin.SAMPLEFORMAT, (_UNSIGNED,)):
+        if kind != _UNSIGNED:
+            raise ValueError(f"has samples that are {_SAMPLE_FORMATS.get(kind, f'of the format {kind}')}; {SAVE_AGAIN}")
+    if photometric == _YCBCR and compression != _JPEG:
+        raise ValueError(f"has YCbCr samples that are not compressed as JPEG; {SAVE_AGAIN}")
+    if photometric == _CMYK and tags.get(_INK_SET, _CMYK_INKS) != _CMYK_INKS:
+        raise ValueError(f"has inks that are not cyan, magenta, yellow and black; {SAVE_AGAIN}")
+    num_colors = {_RGB: 3, _YCBCR: 3, _CMYK: 4}.get(photometric, 1)
+    is_planar = tags.get(TiffImagePlugin.PLANAR_CONFIGURATION, 1) == 2
+    num_samples = tags.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+    if is_planar and num_samples > num_colors and not (photometric == _RGB and num_samples == 4 and extra == (_ALPHA,)):
+        raise ValueError(f"has {num_samples} separate planes, of which {num_colors} are colors; {SAVE_AGAIN}")
+    _require_all_pieces(tags, num_planes=num_samples if is_planar else 1)
+
+
+def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_planes: int) -> None:
+    """ValueError: fewer strips or tiles than the picture's size asks for; libtiff would read them from the file's start."""
+    width, height = tags[TiffImagePlugin.IMAGEWIDTH], tags[TiffImagePlugin.IMAGELENGTH]
+    offsets = tags.get(TiffImagePlugin.STRIPOFFSETS) or tags.get(TiffImagePlugin.TILEOFFSETS, ())
+    rows = min(tags.get(TiffImagePlugin.TILELENGTH) or tags.get(TiffImagePlugin.ROWSPERSTRIP, height), height)
+    columns = min(tags.get(TiffImagePlugin.TILEWIDTH, width), width)
+    num_pieces = num_planes * math.ceil(height / rows) * math.ceil(width / columns)
+    if len(offsets) < num_pieces:
+        raise ValueError(f"has {len(offsets)} of the {num_pieces} strips or tiles of its pixels; it is damaged")
+
+
+def sample_bits(picture: Picture) -> int:
+    """Return the bits of a sample as the file stores it (1, 2, 4, 8, 12 or 16), before the picture is decoded."""
+    if isinstance(picture, TiffImageFile):
+        return max(picture.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
+    if isinstance(picture, PngImageFile) and picture.tile:
+        depth = str(picture.tile[0].args).rpartition(";")[2]  # raw modes of Pillow: L, L;2, RGB;16B
+        return {"1": 1, "2": 2, "4": 4, "16B": 16}.get(depth, 8)
+    return 16 if picture.mode.startswith("I") else 8
+
+
+def orientation(picture: Picture) -> object:
+    """Return what the EXIF of the header says. EXIF behind a PNG's pixels is not read: PngImageFile.getexif would decode them for it."""
+    return Picture.getexif(picture).get(_ORIENTATION)
+
+
+def upright_size(picture: Picture) -> tuple[int, int]:
+    """Return width and height of what `flatten` returns, from the header."""
+    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # in its size already
+    return picture.size[::-1] if (orientation(picture) in _SIDEWAYS) != is_turned else picture.size
+
+
+def _gray_of_16_bits(picture: Picture, *, bits: int, is_inverted: bool) -> Picture:
+    """Return the levels of gray samples of `bits` bits; one that is the transparent sample becomes white."""
+    values_HW = np.asarray(picture).astype(np.uint16)
+    levels_HW = (values_HW >> (bits - 8)).astype(np.uint8)
+    _require_visible(bool(levels_HW.any()) or not values_HW.any(), bits)
+    if is_inverted:
+        levels_HW = 255 - levels_HW
+    if "transparency" in picture.info:
+        levels_HW[values_HW == picture.info["transparency"]] = 255
+    return Image.fromarray(levels_HW).convert("RGB")
+
+
+def _require_visible(is_visible: bool, bits: int) -> None:
+    if not is_visible:
+        raise ValueError(f"has samples of {bits} bits that are all below {1 << (bits - 8)}: scaled to 8 bits it is black; {SAVE_AGAIN}")
