@@ -84,6 +84,9 @@ class Renderer:
         ):
             remedy = f"its processor {what} {found}, its config.json says {stated}; give the model's own processor"
             require(found == stated, "model.path", model.path, remedy)
+        resample = self.processor.image_processor.resample
+        remedy = f"its processor resizes pictures with resample={resample}, here it is always 3 (bicubic); set resample to 3"
+        require(resample in (None, Resampling.BICUBIC), "model.path", model.path, remedy)
         self._images: OrderedDict[str, Image] = OrderedDict()
         """What is remembered, by Image.key; the one used longest ago comes first."""
         self._finals: dict[str, str] = {}

@@ -256,6 +256,22 @@ def test_a_processor_of_another_model_is_refused(
         Renderer(ModelSettings(path=str(folder)))
 
 
+def test_another_resampling_filter_is_refused(random_model: Path, tmp_path: Path) -> None:
+    """Public case I9: pictures are always resized by bicubic interpolation (3), which the model's own file must not contradict."""
+    folder = shutil.copytree(random_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    file = next(path for path in (folder / "processor_config.json", folder / "preprocessor_config.json") if path.exists())
+    stored = json.loads(file.read_text())
+    part = stored.get("image_processor", stored)
+    for resample, is_read in ((3, True), (2, False)):
+        part["resample"] = resample
+        file.write_text(json.dumps(stored))
+        if is_read:
+            Renderer(ModelSettings(path=str(folder)))
+        else:
+            with pytest.raises(ValueError, match=r"its processor resizes pictures with resample=.*2.*, here it is always 3 \(bicubic\)"):
+                Renderer(ModelSettings(path=str(folder)))
+
+
 def test_an_image_knows_how_many_patches_make_a_token(renderer: Renderer) -> None:
     image = renderer.image(gradient(84, 56))
     assert (image.grid, image.merge, image.num_tokens) == ((1, 4, 6), 2, 6)
