@@ -11,6 +11,7 @@ examples:                    families of worked examples, of which $examples bec
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,11 @@ from megatron_rl.servers import BadReply
 
 LONGEST_VERDICT = 200
 """A verdict is one key and one value; a longer reply is none, and is not parsed."""
+
+
+PLACE = "<image>"
+"""Where a question shows a picture (data/records.py). A judge of words sees none there, and one of pictures has them behind the text."""
+_PLACE = re.compile(rf"\s*{PLACE}\s*")
 
 
 class Malformed(BadReply):
@@ -47,7 +53,7 @@ class JudgePrompt:
 
     def text(self, fields: Mapping[str, str]) -> str:
         """The user's message. Raises KeyError for a field that the prompt has and `fields` lacks."""
-        return Template(self.user).substitute({name: quoted(value) for name, value in fields.items()})
+        return Template(self.user).substitute({name: quoted(without_places(value)) for name, value in fields.items()})
 
     def read(self, reply: str) -> float:
         """The verdict as a number. Raises Malformed unless the whole reply is one JSON object with this key and one of these values."""
@@ -59,6 +65,16 @@ class JudgePrompt:
             if pairs == ((self.key, value),) and isinstance(pairs[0][1], bool) == isinstance(value, bool):
                 return float(value)
         raise Malformed(f"no verdict of the form {json.dumps({self.key: self.values[0]})}: {reply[:LONGEST_VERDICT]!r}")
+
+
+def without_places(text: str) -> str:
+    """Return the text without the places of pictures; what stood on both sides of one stays apart.
+
+    Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` (numbered names are the data set's own words).
+    """
+    if PLACE not in text:
+        return text
+    return _PLACE.sub(lambda found: "\n" if "\n" in found[0] else " ", text).strip()
 
 
 @functools.cache
