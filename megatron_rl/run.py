@@ -1,4 +1,7 @@
-"""What a run remembers and leaves behind: its folder, its clock, its metrics, its evaluation; and the checks that end it."""
+"""What a run remembers and leaves behind: its folder, its clock, its metrics, its evaluation; and the checks that end it.
+
+Over 300 lines: one record of the run, with its counters, on every rank.
+"""
 
 import json
 import math
@@ -15,6 +18,7 @@ import yaml
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import replace_bytes, replace_lines
 from megatron_rl.observe.bank import Bank
+from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.memory import largest, peaks
 from megatron_rl.observe.metrics import MetricsLog, Spans
 from megatron_rl.observe.progress import Progress
@@ -48,6 +52,8 @@ class History:
     """Steps in which something was credited."""
     faulty: dict[str, str] = field(default_factory=dict)
     """By example: the fault that waiting cannot mend (End.LASTING_FAULT) which it met first."""
+    judge: dict[str, int] = field(default_factory=dict)
+    """Counts over all steps, where there is a judge: those of observe/judge_stats.py, scored answers, and answers that it decided."""
     kl_coef: float | None = None
     """Weight of the KL in the next step, where algo.kl_target moves it; None before the first such step: algo.kl_coef."""
     owed: dict[str, float] = field(default_factory=dict)
@@ -77,6 +83,8 @@ class Run:
         self.num_done = first_step
         """Steps whose updates are made."""
         self.is_finished = False
+        self.judge: JudgeStats | None = None
+        """Set by the composition root where the task has one, on every rank."""
         self.metrics: dict[str, float] = {}
         """Of the last step that was done in this life."""
         self.evaluation: dict[str, float] = {}
@@ -152,6 +160,8 @@ class Run:
         _, moving = credited_groups(rollouts)
         self.history.learned += bool(moving)
         metrics["rollout/faulty_prompts"] = float(len(self.history.faulty))
+        if self.judge is not None:
+            metrics |= self.judge.decided(rollouts, self.history.judge)
         self.num_done, self.metrics, self.history.owed = step + 1, metrics, metrics
         if not self._is_alone:
             best_worst = [each for kind in best_and_worst(rollouts, **self._recorded).values() for each in kind]
@@ -178,6 +188,7 @@ class Run:
             with writing(self.folder):
                 on_main_rank(lambda: write_trace(self.folder, step, events))
         memory = [peaks()] if self._is_alone else gather(peaks())
+        metrics = {**metrics, **(self.judge.take(self.history.judge) if self.judge else {})}
         if not self.is_main:
             return
         with writing(self.folder):
@@ -192,8 +203,11 @@ class Run:
         """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
         values = self.evaluation = _evaluation(metrics)
         self.is_finished = True
+        metrics = {**metrics, **(self.judge.take(self.history.judge) if self.judge else {})}
         if not self.is_main:
             return
+        if self.judge is not None:
+            self.tell(self.judge.summary(self.history.judge))
         if self.history.returns and not self.history.learned:
             remedy = (
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"

@@ -19,6 +19,7 @@ from megatron_rl.gpus import check_gpus, seen
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.nodes import check_nodes
+from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.parts import build_critic, build_policy
 from megatron_rl.plan.devices import at_hand
@@ -42,7 +43,7 @@ from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Outage, RunFailed, Stopped
 from megatron_rl.watch import Watch
-from megatron_rl.world import World, connect, disconnect, expand_segments, patient, place, return_freed_blocks, together
+from megatron_rl.world import World, connect, disconnect, expand_segments, gather, patient, place, return_freed_blocks, together
 
 T = TypeVar("T")
 
@@ -190,6 +191,8 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
         closing.callback(critic.close)
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
+    if task.judge is not None and stage is not REPLAY:
+        record.judge = JudgeStats(task.judge, gather=gather if world.size > 1 else lambda counts: [counts])
     for line in (transformer_engine_trouble(), *uncorrected(settings)):
         if line:
             record.tell(line)

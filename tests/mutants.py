@@ -363,6 +363,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/data/test_data_image_bytes.py -k file_url",
     ),
     Mutant(
+        "rules decide although the judge is always asked",
+        "megatron_rl/rewards/accuracy.py",
+        "and self.judge.always_ask and",
+        "and False and",
+        "tests/rewards/test_judge_asked.py -k always_ask_asks",
+    ),
+    Mutant(
+        "one rank's judge is counted",
+        "megatron_rl/observe/judge_stats.py",
+        "sum(part[name] for part in parts)",
+        "parts[0][name]",
+        "tests/rewards/test_judge_asked.py -k all_ranks",
+    ),
+    Mutant(
+        "a judge is shown the data set's placeholder",
+        "megatron_rl/rewards/judge_prompt.py",
+        "quoted(without_places(value))",
+        "quoted(value)",
+        "tests/rewards/test_judge_asked.py -k place",
+    ),
+    Mutant(
         "a Parquet file may stand for anything",
         "megatron_rl/data/parquet_copy.py",
         "    limit(size, target.parent)\n",

@@ -138,10 +138,14 @@ class JudgeSettings:
     """Requests of one judge under way at the same time, over all its servers."""
     cache: str = ""
     """A file that keeps verdicts between runs; empty keeps them for this run."""
+    always_ask: bool = False
+    """Ask about every answer that is not void, instead of only those that the rules leave open; rules and published scores decide none."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
             require_address("task.judge.urls", url)
+        has_judge = bool(self.urls or self.cache or self.model)
+        require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "there is no judge; give task.judge.urls")
         require(self.timeout_s > 0, "task.judge.timeout_s", self.timeout_s, "must be positive")
         require(0 <= self.patience_s < math.inf, "task.judge.patience_s", self.patience_s, "must be a number of seconds; 0 waits for none")
         for key in ("tries", "concurrency", "max_tokens"):

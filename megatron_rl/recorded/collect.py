@@ -12,6 +12,7 @@ from megatron_rl.config import Settings
 from megatron_rl.gallery import Gallery
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.bank import read_rollouts, step_of, steps
+from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.opening import tell_prompts
@@ -26,7 +27,7 @@ from megatron_rl.train import played_enough
 from megatron_rl.types import Outage, Rollout, Stopped
 from megatron_rl.weights.formats.open import open_source
 from megatron_rl.weights.formats.source import tensors_of
-from megatron_rl.world import World, on_main_rank, patient, together
+from megatron_rl.world import World, gather, on_main_rank, patient, together
 
 
 def collect(
@@ -37,6 +38,8 @@ def collect(
     first, history = on_main_rank(lambda: done_before(Path(settings.run.dir)))
     run = Run(settings, world, num_steps=settings.run.steps, first_step=first, history=history)
     closing.callback(run.close)
+    if task.judge is not None:
+        run.judge = JudgeStats(task.judge, gather=gather if world.size > 1 else lambda counts: [counts])
     reason = ""
     try:
         with run.spans("start"):

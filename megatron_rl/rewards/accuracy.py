@@ -47,6 +47,8 @@ class Accuracy:
         if answer is None or any(holds(outcome) for holds in vetoes(self.read).values()):
             return 0.0
         truth = unboxed(str(outcome.payload["answer"]).strip())
+        if self.judge is not None and self.judge.always_ask and answer.strip():
+            return await self._ask_judge(self.judge, outcome, truth, answer)
         by = outcome.payload.get("official")
         if isinstance(by, Mapping) and (credit := official(truth, answer, by)) is not None:
             return credit
@@ -56,10 +58,13 @@ class Accuracy:
         if verdict is None and await self.algebra.equal(truth, answer):
             verdict = True
         if verdict is None and answer.strip() and self.judge is not None:
-            prompt = load("answer_equivalence", examples=family(source_of(outcome)))
-            fields = {"question": str(outcome.payload["question"]), "reference": truth, "answer": answer}
-            return await self.judge.judged(outcome.rollout, prompt, fields=fields)
+            return await self._ask_judge(self.judge, outcome, truth, answer)
         return float(verdict is True)
+
+    async def _ask_judge(self, judge: Judge, outcome: Outcome, truth: str, answer: str) -> float:
+        prompt = load("answer_equivalence", examples=family(source_of(outcome)))
+        fields = {"question": str(outcome.payload["question"]), "reference": truth, "answer": answer}
+        return await judge.judged(outcome.rollout, prompt, fields=fields)
 
 
 def source_of(outcome: Outcome) -> str:

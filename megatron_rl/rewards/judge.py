@@ -41,17 +41,18 @@ Said = tuple[float, str]
 
 
 class Judge:
-    """Counts of its work stand in cache_hits (a shared request included) and in those of `servers`."""
+    """Counts of its work: `counts`, and those of `servers`."""
 
     def __init__(self, settings: JudgeSettings, *, rest_s: float = 0.5) -> None:
         require(bool(settings.urls or settings.model), "task.judge.model", settings.model, "recorded verdicts are kept by model; name it")
         self.settings = settings
-        self.model = settings.model
+        self.model, self.always_ask = settings.model, settings.always_ask
         self.servers = Servers(
             settings.urls, name="judge", tries=settings.tries, timeout_s=settings.timeout_s,
             patience_s=settings.patience_s, concurrency=settings.concurrency, rest_s=rest_s,
         )  # fmt: skip
-        self.cache_hits = 0
+        self.num_called = self.cache_hits = 0
+        """Verdicts that a server gave; verdicts that were kept, or that another request under way brought."""
         self._clients: dict[str, openai.AsyncOpenAI] = {}
         self._refuses_schemas: set[str] = set()
         """Servers that have refused a JSON schema and gone on without."""
@@ -80,6 +81,10 @@ class Judge:
         self._clients.clear()
         if self._verdicts is not None:
             self._verdicts.close()
+
+    def counts(self) -> dict[str, int]:
+        """Return what this process has asked (observe/judge_stats.py)."""
+        return {"called": self.num_called, "cached": self.cache_hits, "failed": self.servers.failures}
 
     async def judged(
         self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
@@ -123,6 +128,7 @@ class Judge:
         parts = [{"type": "text", "text": text}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
         messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": parts if urls else text}]
         verdict, words = await self.servers.ask(lambda endpoint: self._answer(endpoint, prompt, messages))
+        self.num_called += 1
         self._verdicts.keep(
             key, model=self.model, prompt=f"{prompt.name} {prompt.version}", fields=json.dumps(dict(fields)), verdict=verdict
         )

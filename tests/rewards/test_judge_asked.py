@@ -1,0 +1,183 @@
+"""When a judge is asked, what it is shown of a question with pictures, and how its work is counted. Against a real HTTP server."""
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_rl.config import JudgeSettings, RunSettings, Settings
+from megatron_rl.data.records import PLACE
+from megatron_rl.observe.judge_stats import JudgeStats
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.progress import Progress
+from megatron_rl.rewards import judge_prompt
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.judge_prompt import load, without_places
+from megatron_rl.rewards.rubrics import build
+from megatron_rl.run import History, Run
+from megatron_rl.step_metrics import rollout_metrics
+from megatron_rl.types import Rollout, Verdict
+from megatron_rl.world import World
+from tests.rewards.test_rubrics import turn
+from tests.support.episodes import episode, outcome_of
+from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
+from tests.support.judges import settings as judge_settings
+
+PROMPTS = Path(judge_prompt.__file__).with_name("prompts")
+
+
+def scored(judge: Judge, answer: str, *, truth: str = "red", source: str = "vstar", reward: str = "accuracy", question: str = "?") -> float:
+    payload = {"question": question, "answer": truth, "data_source": source}
+    outcome = outcome_of(turn(f"<answer>{answer}</answer>"), payload=payload, images=[])
+    return build(reward, judge=judge, protocol="").score(outcome)
+
+
+SURE = {
+    "text": ("red", "red", "vstar"),
+    "choice": ("B", "A", "vstar"),
+    "number": ("4", "4.0", "vstar"),
+    "numeric": ("90", "100", "x_rule_verifiable"),
+}
+"""Answer, truth, source: all of them decided by rules."""
+
+
+@pytest.mark.parametrize("always_ask", [False, True])
+def test_always_ask_asks_about_every_answer(always_ask: bool) -> None:
+    """The judge says the opposite of the rules, so that the reward tells who decided."""
+    by_rules = {"text": 1.0, "choice": 0.0, "number": 1.0, "numeric": 0.8}
+    verdict = {"red": False, "B": True, "4": False, "90": True}
+
+    def behave(body: dict) -> Reply:
+        answer = json.loads(body["messages"][1]["content"].rpartition("answer: ")[2])
+        return completion(json.dumps({"correct": verdict[answer]}))
+
+    rewards = {}
+
+    async def use(judge: Judge) -> None:
+        for name, (answer, truth, source) in SURE.items():
+            rewards[name] = (await scored(judge, answer, truth=truth, source=source)).reward
+        void = outcome_of(turn("no answer at all"), payload={"question": "?", "answer": "red", "data_source": "vstar"}, images=[])
+        assert (await build("accuracy", judge=judge, protocol="").score(void)).reward == 0.0
+
+    with serving(behave) as server:
+        judge = held(judge_settings(server, always_ask=always_ask), use)
+        assert len(server.bodies) == (4 if always_ask else 0), "nothing that is void"
+    assert rewards == ({"text": 0.0, "choice": 1.0, "number": 0.0, "numeric": 1.0} if always_ask else by_rules)
+    assert judge.counts() == {"called": 4 if always_ask else 0, "cached": 0, "failed": 0}
+
+
+def test_always_ask_without_a_judge_is_refused() -> None:
+    with pytest.raises(ValueError, match="^task.judge.always_ask=True: there is no judge; give task.judge.urls"):
+        JudgeSettings(always_ask=True)
+
+
+def test_what_was_asked_is_counted() -> None:
+    """By hand: three fields, one of them twice at once and once later; the first request fails."""
+    failures = [Reply("busy", status=503)]
+
+    def behave(body: dict) -> Reply:
+        return failures.pop() if failures else right(body)
+
+    async def use(judge: Judge) -> None:
+        await judge.verdict(PROMPT, fields=fields("a"))
+        await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(answer)) for answer in ("b", "b", "c")))
+        await judge.verdict(PROMPT, fields=fields("a"))
+
+    with serving(behave) as server:
+        judge = held(settings(server), use)
+    assert judge.counts() == {"called": 3, "cached": 2, "failed": 1}
+
+
+@pytest.mark.parametrize("path", sorted(PROMPTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_prompt_shows_a_places_name(path: Path) -> None:
+    names = re.findall(r"\$(\w+)", yaml.safe_load(path.read_text())["user"])
+    prompt = load(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
+    text = prompt.text({name: f"<image>\nHow many {name}s?<image>" for name in names})
+    assert "question" in names and "image>" not in text
+    assert all(f': "How many {name}s?"' in text for name in names if name != "examples")
+    assert text == prompt.text({name: f"How many {name}s?" for name in names}), "a kept verdict is found again"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<image>How many?", "How many?"),
+        ("<image>\n<image>\nCompare <image> and <image>.", "Compare and ."),
+        ("First.\n<image>\nSecond.", "First.\nSecond."),
+        ("1<image>2", "1 2"),
+        ("See <image 1> and <image1>.", "See <image 1> and <image1>."),
+        ("  as it is ", "  as it is "),
+    ],
+)
+def test_places_are_left_out(text: str, shown: str) -> None:
+    assert judge_prompt.PLACE == PLACE and without_places(text) == shown
+
+
+def test_the_question_that_a_judge_reads_has_no_place() -> None:
+    async def use(judge: Judge) -> None:
+        assert (await scored(judge, "crimson", question="<image>What color?")).reward == 1.0
+
+    with serving(right) as server:
+        held(settings(server), use)
+        (body,) = server.bodies
+    assert 'question: "What color?"' in body["messages"][1]["content"] and "image>" not in body["messages"][1]["content"]
+
+
+class Counter:
+    """A judge's counters, which a test sets."""
+
+    model = "qwen"
+
+    def __init__(self) -> None:
+        self.now = {"called": 0, "cached": 0, "failed": 0}
+
+    def counts(self) -> dict[str, int]:
+        return dict(self.now)
+
+
+def judged(reward: float, *, by_judge: bool) -> Rollout:
+    rollout = episode(0, reward)
+    rollout.verdicts = [Verdict(judge="qwen", prompt="p 1", value=1.0)] if by_judge else []
+    return rollout
+
+
+def run_of(
+    folder: Path, steps: list[Mapping[str, int]], *, decided: int, history: History | None = None
+) -> tuple[list[dict], str, History]:
+    """Metrics, the last line, and the history of a run of two ranks whose judges count the same each step."""
+    judge, shown = Counter(), io.StringIO()
+    run = Run(Settings(run=RunSettings(dir=str(folder))), World(0, 1, 0, torch.device("cpu")), num_steps=len(steps), history=history)
+    run.judge = JudgeStats(judge, gather=lambda counts: [counts, counts])
+    run.progress = Progress(len(steps), title="rl", stream=shown)
+    for step, counts in enumerate(steps):
+        rollouts = [judged(float(number), by_judge=number < decided) for number in range(4)]
+        judge.now = {name: judge.now[name] + counts.get(name, 0) for name in judge.now}
+        run.history.add(step, rollouts, rounds=1)
+        run.trained(step, rollouts, metrics := rollout_metrics(rollouts, rounds=1))
+        run.record(step, metrics)
+    run.history.learned = 1
+    run.finish({})
+    run.close()
+    return read_metrics(folder / "metrics.jsonl"), shown.getvalue().splitlines()[-1], run.history
+
+
+def test_a_run_counts_its_judges_work_over_all_ranks(tmp_path: Path) -> None:
+    lines, last, history = run_of(tmp_path / "a", [{"called": 2, "cached": 1}, {"called": 1, "failed": 3}], decided=1)
+    names = ("judge/called", "judge/cached", "judge/failed", "judge/decided_fraction")
+    assert [[line[name] for name in names] for line in lines[:2]] == [[4, 2, 0, 0.25], [2, 0, 6, 0.25]]
+    assert last == "judge qwen: 6 verdicts asked for, 2 known before, 6 requests failed; it decided 25% of 8 answers"
+    _, last, _ = run_of(tmp_path / "b", [{}], decided=0, history=history)  # the next attempt
+    assert last == "judge qwen: 6 verdicts asked for, 2 known before, 6 requests failed; it decided 17% of 12 answers"
+
+
+def test_a_judge_that_was_never_asked_is_named_at_the_end(tmp_path: Path) -> None:
+    lines, last, _ = run_of(tmp_path / "a", [{}, {}], decided=0)
+    assert [line["judge/called"] for line in lines[:2]] == [0, 0]
+    remedy = "task.judge.always_ask=true asks it about every answer"
+    assert last == f"warning: judge qwen was configured and never asked: rules decided all 8 answers; {remedy}"
