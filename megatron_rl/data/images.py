@@ -128,9 +128,9 @@ class StoredImage:
             raise ValueError(_name_of(source) + describe(_head_of(source))) from error
         try:
             require_known_kind(picture)
-        except UNREADABLE:
+        except UNREADABLE as error:
             picture.close()
-            raise
+            raise ValueError(f"{_name_of(source)}{error}") from error
         width, height = picture.size
         if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
             picture.close()

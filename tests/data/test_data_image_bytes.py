@@ -74,6 +74,12 @@ def test_bytes_that_are_no_picture_are_named(kind: str, is_file: bool, tmp_path:
     assert "Größe" not in str(error.value)  # a listener would show a file's words to whoever names it
 
 
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    Image.new("F", (8, 8)).save(tmp_path / "float.tif")
+    with pytest.raises(ValueError, match=r"^here: \S*float.tif has samples that are floating-point numbers; save it as 8-bit RGB or gray"):
+        StoredImage(tmp_path / "float.tif", "here").size()
+
+
 def url_safe(content: bytes) -> str:
     return base64.urlsafe_b64encode(content).decode()
 

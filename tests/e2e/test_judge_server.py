@@ -133,17 +133,19 @@ def test_ppo_is_rewarded_by_it(judged: tuple[Path, float]) -> None:
     twice."""
     home, num_asked = judged
     rollouts = [entry.rollout for number in range(2) for entry in read(home / "ppo" / "rollouts" / f"step_{number:06d}.jsonl")]
-    questions = read_lines(home / "questions.jsonl")
+    questions, steps = read_lines(home / "questions.jsonl"), read_metrics(home / "ppo" / "metrics.jsonl")
     with closing(sqlite3.connect(home / "verdicts.sqlite")) as file:
         rows = file.execute("SELECT fields, verdict FROM verdicts").fetchall()
     verdicts = {frozenset(json.loads(fields).items()): verdict for fields, verdict in rows}
     assert len(verdicts) == num_asked, "each was given by the server, once"
+    assert sum(step["judge/called"] for step in steps) == num_asked, "the last line has those of the last evaluation"
     given = []
     for rollout in rollouts:
         (turn,), row = rollout.turns, questions[int(rollout.example_id.removeprefix("train/"))]
         fields = {"question": row["question"], "reference": row["answer"], "answer": answer_in(turn.text)}
         given.append(verdicts[frozenset(fields.items())] if fields["answer"] else None)
         assert rollout.reward == (given[-1] or 0.0), turn.text
+    assert sum(step["judge/decided_fraction"] for step in steps[:2]) / 2 == pytest.approx(1 - given.count(None) / 48)
     assert len(rollouts) == 48 and given.count(1.0) >= 4 and given.count(0.0) >= 4, given
 
 
