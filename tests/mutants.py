@@ -1214,6 +1214,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/services/test_engines.py -k behind",
     ),
     Mutant(
+        "a judge on this machine is asked through a proxy",
+        "megatron_rl/proxies.py",
+        "or _is_own(host) or",
+        "or",
+        "tests/test_proxies.py -k directly",
+    ),
+    Mutant(
+        "networks of NO_PROXY are not read",
+        "megatron_rl/proxies.py",
+        "any(address in network for network in _networks(words))",
+        "False",
+        "tests/test_proxies.py -k who_is",
+    ),
+    Mutant(
         "a busy server is asked",
         "megatron_rl/servers.py",
         "min(rested",

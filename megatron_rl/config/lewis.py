@@ -35,7 +35,7 @@ class ListenerSettings:
     cache_entries: int = 100_000
     """Pictures with words whose p(yes) is kept in memory; those used longest ago are forgotten."""
     proxy: bool = False
-    """Whether the environment's proxies (HTTP_PROXY, NO_PROXY) are used on the way to them."""
+    """Whether the environment's proxies (HTTP_PROXY, NO_PROXY) are used on the way to those that are not on this machine."""
     follows: bool = False
     """Whether the listener may become another while the run lasts, one that another run trains: each answer is then by the weights that it
     has when it is asked, and nothing is kept."""

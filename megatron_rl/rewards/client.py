@@ -5,7 +5,8 @@ not asked for and are refused, because a few kilobytes of one may be gigabytes.
 """
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+import ssl
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,8 @@ import httpx2
 import openai
 from pydantic import BaseModel, Field, ValidationError
 
-from megatron_rl.servers import Refused, ServerFault, retry_after, told
+from megatron_rl.proxies import Proxy, proxy_of, proxy_words
+from megatron_rl.servers import Refused, ServerFault, one_line, retry_after, told
 from megatron_rl.types import HostFault
 
 LONGEST_BODY = 1 << 20
@@ -57,13 +59,31 @@ BOUNDED: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event
 
 
 def client_of(url: str, *, key: str = "task.judge.urls") -> openai.AsyncOpenAI:
-    """Without a time-out and tries of its own. HostFault, which names the setting: it is no address."""
+    """Without a time-out and tries of its own. HostFault, which names the setting: it is no address, or its proxy is none."""
     try:
         _ = urlsplit(url).port
     except ValueError as error:
         raise HostFault(f"{key}={url}: {error}; correct the address") from error
-    http = openai.DefaultAsyncHttpx2Client(**BOUNDED)
+    http = openai.DefaultAsyncHttpx2Client(**BOUNDED, **proxies_of([url]))
     return openai.AsyncOpenAI(base_url=url, api_key=api_key() or "none", timeout=None, max_retries=0, http_client=http)
+
+
+def proxies_of(urls: Iterable[str]) -> dict[str, Any]:
+    """Return arguments of an httpx2 client: the environment's proxies of these addresses, by proxies.py, and its certificates.
+
+    HostFault, which names the variable: a proxy's address is none that can be used.
+    """
+    tls = httpx2.create_ssl_context()  # with SSL_CERT_FILE, which trust_env=False leaves out
+    found = {urlsplit(url).netloc: proxy for url in urls if (proxy := proxy_of(url))}
+    return {"trust_env": False, "verify": tls, "mounts": {f"all://{place}": _through(proxy, tls) for place, proxy in found.items()}}
+
+
+def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
+    try:
+        return httpx2.AsyncHTTPTransport(verify=tls, proxy=proxy.address, limits=openai.DEFAULT_CONNECTION_LIMITS)
+    except (ValueError, httpx2.InvalidURL, ImportError) as error:
+        remedy = f"give http://HOST:PORT, unset it, or set NO_PROXY={proxy.host}"
+        raise HostFault(f"{proxy.variable}={one_line(proxy.address)}: is no proxy that can be used; {remedy}") from error
 
 
 def api_key() -> str:
@@ -100,6 +120,9 @@ def as_servers_say() -> Iterator[None]:
     except openai.BadRequestError as error:
         raise Refused(told(error, secret=api_key())) from error
     except openai.APIStatusError as error:
-        raise ServerFault(told(error, secret=api_key()), rest_s=retry_after(error.response.headers.get("retry-after", ""))) from error
-    except (openai.APIError, Unread, ValidationError) as error:
+        words = told(error, secret=api_key()) + proxy_words(str(error.request.url))
+        raise ServerFault(words, rest_s=retry_after(error.response.headers.get("retry-after", ""))) from error
+    except openai.APIError as error:
+        raise ServerFault(told(error, secret=api_key()) + proxy_words(str(error.request.url))) from error
+    except (Unread, ValidationError) as error:
         raise ServerFault(told(error, secret=api_key())) from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import openai
 from pydantic import BaseModel, Field, ValidationError
 
+from megatron_rl.proxies import proxy_words
 from megatron_rl.rewards.client import api_key
 from megatron_rl.servers import one_line, told
 from megatron_rl.types import HostFault
@@ -46,17 +47,18 @@ async def greet(clients: Mapping[str, openai.AsyncOpenAI], *, model: str) -> dic
 
 
 async def _greeting(client: openai.AsyncOpenAI, *, model: str) -> Greeting:
+    proxy = proxy_words(str(client.base_url))
     try:
         async with asyncio.timeout(GREETING_S):
             served = await served_by(client)
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        return Greeting(trouble=f"{told(error, secret=api_key())}: set OPENAI_API_KEY")
+        return Greeting(trouble=f"{told(error, secret=api_key())}: set OPENAI_API_KEY{proxy}")
     except (openai.APIStatusError, ValidationError):
         return Greeting()
     except TimeoutError:
-        return Greeting(trouble=f"no answer within {GREETING_S:.0f} s")
+        return Greeting(trouble=f"no answer within {GREETING_S:.0f} s{proxy}")
     except openai.OpenAIError as error:
-        return Greeting(trouble=told(error.__cause__ or error, secret=api_key()))
+        return Greeting(trouble=told(error.__cause__ or error, secret=api_key()) + proxy)
     named = f"serves {one_line(', '.join(served))}, not task.judge.model={model}: choose one of these"
     return Greeting(served, named if model and model not in served else "")
 

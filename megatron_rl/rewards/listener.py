@@ -20,6 +20,7 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config import ListenerSettings, require
+from megatron_rl.proxies import proxy_words
 from megatron_rl.rewards.client import Unread
 from megatron_rl.rewards.greeting import warning_of
 from megatron_rl.rewards.listening import Answers, Heard, heard
@@ -95,8 +96,10 @@ class ListenerClient:
         settings = self.settings
         self._file = Verdicts(settings.cache, read_only=False, key="task.listener.cache") if settings.cache else None
         self.servers.start()
-        http = self._http = connection(self._token, proxy=settings.proxy)
-        asked = [greeting_of(http, url, key=self._keys.token_file, token=self._token) for url in self._sent]
+        http = self._http = connection(self._token, proxied=self._sent if settings.proxy else ())
+        asked = [
+            greeting_of(http, url, key=self._keys.token_file, token=self._token, proxy=self._proxy_words(url)) for url in self._sent
+        ]  # fmt: skip
         greetings = dict(zip(self._sent, await asyncio.gather(*asked), strict=True))
         if warning := warning_of(greetings, of="listener", key=self._keys.urls):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -104,6 +107,9 @@ class ListenerClient:
         if len(set(versions.values())) > 1:
             raise HostFault(f"{self._keys.urls}: these are different listeners ({versions}); start all of them alike")
         self.version = next(iter(versions.values()))
+
+    def _proxy_words(self, url: str) -> str:
+        return proxy_words(url) if self.settings.proxy else ""
 
     async def close(self) -> None:
         for asked in self._chunk:
@@ -230,7 +236,7 @@ class ListenerClient:
         try:
             return await self._http.post(f"{endpoint.url}/batch_score", json={"batch": batch})
         except (httpx2.HTTPError, httpx2.InvalidURL, Unread) as error:
-            raise ServerFault(told(error, secret=self._token)) from error
+            raise ServerFault(told(error, secret=self._token) + self._proxy_words(endpoint.url)) from error
 
     def _read(self, content: bytes, chunk: Sequence[_Asked]) -> list[dict[str, float]]:
         try:

@@ -1,12 +1,13 @@
 """What the clients of the Lewis game's services (listener.py, speaker.py) do alike: token, connection, greeting, and what a status says."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.rewards.client import BOUNDED, Unread
+from megatron_rl.rewards.client import BOUNDED, Unread, proxies_of
 from megatron_rl.rewards.greeting import GREETING_S, Greeting
 from megatron_rl.servers import Refused, ServerFault, one_line, retry_after, told
 from sandbox.token import read_token
@@ -27,10 +28,10 @@ def token_of(file: str, *, key: str) -> str:
         raise ValueError(f"{key}={error}") from error
 
 
-def connection(token: str, *, proxy: bool = False) -> httpx2.AsyncClient:
-    """Without a time-out of its own; what it reads is bounded."""
+def connection(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
+    """Without a time-out of its own; what it reads is bounded. The environment's proxies are used for the addresses of `proxied` alone."""
     headers = {**BOUNDED["headers"], **({"Authorization": f"Bearer {token}"} if token else {})}
-    return httpx2.AsyncClient(**{**BOUNDED, "headers": headers}, trust_env=proxy, timeout=None)
+    return httpx2.AsyncClient(**{**BOUNDED, "headers": headers}, **proxies_of(proxied), timeout=None)
 
 
 def require_answered(reply: httpx2.Response) -> None:
@@ -42,8 +43,8 @@ def require_answered(reply: httpx2.Response) -> None:
         raise ServerFault(f"HTTP {reply.status_code}: {one_line(reply.text)}", rest_s=rest_s)
 
 
-async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: str) -> Greeting:
-    """Its version, or its trouble; `key` is the setting of its token's file."""
+async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: str, proxy: str = "") -> Greeting:
+    """Its version, or its trouble; `key` is the setting of its token's file, `proxy` what an error adds (proxies.py)."""
     try:
         async with asyncio.timeout(GREETING_S):
             reply = await http.get(f"{url}/health")
@@ -52,6 +53,6 @@ async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: st
         require_answered(reply)
         return Greeting(served=[_Health.model_validate_json(reply.content).version])
     except TimeoutError:
-        return Greeting(trouble=f"no answer within {GREETING_S:.0f} s")
+        return Greeting(trouble=f"no answer within {GREETING_S:.0f} s{proxy}")
     except (httpx2.HTTPError, httpx2.InvalidURL, Unread, Refused, ServerFault, ValidationError) as error:
-        return Greeting(trouble=told(error, secret=token))
+        return Greeting(trouble=told(error, secret=token) + proxy)

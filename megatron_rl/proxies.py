@@ -1,0 +1,89 @@
+"""The proxy that the environment names for an address (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY), and how an error names it.
+
+A request to this machine uses none, nor does one to a host that NO_PROXY lists: names with their subdomains, addresses, networks
+(10.0.0.0/8), `*`. Judges and endpoints of evaluations follow this rule, and listeners with task.listener.proxy=true. All other clients of a
+run (of engines, services, sandboxes) ask directly, wherever their servers are.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+import psutil
+
+
+@dataclass(slots=True, frozen=True)
+class Proxy:
+    variable: str
+    """Of the environment, which names it."""
+    address: str
+    host: str
+    """What is asked through it."""
+
+    @property
+    def words(self) -> str:
+        """Return what an error adds. Example: ` (asked through HTTP_PROXY=http://proxy:3128; unset it, or set NO_PROXY=judge)`"""
+        user, _, place = self.address.rpartition("@")
+        shown = f"***@{place}" if user else self.address  # there may be a password
+        return f" (asked through {self.variable}={shown}; unset it, or set NO_PROXY={self.host})"
+
+
+def proxy_of(url: str) -> Proxy | None:
+    """Return the proxy through which this address is asked; None where it is asked directly."""
+    parts = urlsplit(url)
+    scheme, host = parts.scheme.casefold(), (parts.hostname or "").rstrip(".")
+    proxies = getproxies_environment()
+    kind = next((kind for kind in (scheme, "all") if proxies.get(kind)), "")
+    if not kind or not host or _is_own(host) or _is_listed(host, proxies.get("no", "")):
+        return None
+    variable = next(name for name in (f"{kind}_proxy", f"{kind}_proxy".upper()) if os.environ.get(name))
+    address = proxies[kind]
+    return Proxy(variable, address if "://" in address else f"http://{address}", host)
+
+
+def proxy_words(url: str) -> str:
+    """Return what an error about this address adds: its proxy, or nothing."""
+    proxy = proxy_of(url)
+    return proxy.words if proxy else ""
+
+
+def _is_own(host: str) -> bool:
+    """Return True for names and addresses of this machine."""
+    if host == "localhost" or host.endswith(".localhost") or host in _own_names():
+        return True
+    try:
+        address = ip_address(host)
+    except ValueError:  # a name
+        return False
+    own = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
+    return address.is_loopback or address.is_unspecified or str(address) in own
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    name = socket.gethostname().casefold()
+    return frozenset((name, name.partition(".")[0]))
+
+
+def _is_listed(host: str, no_proxy: str) -> bool:
+    words = [word.strip().removeprefix("*.") if word.strip() != "*" else "*" for word in no_proxy.split(",")]
+    if "*" in words or proxy_bypass_environment(host, {"no": ",".join(words)}):
+        return True
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    return any(address in network for network in _networks(words))
+
+
+def _networks(words: list[str]) -> Iterator[IPv4Network | IPv6Network]:
+    for word in words:
+        try:
+            yield ip_network(word, strict=False)
+        except ValueError:
+            continue
