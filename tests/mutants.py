@@ -1228,6 +1228,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_proxies.py -k who_is",
     ),
     Mutant(
+        "a remedy quotes the brackets of a list",
+        "megatron_rl/cli/quoting.py",
+        "if is_list or (kind is None",
+        "if (kind is None",
+        "tests/cli/test_quoting.py -k gives_the_list",
+    ),
+    Mutant(
+        "a remedy is not quoted for the shell",
+        "megatron_rl/cli/quoting.py",
+        'return shlex.quote(f"{key}={quoted_value(value, kind_of(key))}")',
+        "return f\"'{key}={quoted_value(value, kind_of(key))}'\"",
+        "tests/cli/test_quoting.py -k gives_the_list",
+    ),
+    Mutant(
         "a busy server is asked",
         "megatron_rl/servers.py",
         "min(rested",

@@ -4,6 +4,7 @@ Read against hydra 1.3.2 (core/default_element.py, _internal/config_loader_impl.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
@@ -16,6 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import MarkedYAMLError, YAMLError
 
 from megatron_rl import configs
+from megatron_rl.cli.quoting import CLOSERS, is_enclosed, kind_of, quoted_word
 from megatron_rl.config import Settings
 
 ELSEWHERE = {
@@ -53,7 +55,7 @@ def retold(error: HydraException | OmegaConfBaseException | YAMLError, words: Se
 
 def line_of(error: HydraException | OmegaConfBaseException | YAMLError, words: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
-        return malformed(error.override)
+        return malformed(error.override, words)
     if isinstance(error, MissingConfigException):
         return no_such_file(error)
     if isinstance(error, ConfigCompositionException):
@@ -90,8 +92,7 @@ def not_composed(error: ConfigCompositionException, words: Sequence[str]) -> str
         return f"~{key}: a setting cannot be removed; set {key}=VALUE" if key in keys_of(Settings) else no_such_key(key, f"~{key}")
     ambiguous = re.match(r"Ambiguous value for argument '(.+?)=(.+)'", str(error))
     if ambiguous:
-        key, value = ambiguous.groups()
-        return f"{key}={value}: holds a comma; write '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for one text"
+        return several(*ambiguous.groups())
     return first_line(error)
 
 
@@ -102,7 +103,7 @@ def expectation(error: ValidationError, value: object) -> str:
     if is_dataclass(kind):
         return f"is a group of settings; set one of {', '.join(f'{error.full_key}.{field.name}' for field in fields(kind))}"
     if get_origin(kind) is list:
-        return f"expects a list; write '{error.full_key}=[{value}]'"
+        return f"expects a list; write {quoted_word(error.full_key, str(value))}"
     if get_origin(kind) is dict:
         return f"expects names with values; write +{error.full_key}.NAME={value}"
     return f"expects {EXPECTED[kind]}"
@@ -118,16 +119,44 @@ def no_such_file(error: MissingConfigException) -> str:
     return f"{group}={name}: no such {group}; {hint}--help lists all"
 
 
-def malformed(word: str) -> str:
-    """A word that hydra's grammar cannot read."""
+def several(key: str, value: str) -> str:
+    """A value with commas, without the brackets of a list."""
+    kind = kind_of(key)
+    if kind in EXPECTED and kind is not str:
+        return f"{key}={value}: expects {EXPECTED[kind]}"
+    if get_origin(kind) is list:
+        return f"{key}={value}: holds a comma; write {quoted_word(key, value)}; an entry that has one itself stands in double quotes"
+    return f"{key}={value}: holds a comma; write '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for one text"
+
+
+def malformed(word: str, words: Sequence[str] = ()) -> str:
+    """A word that hydra's grammar cannot read. `words`: all of them, for the shell may have cut one into several."""
     key, equals, value = word.partition("=")
     if not equals:
-        return f"{word}: is not key=value; a value with blanks, brackets or quotes stands in quotes of the shell: 'key=[a, b]'"
-    unclosed = [pair for pair in ("[]", "{}", "()") if value.count(pair[0]) != value.count(pair[1])]
-    if unclosed or value.count("'") % 2 or value.count('"') % 2:
-        what = f"the brackets {unclosed[0]}" if unclosed else "the quotes"
-        return f"{word}: {what} do not close; put the whole word into quotes of the shell: '{key}=[a, b]'"
-    return f"""{word}: holds a character with a meaning of its own; quote the value, twice for the shell: '{key}="{value}"'"""
+        before = words[words.index(word) - 1] if word in words[1:] else ""
+        example = shlex.quote(f"{before} {word}") if "=" in before else "'key=[a, b]'"
+        return f"{word}: is not key=value; a value with blanks, brackets or quotes stands in quotes of the shell: {example}"
+    opener = value[:1]
+    if opener in CLOSERS and not is_enclosed(value, opener):
+        whole = closed(word, words)
+        example = quoted_word(key, whole) if whole else f"'{key}=[a, b]'"
+        return f"{word}: the brackets {opener}{CLOSERS[opener]} do not close; put the whole word into quotes of the shell: {example}"
+    if opener in ("'", '"') and (len(value) == 1 or value[-1] != opener):
+        return f"{word}: the quotes do not close; put the whole word into quotes of the shell: '{key}=[a, b]'"
+    kind = kind_of(key)
+    if kind in EXPECTED and kind is not str:
+        return f"{word}: expects {EXPECTED[kind]}"
+    return f"{word}: holds a character with a meaning of its own; quote the value, twice for the shell: {quoted_word(key, value)}"
+
+
+def closed(word: str, words: Sequence[str]) -> str:
+    """The value of a word that the shell cut at its blanks, with what follows it up to where its brackets close; '' where they never do."""
+    value, opener = word.partition("=")[2], word.partition("=")[2][:1]
+    for following in words[words.index(word) + 1 :] if word in words else ():
+        value = f"{value} {following}"
+        if is_enclosed(value, opener):
+            return value
+    return ""
 
 
 def refuse_strangers(chosen: DictConfig, prefix: str = "") -> None:

@@ -32,7 +32,12 @@ MISTAKES = {
     "+optim.part_lr.vision=fast": "optim.part_lr.vision=fast: expects a number",
     "optim.part_lr.vision=1e-7": "optim.part_lr.vision=1e-7: a name of its own ...; write +optim.part_lr.vision=VALUE",
     "task.data=mine.jsonl": "task.data=mine.jsonl: is a group of settings; set one of task.data.train, task.data.eval, ...",
-    "optim.lr=1,2": "optim.lr=1,2: holds a comma; write 'optim.lr=[1,2]' for a list, or 'optim.lr=\"1,2\"' for one text",
+    "optim.lr=1,2": "optim.lr=1,2: expects a number",
+    "model.frozen=vision,merger": "model.frozen=vision,merger: holds a comma; write 'model.frozen=[vision,merger]'; ...",
+    "task.data.train=[/bär/q.jsonl]": "...holds a character with a meaning...: 'task.data.train=[\"/bär/q.jsonl\"]'",
+    'task.data.train="[/bär/q.jsonl]"': "...: expects a list; write 'task.data.train=[\"/bär/q.jsonl\"]'",
+    "task.data.train=[a, b]": "task.data.train=[a,: the brackets [] do not close; put the whole ...: 'task.data.train=[a,b]'",
+    "model.path=my folder": "folder: is not key=value; ...: 'model.path=my folder'",
     "optim.lr=${nope}": "optim.lr=${nope}: Interpolation key 'nope' not found",
     "experiment=wrong": "experiment/wrong.yaml: optim.lr=fast: expects a number",
     # a file of configs/ that is not there, or is none

@@ -1,0 +1,115 @@
+"""Words of the command line, quoted for the shell and for hydra, that say what a word that hydra cannot read was meant to say.
+
+hydra 1.3.2 (grammar/OverrideLexer.g4) takes letters of ASCII, digits, blanks and / - \\ + . $ % * @ ? | _ : as they are; a value with any
+other character stands in quotes of its own, within those of the shell: `'task.data.train=["/data/bär.jsonl"]'`.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import get_args, get_origin, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError
+
+from megatron_rl.config import Settings
+
+CLOSERS = {"[": "]", "{": "}", "(": ")"}
+
+
+def kind_of(key: str) -> object:
+    """Return the type of a setting, `list[str]` say; None where the dataclasses have no such key."""
+    kind: object = Settings
+    for name in key.split("."):
+        if get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        elif is_dataclass(kind) and name in {field.name for field in fields(kind)}:
+            kind = get_type_hints(kind)[name]
+        else:
+            return None
+    return kind
+
+
+def quoted_word(key: str, value: str) -> str:
+    """Return `key=value` so that it can be pasted into a shell and is read as it was meant. `value` is what was typed, quotes and all."""
+    return shlex.quote(f"{key}={quoted_value(value, kind_of(key))}")
+
+
+def quoted_value(value: str, kind: object) -> str:
+    """Return a value as hydra reads it, for a setting of this type; where the type is unknown, brackets and braces say what it is."""
+    value = value.strip()
+    is_list, is_dict = get_origin(kind) is list, get_origin(kind) is dict or is_dataclass(kind)
+    plain = unquoted(value)
+    if is_list or (kind is None and is_enclosed(plain, "[")):
+        entry = get_args(kind)[0] if is_list else None
+        inside = plain[1:-1] if is_enclosed(plain, "[") else value
+        return f"[{','.join(quoted_value(each, entry) for each in parts(inside))}]"
+    if (is_dict or kind is None) and is_enclosed(plain, "{"):
+        return f"{{{','.join(_quoted_pair(each, kind) for each in parts(plain[1:-1]))}}}"
+    read = read_by_hydra(value)
+    if read is not None and (kind not in (str, None) or str(read) == value):
+        return value
+    text = os.path.expanduser(plain) if plain.startswith("~/") else plain
+    try:
+        OmegaConf.create([text])
+    except GrammarParseError:  # ${ that is no interpolation
+        text = text.replace("${", r"\${")
+    return QuotedString(text, Quote.double).with_quotes()
+
+
+def _quoted_pair(pair: str, kind: object) -> str:
+    name, _, value = pair.partition(":")
+    entry = get_args(kind)[1] if get_origin(kind) is dict else get_type_hints(kind).get(name.strip()) if is_dataclass(kind) else None
+    return f"{name.strip()}:{quoted_value(value, entry)}"
+
+
+def read_by_hydra(value: str) -> object | None:
+    """Return what hydra makes of a value, a QuotedString as its text; None where it cannot read it, or as several."""
+    try:
+        override = OverridesParser.create().parse_override(f"key={value}")
+    except HydraException:
+        return None
+    read = override.value()
+    return None if override.is_sweep_override() else read
+
+
+def unquoted(value: str) -> str:
+    """Return the text of a value that stands in quotes as a whole; else the value."""
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    read = read_by_hydra(value) if is_quoted else None
+    return read if isinstance(read, str) else value
+
+
+def is_enclosed(value: str, opener: str) -> bool:
+    return value.startswith(opener) and value.endswith(CLOSERS[opener]) and len(value) > 1
+
+
+def parts(inside: str) -> list[str]:
+    """Return what commas separate, but for commas in quotes and in brackets that close."""
+    borders = [-1, *_commas(inside), len(inside)]
+    found = [inside[before + 1 : after].strip() for before, after in pairwise(borders)]
+    return [each for each in found if each]
+
+
+def _commas(inside: str) -> Iterator[int]:
+    counts = all(inside.count(opener) == inside.count(closer) for opener, closer in CLOSERS.items())
+    place = depth = 0
+    is_first = True
+    while place < len(inside):
+        quoted = re.match(r"""("|')(?:\\.|(?!\1).)*\1(?=\s*(?:,|$|[\]}]))""", inside[place:], re.DOTALL) if is_first else None
+        if quoted:
+            place += quoted.end()
+            is_first = False
+            continue
+        letter = inside[place]
+        depth += counts * ((letter in CLOSERS) - (letter in CLOSERS.values()))
+        if letter == "," and not depth:
+            yield place
+        is_first = letter in ",[{:" or (is_first and letter.isspace())
+        place += 1
