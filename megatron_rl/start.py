@@ -39,7 +39,7 @@ from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.services.engines import check_started, engines
 from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.stages import REPLAY, STAGES, Parts, Stage
-from megatron_rl.stop import Stop
+from megatron_rl.stop import CLOSING_S, Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Outage, RunFailed, Stopped
 from megatron_rl.watch import Watch
@@ -57,7 +57,7 @@ def run(settings: Settings, own: Own = Own()) -> Result | None:
     if settings.run.dry:
         print_plan(settings, world, own)
         return None
-    with Stop(grace_s=settings.run.grace_s) as stop:
+    with Stop(grace_s=settings.run.grace_s, closing_s=max(CLOSING_S, settings.parallel.timeout_s)) as stop:
         result = outside_of_loops(lambda: live(settings, own, world=world, stop=stop))
     if world.is_main:
         print(result, flush=True)
@@ -96,11 +96,11 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
             check_nodes(settings, world)
             try:
                 if chosen(settings.services) and stage is not REPLAY:
-                    urls = closing.enter_context(serving(settings, world, go_on=stop.check))
+                    urls = closing.enter_context(serving(settings, world, go_on=stop.check_start))
                     task = build_task(addressed(settings.task, urls, run=folder), own)
                 household, playing = None, settings
                 if settings.engine.servers and stage is not REPLAY:
-                    urls, household = closing.enter_context(engines(settings, world, go_on=stop.check))
+                    urls, household = closing.enter_context(engines(settings, world, go_on=stop.check_start))
                     playing = replace(settings, engine=replace(settings.engine, urls=urls, servers=0))
             except Stopped:
                 step = find(settings)[1].step

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import pickle
+import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from megatron_rl.types import HostFault, RunFailed
 
 T = TypeVar("T")
+LEAST_FILES, WANTED_FILES = 256, 65536
+"""Open files of a process: a nano run on a CPU has 144, each server, judge or sandbox that is asked adds its connections."""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 """Options of glibc's mallopt (malloc.h)."""
 BLOCK_BYTES = 4 << 20
@@ -59,8 +62,9 @@ def place() -> World:
 def connect(world: World, *, timeout_s: float) -> None:
     """Join the default process group: gloo on CPUs, NCCL beside it on GPUs. A collective that waits longer than timeout_s raises.
 
-    ValueError: this node has fewer GPUs than processes, or its processes do not find the others.
+    ValueError: this node has fewer GPUs than processes, or may open too few files, or its processes do not find the others in timeout_s.
     """
+    raise_file_limit()
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
@@ -74,9 +78,27 @@ def connect(world: World, *, timeout_s: float) -> None:
             dist.init_process_group(backend, timeout=timeout)
         except RuntimeError as error:
             raise ValueError(
-                f"--nnodes={world.num_nodes}: the {world.size} processes did not meet ({first_line(error)}); see that every node began, "
+                f"--nnodes={world.num_nodes}: the {world.size} processes did not meet within parallel.timeout_s={timeout_s:g} "
+                f"({first_line(error)}); see that every node began, "
                 "and name the interface between them (ip addr lists all) in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
             ) from error
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files towards the hard one. ValueError: that allows fewer than a run needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = most_files()
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < LEAST_FILES:
+        remedy = "raise the hard limit: ulimit -Hn, limits.conf, docker run --ulimit"
+        raise ValueError(f"ulimit -n {most}: a run needs {LEAST_FILES} open files at least; {remedy}")
+
+
+def most_files() -> int:
+    """Return how many files this process may have open once its soft limit is raised."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
 
 
 def expand_segments() -> None:

@@ -1242,6 +1242,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/cli/test_quoting.py -k gives_the_list",
     ),
     Mutant(
+        "a process that waits in C is not ended",
+        "megatron_rl/stop.py",
+        "        self._closing.enter_context(SignalDeadline(self._hard_end))\n",
+        "",
+        "tests/test_signals.py -k waits",
+    ),
+    Mutant(
+        "a forked process's signals are its parent's, too",
+        "megatron_rl/stop.py",
+        "            os.register_at_fork(after_in_child=self._leave_line)\n",
+        "",
+        "tests/test_signals.py -k forked",
+    ),
+    Mutant(
+        "the limit of open files stays",
+        "megatron_rl/world.py",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))",
+        "pass",
+        "tests/test_signals.py -k files",
+    ),
+    Mutant(
         "a busy server is asked",
         "megatron_rl/servers.py",
         "min(rested",

@@ -19,7 +19,7 @@ from megatron_rl.choices import Own, check_sizes, has_boxes, has_critic
 from megatron_rl.cli.report import Report
 from megatron_rl.config import Settings
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.world import place
+from megatron_rl.world import most_files, place, raise_file_limit
 
 GIB = 1 << 30
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
@@ -35,6 +35,12 @@ def look_at_machine(settings: Settings, report: Report) -> None:
     memory, folder = psutil.virtual_memory(), Path(settings.run.dir).absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     report.say("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
+    try:
+        raise_file_limit()
+    except ValueError as error:
+        report.fail("open files", str(error))
+    else:
+        report.say("open files", f"up to {most_files()}")
     needed = sum(path.stat().st_size for path in Path(settings.model.path).glob("*.safetensors"))
     free = shutil.disk_usage(there).free
     report.say("run.dir", f"{folder}, {free / GIB:.1f} GiB free{look_at_disk(settings, there, report, weights=needed)}")

@@ -1,7 +1,6 @@
 """From the command line to settings and on to a run, with what a user's own file brings along. Hydra outside, plain dataclasses within."""
 
 import os
-import signal
 import sys
 import time
 import traceback
@@ -25,7 +24,7 @@ from yaml import YAMLError
 from megatron_rl.cli.help import text_of_help
 from megatron_rl.cli.words import refuse_strangers, retold
 from megatron_rl.config import Settings, require
-from megatron_rl.stop import die_with_parent
+from megatron_rl.stop import INTERRUPTED, die_with_parent
 from megatron_rl.tasks.base import require_task
 from megatron_rl.tasks.options import OPTIONS
 from megatron_rl.types import HostFault, Parted, RunFailed
@@ -36,8 +35,6 @@ QUIET_S = 20.0
 """What every rank sees is told by the main one: the others wait this long before they speak or end, and torchrun ends them sooner."""
 STOPPED = os.EX_TEMPFAIL
 """Exit code of a run that was asked to stop and did: the same command goes on."""
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a run that was interrupted twice."""
 
 ConfigStore.instance().store(name="schema", node=Settings)
 for name, options in OPTIONS.items():  # the yaml of such a task takes them by its defaults

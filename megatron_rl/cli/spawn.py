@@ -6,6 +6,7 @@ own, and torch's agent goes on watching: it sees how the processes end.
 """
 
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -21,11 +22,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from megatron_rl.config import RunSettings
-from megatron_rl.stop import SIGNALS, hearing
-from megatron_rl.world import first_line
+from megatron_rl.stop import CLOSING_S, SIGNALS, START_S, HardEnd, SignalDeadline, hearing
+from megatron_rl.world import first_line, raise_file_limit
 
-CLOSING_S = 120
-"""Beyond run.grace_s: a step's updates, its checkpoint and the end of the engine."""
 AT_ONCE_S = 5
 """After a second SIGINT."""
 
@@ -49,6 +48,13 @@ class Processes:
         self._heard.append(number)
         _tell(children, number)
 
+    def hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
+        """While it waits for other nodes it has no processes, and hears nothing by itself (stop.py)."""
+        number, first = heard[0]
+        has_processes = bool(psutil.Process().children())
+        line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
+        return HardEnd(math.inf if has_processes else first + START_S / 2, line, 128 + number)
+
     def kill(self, number: int, frame: FrameType | None) -> None:
         _tell(psutil.Process().children(), signal.SIGKILL)
 
@@ -61,6 +67,11 @@ class Processes:
 
 def spawn(arguments: Sequence[str]) -> int:
     """Start the processes and wait for their end. Returns the exit code."""
+    try:
+        raise_file_limit()
+    except ValueError as error:
+        print(f"error: {error}", flush=True)
+        return 1
     given = parse_args(list(arguments))
     num_processes = determine_local_world_size(given.nproc_per_node)
     num_threads = threads(len(os.sched_getaffinity(0)), num_processes=num_processes, num_gpus=torch.cuda.device_count())
@@ -70,7 +81,7 @@ def spawn(arguments: Sequence[str]) -> int:
     patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSING_S
     processes = Processes(patience_s=patience_s)
     handlers = {**dict.fromkeys(SIGNALS, processes.hear), signal.SIGALRM: processes.kill}
-    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, hearing(handlers):
+    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, hearing(handlers), SignalDeadline(processes.hard_end):
         given.log_dir = given.log_dir or logs
         try:
             run(given)

@@ -30,7 +30,7 @@ from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.run import writing
 from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.start import outside_of_loops, prepared
-from megatron_rl.stop import Stop
+from megatron_rl.stop import CLOSING_S, Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Context, Example, Rollout, Stopped
 from megatron_rl.watch import Watch
@@ -59,7 +59,7 @@ def evaluate_alone(settings: Settings, own: Own = Own()) -> dict[str, float] | N
     world = place()
     waits = settings.parallel
     settings = replace(settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, skew_s=waits.skew_s))  # no network is cut up here
-    with Stop(grace_s=settings.run.grace_s) as stop:
+    with Stop(grace_s=settings.run.grace_s, closing_s=max(CLOSING_S, settings.parallel.timeout_s)) as stop:
         return outside_of_loops(lambda: _live(settings, own, world=world, stop=stop))
 
 
@@ -75,7 +75,7 @@ def _live(settings: Settings, own: Own, *, world: World, stop: Stop) -> dict[str
             closing.enter_context(evaluation_folder(settings))
             try:
                 if chosen(settings.services):
-                    urls = closing.enter_context(serving(settings, world, go_on=stop.check))
+                    urls = closing.enter_context(serving(settings, world, go_on=stop.check_start))
                     task = build_task(addressed(settings.task, urls, run=folder), own)
                 examples = task.examples(settings.evaluation.split)
                 player = cache(lambda: _player(settings, task, source, world=world, stop=stop, closing=closing))

@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 
 from megatron_rl.jsonl import read_json
 from megatron_rl.models.family import FAMILIES
+from megatron_rl.models.folder import config_file
 from megatron_rl.models.spec import Family, ModelSpec, VisionSpec
 
 TEXT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -16,9 +17,7 @@ TEXT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atte
 
 def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
     """The model in a Hugging Face folder. Raises ValueError under the setting's or option's name `key`."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{key}={folder}: no config.json in it; give a Hugging Face model folder (hf download ... --local-dir makes one)")
+    path = config_file(folder, key=key)
     try:
         stored = read_json(path)
     except ValueError as error:

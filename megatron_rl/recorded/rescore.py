@@ -28,7 +28,7 @@ from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.run import CONFIG, writing
 from megatron_rl.run_folder import changed, lock, may_change, read_settings, told
 from megatron_rl.services.serving import addressed, chosen, serving
-from megatron_rl.stop import Stop
+from megatron_rl.stop import CLOSING_S, Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Example, HostFault, Image, Rollout, Status, Stopped
 from megatron_rl.world import connect, disconnect, place
@@ -52,11 +52,11 @@ def rescore(settings: Settings, own: Own = Own()) -> dict[str, float] | None:
     require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
     world = place()
     require(world.size == 1, "processes", world.size, "one is enough: scoring waits for judges, not for cores")
-    with Stop(grace_s=settings.run.grace_s) as stop, lock(out):
+    with Stop(grace_s=settings.run.grace_s, closing_s=max(CLOSING_S, settings.parallel.timeout_s)) as stop, lock(out):
         _enter(out, settings)
         connect(world, timeout_s=settings.parallel.timeout_s)
         try:
-            with serving(settings, world, go_on=stop.check) as urls:
+            with serving(settings, world, go_on=stop.check_start) as urls:
                 task = settings.task if not chosen(settings.services) else addressed(settings.task, urls, run=out)
                 asyncio.run(_all(build_task(task, own), paths, settings, stop))
         except Stopped:

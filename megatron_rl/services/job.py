@@ -23,6 +23,7 @@ def serve(settings: Settings, *, is_over: Callable[[], bool]) -> bool:
     require(bool(marked), "services", ", ".join(chosen(settings.services)), remedy)
     own: list[Service] = []
     with Stop(grace_s=0.0) as stop, ExitStack() as running:
+        stop.mark_started()
         for name, service in marked.items():
             check_service(name, service, num_taken=0, num_gpus=torch.cuda.device_count())
             own.append(Service(name, service, run=Path(settings.run.dir), host=socket.gethostname()))

@@ -130,8 +130,16 @@ MISTAKES = {
     "wandb.mode=online": "wandb.mode=online: no key: run wandb login, or set WANDB_API_KEY, or use offline...",
     # a model, a task, data, a folder that are not there, or are none
     "model.path=???": "model.path=???: has no default; give it on the command line",
-    "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no config.json in it; give a Hugging Face model folder...",
-    "model.path=Qwen/Qwen2.5-VL-3B-Instruct": "model.path=Qwen/Qwen2.5-VL-3B-Instruct: no config.json in it; ...",
+    "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no such folder (looked in {tmp}/nowhere); give a Hugging Face model folder",
+    "model.path={tmp}": "model.path={tmp}: no config.json in it (looked in {tmp}); give a Hugging Face model folder",
+    "model.path=Qwen/Qwen2.5-VL-3B-Instruct": (
+        "model.path=Qwen/Qwen2.5-VL-3B-Instruct: no such folder (looked in {tmp}/Qwen/Qwen2.5-VL-3B-Instruct); ...: "
+        "hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, and then model.path=Qwen2.5-VL-3B-Instruct"
+    ),
+    "experiment=numberline_grpo_cpu model.path=runs/quickstart/sft/final": (
+        "model.path=runs/quickstart/sft/final: no such folder (looked in {tmp}/runs/quickstart/sft/final); ...; "
+        "it is made by bash launch/quickstart.sh, or by python launch/train.py stage=sft experiment=numberline_sft_cpu"
+    ),
     "model.path={tmp}/other_model": "model.path={tmp}/other_model: config.json describes model_type internvl; known: ...qwen2_5_vl...",
     "model.path={tmp}/no_tokenizer": "model.path={tmp}/no_tokenizer: tokenizer.json is missing; copy it from where the model came from",
     "model.path={tmp}/half": "model.path={tmp}/half: ...model.safetensors...corrupt...copy it again...",

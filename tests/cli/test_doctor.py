@@ -97,7 +97,7 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
     changes = [f"task.data.train=[{path}]", f"task.data.demonstrations=[{talks}]", "engine.max_images=1", "model.path=/nowhere"]
     report = examine(settings_of(*sound, *changes))
     assert report.errors == [
-        "model.path=/nowhere: no config.json in it; give a Hugging Face model folder (hf download ... --local-dir makes one)",
+        "model.path=/nowhere: no such folder (looked in /nowhere); give a Hugging Face model folder",
         "task.data.train: bad.jsonl row 0: answer: is empty",
         f"task.data.train: bad.jsonl row 3: images[0]: no such file {tmp_path}/no.png; "
         "task.data.images is the folder that relative paths start from",
@@ -149,7 +149,7 @@ def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path,
     (damaged,) = examine(settings_of(*sound, *own, f"critic.path={trunk}")).errors
     assert damaged.startswith(f"critic.path={trunk}: ") and "corrupt" in damaged
     report = examine(settings_of(*sound, *own, "critic.path=/nowhere"))
-    assert report.errors[0].startswith("critic.path=/nowhere: no config.json in it; ") and len(report.errors) == 1
+    assert report.errors[0].startswith("critic.path=/nowhere: no such folder (looked in /nowhere); ") and len(report.errors) == 1
     assert dict(report.rows)["critic.path"] == "not usable" and "longest question" in dict(report.rows)["data.train"]
 
 

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "data": {"types", "config"},
     "observe": {"jsonl", "wire", "types", "config"},
     "rollout": {"tasks", "rewards", "models", "servers", *DATA},
-    "models": {"jsonl", "types", "cpu"},
+    "models": {"configs", "jsonl", "types", "cpu"},
     "weights": {"jsonl", "models", "cpu"},
     "policy": {"weights", "models", "cpu", "batch", "histogram", "minibatches", *DATA},
     "plan": {"algo", "minibatches", "policy", "models", "weights", "cpu", *DATA},

@@ -1,0 +1,68 @@
+"""Where a model is looked for, and what an error says of a folder that is none: where it looked, and which command makes the model."""
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+
+from megatron_rl import configs
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+"""In a checkout; a wheel brings none."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""What may be a model's name on the hub, OWNER/NAME; a folder may be called so, too."""
+
+
+def config_file(folder: str | Path, *, key: str) -> Path:
+    """Return the config.json of a Hugging Face folder. Raises ValueError, which tells a folder that is not there from one without it."""
+    path, place = Path(folder) / "config.json", Path(folder).absolute()
+    if path.is_file():
+        return path
+    if Path(folder).is_file():
+        raise ValueError(f"{key}={folder}: is a file (looked at {place}); give the Hugging Face folder that it lies in")
+    if Path(folder).is_dir():
+        inner = next((each for each in ("final", "hf") if (path.parent / each / "config.json").is_file()), "")
+        remedy = f"did you mean {Path(folder) / inner}?" if inner else "give a Hugging Face model folder"
+        raise ValueError(f"{key}={folder}: no config.json in it (looked in {place}); {remedy}")
+    raise ValueError(f"{key}={folder}: no such folder (looked in {place}); {_remedy(str(folder), key=key)}")
+
+
+def _remedy(folder: str, *, key: str) -> str:
+    recipes = _recipes()
+    made = _maker_of(folder, recipes)
+    if made:
+        return f"relative paths start where you stand; it is made by {made}"
+    own = {Path(folder).parts[:1] for recipe in recipes.values() for folder in (recipe.get("run", {}).get("dir", "."),)}
+    if HUB_NAME.fullmatch(folder) and not Path(folder).parent.is_dir() and Path(folder).parts[:1] not in own:
+        target = folder.rpartition("/")[2]
+        return f"a model of the hub is downloaded first: hf download {folder} --local-dir {target}, and then {key}={target}"
+    return "give a Hugging Face model folder" + ("" if Path(folder).is_absolute() else "; relative paths start where you stand")
+
+
+def _recipes() -> dict[str, dict]:
+    """Return what each yaml of configs/experiment says, by its name."""
+    paths = [path for path in (files(configs) / "experiment").iterdir() if path.name.endswith(".yaml")]
+    return {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text()) or {} for path in sorted(paths, key=lambda path: path.name)}
+
+
+def _maker_of(folder: str, recipes: dict[str, dict]) -> str:
+    """Return the command that makes a folder which recipes begin with: of a script in launch/, or of the recipe whose result it is.
+
+    Example: runs/quickstart/sft/final -> `bash launch/quickstart.sh, or by python launch/train.py stage=sft experiment=numberline_sft_cpu`
+    """
+    wanted = Path(folder)
+    makers = [name for name, recipe in recipes.items() if Path(recipe.get("run", {}).get("dir", ".")) / "final" == wanted]
+    begun = makers or [name for name, recipe in recipes.items() if Path(recipe.get("model", {}).get("path", ".")) == wanted]
+    scripts = [path.name for path in sorted(LAUNCH.glob("*.sh")) if _starts(path, begun)]
+    commands = [f"bash launch/{name}" for name in scripts]
+    for name in makers:
+        stage = f"stage={recipes[name]['stage']} " if "stage" in recipes[name] else ""
+        commands.append(f"python launch/train.py {stage}experiment={name}")
+    return ", or by ".join(commands)
+
+
+def _starts(script: Path, names: list[str]) -> bool:
+    """Return True for a script that starts a run of one of these recipes."""
+    text = script.read_text()
+    return any(re.search(rf"\bexperiment={name}\b", text) for name in names)

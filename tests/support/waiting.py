@@ -1,0 +1,47 @@
+"""A process that does not come back from C: what ends it is a signal, and no handler of Python's hears that.
+
+python waiting.py store PORT        waits, as rank 0 of two, where ranks meet; the other one never comes
+python waiting.py collective PORT   waits for rank 1 in a collective, in a run that has begun; rank 1 sleeps
+python waiting.py forked PORT       has a forked child that is ended by SIGTERM, and is well itself
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import stop
+from megatron_rl.world import connect, place
+
+stop.START_S, stop.AGAIN_S, stop.AT_ONCE_S = 1.0, 1.0, 0.5
+how, port = sys.argv[1:]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2")
+
+
+def wait(asked: stop.Stop) -> None:
+    if how == "store":
+        print("waits", flush=True)
+    connect(place(), timeout_s=100)
+    if place().rank == 1:
+        time.sleep(100)
+    asked.mark_started()
+    print("waits", flush=True)
+    dist.all_reduce(torch.zeros(1))
+
+
+with stop.Stop(grace_s=1.0, closing_s=0.5) as asked:
+    if how == "forked":
+        child = os.fork()
+        if not child:
+            time.sleep(100)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        time.sleep(1.5)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        print("well", asked.is_asked)
+    else:
+        wait(asked)
