@@ -192,6 +192,14 @@ def gather_exact(mine: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     return [pickle.loads(part.numpy()) for part in parts]
 
 
+class SharedValueError(ValueError):
+    """Raised on every rank, with the same words."""
+
+
+class SharedOSError(OSError):
+    """Raised on every rank, with the same words."""
+
+
 def together(act: Callable[[], T]) -> T:
     """What every rank does for itself; where one of them meets an OSError or a ValueError, every rank raises it (the first of several).
 
@@ -201,9 +209,9 @@ def together(act: Callable[[], T]) -> T:
     try:
         result = act()
     except OSError as reason:
-        met = (OSError, str(reason))
+        met = (SharedOSError, str(reason))
     except ValueError as reason:
-        met = (ValueError, str(reason))
+        met = (SharedValueError, str(reason))
     everyones = gather((met, socket.gethostname()))
     troubles = [(rank, host, *trouble) for rank, (trouble, host) in enumerate(everyones) if trouble is not None]
     if troubles:
@@ -223,9 +231,9 @@ def on_main_rank(act: Callable[[], T], *, group: dist.ProcessGroup | None = None
         try:
             told[0] = act()
         except OSError as reason:
-            told[1] = OSError(str(reason))
+            told[1] = SharedOSError(str(reason))
         except ValueError as reason:
-            told[1] = ValueError(str(reason))
+            told[1] = SharedValueError(str(reason))
     dist.broadcast_object_list(told, src=0, group=group)
     if told[1] is not None:
         raise told[1]

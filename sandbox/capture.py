@@ -6,6 +6,7 @@ the next turn, and is taken again only when it changed. A figure that the call s
 
 import os
 import stat
+import warnings
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -137,6 +138,13 @@ class Gallery:
 
         plt.show, matplotlib.figure.Figure.show, matplotlib.figure.Figure.savefig = show, show_figure, save
         Image.Image.show = show_image
+        warnings.formatwarning = brief_warning
+
+
+def brief_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Return what is printed of a warning: its line where that is of the code that was given, and no path of this machine."""
+    where = "" if os.path.isabs(filename) else f"{filename}:{lineno}: "
+    return f"{where}{category.__name__}: {message}\n"
 
 
 class Entry(tuple[int, int, int]):

@@ -1,11 +1,12 @@
 """From the command line to settings and on to a run, with what a user's own file brings along. Hydra outside, plain dataclasses within."""
 
 import os
+import shlex
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
@@ -22,13 +23,13 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from megatron_rl.cli.help import text_of_help
-from megatron_rl.cli.words import refuse_strangers, retold
+from megatron_rl.cli.words import ELSEWHERE, keys_of, refuse_strangers, retold
 from megatron_rl.config import Settings, require
 from megatron_rl.stop import INTERRUPTED, die_with_parent
 from megatron_rl.tasks.base import require_task
 from megatron_rl.tasks.options import OPTIONS
 from megatron_rl.types import HostFault, Parted, RunFailed
-from megatron_rl.world import World, place
+from megatron_rl.world import SharedOSError, SharedValueError, World, place
 
 CONFIGS = "pkg://megatron_rl.configs"
 QUIET_S = 20.0
@@ -146,12 +147,15 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # megatron-core 0.16.1 calls collectives by older names
         try:
             settings = resolve(chosen, tasks)
+        except ValueError as error:
+            end(str(error), world, seen_by_all=True)
+        try:
             leave_out_wandb(settings.wandb.mode == "disabled")
             act(settings)
         except Parted:
             sys.exit(1)
         except (ValueError, OSError, RunFailed, HostFault) as error:
-            end(str(error), world)
+            end(str(error), world, seen_by_all=settings.run.dry or isinstance(error, SharedValueError | SharedOSError))
         except KeyboardInterrupt:
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
             sys.exit(INTERRUPTED)
@@ -191,7 +195,19 @@ def end(line: str, world: World, *, seen_by_all: bool = False) -> NoReturn:
 
 
 def refuse_flags(message: str) -> NoReturn:
-    raise ValueError(f"{message}; --help tells how to start")
+    words = [written for flag in message.partition("arguments: ")[2].split() if (written := as_setting(flag, sys.argv))]
+    remedy = f"write {' '.join(words)}" if words else "--help tells how to start"
+    raise ValueError(f"{message}; {remedy}")
+
+
+def as_setting(flag: str, given: Sequence[str]) -> str:
+    """Return a flag as a word of ours; '' where it is none of ours nor of other trainers. Example: --model.path 3b -> model.path=3b"""
+    name, equals, value = flag.lstrip("-").partition("=")
+    leaf = name.replace("-", "_")
+    key = leaf if leaf in keys_of(Settings) else ELSEWHERE.get(leaf, "")
+    following = given[given.index(flag) + 1 :][:1] if flag in given and not equals else []
+    value = value if equals else next((word for word in following if not word.startswith("-") and "=" not in word), "VALUE")
+    return shlex.quote(f"{key}={value}") if key else ""
 
 
 def resolve(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})) -> Settings:

@@ -134,7 +134,7 @@ def malformed(word: str, words: Sequence[str] = ()) -> str:
     key, equals, value = word.partition("=")
     if not equals:
         before = words[words.index(word) - 1] if word in words[1:] else ""
-        example = shlex.quote(f"{before} {word}") if "=" in before else "'key=[a, b]'"
+        example = f"{shlex.quote(f'{before} {word}')}, if it goes with the word before" if "=" in before else "'key=[a, b]'"
         return f"{word}: is not key=value; a value with blanks, brackets or quotes stands in quotes of the shell: {example}"
     opener = value[:1]
     if opener in CLOSERS and not is_enclosed(value, opener):

@@ -32,7 +32,7 @@ class BatchSettings:
             require(value >= 1, f"batch.{key}", value, "must be at least 1")
         require(self.micro_batch_tokens >= 1, "batch.micro_batch_tokens", self.micro_batch_tokens, "must be at least 1")
         require(self.group_size >= 1, "batch.group_size", self.group_size, "must be at least 1")
-        remedy = f"must divide by batch.minibatches={self.minibatches}: minibatches are cut by groups"
+        remedy = f"must be divisible by batch.minibatches={self.minibatches}: minibatches are cut by groups"
         require(self.prompts_per_step % self.minibatches == 0, "batch.prompts_per_step", self.prompts_per_step, remedy)
         require_choice("batch.aggregation", self.aggregation, AGGREGATIONS)
         is_fixed, remedy = self.aggregation == "fixed_length", "goes with batch.aggregation=fixed_length, and only with it"

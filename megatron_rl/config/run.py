@@ -34,8 +34,8 @@ class RunSettings:
     world: int = 0
     """Processes that a dry run plans for, one a GPU; 0 takes as many as torchrun started."""
     host_gb: float = 0.0
-    """Main memory of a node in GB: a plan that needs more is refused, by a dry run and, on GPUs, by the run itself. 0 compares with this
-    machine's; a dry run and the doctor say so in a line."""
+    """Main memory of a node in GB: a plan that needs more is refused, by a dry run and, on GPUs, by the run itself. 0: the doctor
+    compares with this machine's, and a dry run, which may be for another one, judges none."""
     overwrite: bool = False
     """Move a folder aside that holds a run with other settings, or a finished one, and begin anew; otherwise such a folder is refused."""
     grace_s: float = 60.0

@@ -51,14 +51,19 @@ def _folder_of(name: str, *, key: str) -> tuple[Path, Path, str]:
     return path if path.is_dir() else _cached(str(path), name, key=key), path, split
 
 
+def looked_at(name: str) -> str:
+    """Return where a relative path was looked for, in words."""
+    return "" if Path(name).is_absolute() else f" (looked at {Path(name).absolute()})"
+
+
 def _cached(hub_name: str, name: str, *, key: str) -> Path:
     """The folder of a data set in Hugging Face's cache."""
-    require(_HUB_NAME.fullmatch(hub_name) is not None, key, name, "no such file")
+    require(_HUB_NAME.fullmatch(hub_name) is not None, key, name, f"no such file{looked_at(name)}")
     try:
         return Path(snapshot_download(hub_name, repo_type="dataset", local_files_only=True))
     except LocalEntryNotFoundError as error:
-        remedy = f"no such file, and no such data set in the cache of Hugging Face; get it by: hf download --repo-type dataset {hub_name}"
-        raise ValueError(f"{key}={name}: {remedy}") from error
+        remedy = f"and no such data set in the cache of Hugging Face; get it by: hf download --repo-type dataset {hub_name}"
+        raise ValueError(f"{key}={name}: no such file{looked_at(name)}, {remedy}") from error
 
 
 def _is_data(path: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import overload
 
 import numpy as np
 
-from megatron_rl.config import DataSettings, require, require_choice
+from megatron_rl.config import DataSettings, require
 from megatron_rl.data.records import Record, Records
 from megatron_rl.data.transcript_forms import read_images, read_row
 from megatron_rl.data.transcript_messages import check_turns
@@ -112,7 +112,8 @@ class Dealt(Sequence[Demonstration]):
 
 def demonstrations_of(data: DataSettings, split: str, *, num: int, seed: int) -> Dealt:
     """What a task of the user's data learns from before it is rewarded. ValueError: no files are given, or a row is no good."""
-    require_choice("sft.splits", split, (TRANSCRIPTS,))
+    words = f"'sft.splits=[{TRANSCRIPTS}]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
+    require(split == TRANSCRIPTS, "sft.splits", split, f"this task learns from files of conversations: {words}")
     remedy = "give the files of conversations: JSON lines, JSON lists or Parquet"
     require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, remedy)
     return Dealt(transcripts(data.demonstrations, images_root=data.images, image_roots=data.image_roots), num=num, seed=seed)

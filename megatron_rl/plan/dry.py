@@ -15,7 +15,10 @@ from megatron_rl.plan.seconds import case_of, in_words
 
 
 def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, has_boxes: bool = False) -> Plan:
-    """Print the plan. Raises ValueError where it does not fit the GPU, or the main memory that is stated (run.host_gb)."""
+    """Print the plan and one verdict. Raises ValueError where it does not fit the GPU, or the main memory that is stated (run.host_gb).
+
+    This machine's main memory is not judged: the plan is of GPUs that may be elsewhere.
+    """
     planned = plan(model, settings, world_size=world_size, has_values=has_values, has_boxes=has_boxes)
     console = Console(highlight=False)
     replicas = world_size // len(planned.ranks)
@@ -26,12 +29,12 @@ def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values
     if settings.stage == "rl":
         console.print(in_words(case_of(model, settings, planned)), soft_wrap=True)
     console.print(_host(planned), soft_wrap=True)
-    misfit = host_misfit(planned.host, settings, world_size=world_size)
-    if misfit and settings.run.host_gb:
+    fits = require_fit(planned)
+    misfit = host_misfit(planned.host, settings, world_size=world_size) if settings.run.host_gb else ""
+    if misfit:
         raise ValueError(misfit)
-    if misfit:  # a plan is read on another machine than the one it is for
-        console.print(f"may not fit: {misfit}", soft_wrap=True)
-    console.print(f"fits: {require_fit(planned)}", soft_wrap=True)
+    unjudged = "" if settings.run.host_gb else "; main memory was not judged: run.host_gb states a node's"
+    console.print(f"fits: {fits}{unjudged}", soft_wrap=True)
     return planned
 
 

@@ -37,7 +37,7 @@ MISTAKES = {
     "task.data.train=[/bär/q.jsonl]": "...holds a character with a meaning...: 'task.data.train=[\"/bär/q.jsonl\"]'",
     'task.data.train="[/bär/q.jsonl]"': "...: expects a list; write 'task.data.train=[\"/bär/q.jsonl\"]'",
     "task.data.train=[a, b]": "task.data.train=[a,: the brackets [] do not close; put the whole ...: 'task.data.train=[a,b]'",
-    "model.path=my folder": "folder: is not key=value; ...: 'model.path=my folder'",
+    "model.path=my folder": "folder: is not key=value; ...: 'model.path=my folder', if it goes with the word before",
     "optim.lr=${nope}": "optim.lr=${nope}: Interpolation key 'nope' not found",
     "experiment=wrong": "experiment/wrong.yaml: optim.lr=fast: expects a number",
     # a file of configs/ that is not there, or is none
@@ -51,11 +51,20 @@ MISTAKES = {
     "--config-name=mine": "--config-name=mine: no such yaml; train is ours, your own lie in a folder configs/ beside your file",
     "--config-dir=/nowhere": "--config-dir: Additional config directory '/nowhere' not found",
     # a word that cannot be read
-    "groupsize": "groupsize: is not key=value; a value with blanks, brackets or quotes stands in quotes of the shell: 'key=[a, b]'",
+    "groupsize": "groupsize: is not key=value; a value with blanks, brackets or quotes stands in quotes of the shell: '...groupsize'...",
     "task.data.train=[a": "task.data.train=[a: the brackets [] do not close; put the whole word into quotes of the shell: ...",
     "task.data.train='a": "task.data.train='a: the quotes do not close; put the whole word into quotes of the shell: ...",
     "model.path=a=b": "model.path=a=b: holds a character with a meaning of its own; quote the value, twice for the shell: ...",
     "--stpes=3": "unrecognized arguments: --stpes=3; --help tells how to start",
+    "--model.path 3b --learning_rate=1e-4": "unrecognized arguments: ...; write model.path=3b optim.lr=1e-4",
+    "--xyzzy": "unrecognized arguments: --xyzzy; --help tells how to start",
+    "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl]": (
+        "sft.splits=correct: this task learns from files of conversations: "
+        "'sft.splits=[transcripts]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
+    ),
+    "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[nowhere.jsonl]": (
+        "task.data.train=nowhere.jsonl: no such file (looked at {tmp}/nowhere.jsonl)"
+    ),
     "--help optm": "--help=optm: no such group of settings; all, or one of stage, model, ...",
     # a value that is out of bounds
     "optim.lr=-1": "optim.lr=-1.0: must be a finite number that is not negative",
@@ -81,7 +90,7 @@ MISTAKES = {
     "algo=ppo select.drop=[zero_std]": "select.drop=['zero_std']: algo.name=ppo learns from groups whose members are all alike, too; ...",
     "algo.gae_over=words": "algo.gae_over=words: choose one of tokens, turns",
     "algo.thought_coef=2": "algo.thought_coef=2.0: must lie in [0, 1]",
-    "batch.prompts_per_step=5 batch.minibatches=2": "batch.prompts_per_step=5: must divide by batch.minibatches=2: ...",
+    "batch.prompts_per_step=5 batch.minibatches=2": "batch.prompts_per_step=5: must be divisible by batch.minibatches=2: ...",
     "run.steps=0": "run.steps=0: must be at least 1",
     "evaluation.split=test": "evaluation.split=test: choose one of eval, train",
     "evaluation.samples=0": "evaluation.samples=0: must be at least 1",

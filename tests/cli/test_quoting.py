@@ -104,7 +104,7 @@ def test_a_number_is_not_quoted() -> None:
 def test_a_word_that_the_shell_has_cut_is_put_together() -> None:
     words = ["run.steps=3", "task.data.train=[a", "\u00e4.jsonl,", "b]", "run.seed=1"]
     assert malformed(words[1], words).endswith(""" of the shell: 'task.data.train=["a \u00e4.jsonl",b]'""")
-    assert malformed("folder", ["model.path=my", "folder"]).endswith(": 'model.path=my folder'")
+    assert malformed("folder", ["model.path=my", "folder"]).endswith(": 'model.path=my folder', if it goes with the word before")
 
 
 def test_a_whole_command_line_takes_it() -> None:

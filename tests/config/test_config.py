@@ -34,7 +34,7 @@ from megatron_rl.config import (
         (BatchSettings, {"micro_batch_tokens": 0}, "batch.micro_batch_tokens=0: "),
         (BatchSettings, {"aggregation": "mean"}, "batch.aggregation=mean: choose one of"),
         (BatchSettings, {"fixed_length": 9}, "batch.fixed_length=9: goes with batch.aggregation=fixed_length"),
-        (BatchSettings, {"prompts_per_step": 5, "minibatches": 2}, "batch.prompts_per_step=5: must divide by batch.minibatches=2"),
+        (BatchSettings, {"prompts_per_step": 5, "minibatches": 2}, "batch.prompts_per_step=5: must be divisible by batch.minibatches=2"),
         (BatchSettings, {"group_size": 0}, "batch.group_size=0: "),
         (SelectSettings, {"drop": ["bad"]}, "select.drop=bad: choose one of"),
         (SelectSettings, {"max_generations": 0}, "select.max_generations=0: "),

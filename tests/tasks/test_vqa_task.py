@@ -126,5 +126,7 @@ def test_demonstrations_need_files_and_have_one_split(tmp_path: Path) -> None:
     task = task_of(tmp_path)
     with pytest.raises(ValueError, match=r"^task.data.demonstrations=\[\]: give the files"):
         task.demonstrations("transcripts", num=1, seed=0)
-    with pytest.raises(ValueError, match="^sft.splits=correct: choose one of transcripts"):
+    with pytest.raises(
+        ValueError, match=r"^sft.splits=correct: this task learns from files .*: 'sft.splits=\[transcripts\]' 'sft.steps=\[N\]'"
+    ):
         task.demonstrations("correct", num=1, seed=0)

@@ -1,0 +1,39 @@
+"""What code in a box is shown of warnings: the words, and its own line, without a path of the machine."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+from sandbox.capture import brief_warning
+from tests.conftest import ROOT
+
+CODE = """
+import sys
+from sandbox.capture import Gallery
+from sandbox.types import Limits
+import matplotlib.pyplot as plt
+gallery = Gallery(Limits(), work=sys.argv[1])
+plt.title("\u4f60\u597d")
+gallery.finish("")
+plt.title("\u597d")
+exec(compile("import warnings\\nwarnings.warn('mine')\\nplt.show()", "call_1", "exec"))
+print(len(gallery.taken), file=sys.stderr)
+"""
+
+
+def test_a_figure_whose_font_has_no_such_letters(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        env={"MPLBACKEND": "agg", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    *lines, taken = [line for line in done.stderr.splitlines() if "atplotlib" not in line]
+    assert taken == "2" and sum("Glyph" in line and line.startswith("UserWarning: ") for line in lines) >= 2, done.stderr
+    assert "call_1:2: UserWarning: mine" in lines
+    assert not [line for line in lines if "/" in line.replace("\\N", "")], "no path"
+
+
+def test_the_line_is_told_of_the_codes_own_warnings_alone() -> None:
+    assert brief_warning("old", DeprecationWarning, "call_3", 7) == "call_3:7: DeprecationWarning: old\n"
+    assert brief_warning("old", DeprecationWarning, "/usr/lib/python3/x.py", 7) == "DeprecationWarning: old\n"
+    assert warnings.formatwarning is not brief_warning, "outside of boxes nothing changes"
