@@ -1,0 +1,47 @@
+"""A mistake that every rank meets is one line of one rank, however slow the main one is, and every rank ends with exit code 1."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.world import SharedOSError, SharedValueError, on_main_rank, together
+from tests.conftest import SUPPORT
+from tests.support import forked
+from tests.support.one_process import world_of_one
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("parallel.tp=3",), "error: parallel.tp=3: does not divide the model's 4 attention heads; use one of 1, 2"),
+        (("optim.lr=-1",), "error: optim.lr=-1.0: must be a finite number that is not negative"),
+    ],
+)
+def test_one_line_for_three_ranks(words: tuple[str, ...], said: str, random_model: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", *words)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    ranks = [
+        forked.Process(SUPPORT / "impatient_ranks.py", *given, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(3)
+    ]
+    try:
+        lines = [line for rank in ranks for line in rank.communicate(timeout=150)[0].splitlines() if "error" in line]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert lines == [said] and [rank.returncode for rank in ranks] == [1, 1, 1]
+
+
+def test_what_ranks_do_together_is_raised_as_everybodys() -> None:
+    def fail(kind: type[Exception]) -> None:
+        raise kind("words")
+
+    with world_of_one():
+        for act in (together, on_main_rank):
+            for kind, shared in ((ValueError, SharedValueError), (OSError, SharedOSError)):
+                with pytest.raises(shared, match="^words$"):
+                    act(lambda kind=kind: fail(kind))
