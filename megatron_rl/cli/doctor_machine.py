@@ -35,12 +35,7 @@ def look_at_machine(settings: Settings, report: Report) -> None:
     memory, folder = psutil.virtual_memory(), Path(settings.run.dir).absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     report.say("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
-    try:
-        raise_file_limit()
-    except ValueError as error:
-        report.fail("open files", str(error))
-    else:
-        report.say("open files", f"up to {most_files()}")
+    look_at_files(report)
     needed = sum(path.stat().st_size for path in Path(settings.model.path).glob("*.safetensors"))
     free = shutil.disk_usage(there).free
     report.say("run.dir", f"{folder}, {free / GIB:.1f} GiB free{look_at_disk(settings, there, report, weights=needed)}")
@@ -51,6 +46,16 @@ def look_at_machine(settings: Settings, report: Report) -> None:
     look_at_gpus(settings, report)
     look_at_kernels(settings, report)
     look_at_versions(LOCKS / ("gpu.txt" if torch.version.cuda else "cpu.txt"), report)
+
+
+def look_at_files(report: Report) -> None:
+    """Report how many files a process of the run may open."""
+    try:
+        raise_file_limit()
+    except ValueError as error:
+        report.fail("open files", str(error))
+    else:
+        report.say("open files", f"up to {most_files()} a process")
 
 
 def look_at_disk(settings: Settings, there: Path, report: Report, *, weights: int) -> str:

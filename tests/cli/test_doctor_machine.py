@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl import world
 from megatron_rl.choices import Own
-from megatron_rl.cli.doctor_machine import look_at_disk, look_at_gpus, look_at_plan, look_at_versions
+from megatron_rl.cli.doctor_machine import look_at_disk, look_at_files, look_at_gpus, look_at_plan, look_at_versions
 from megatron_rl.cli.report import Report
 from megatron_rl.config import ParallelSettings, Settings
 from tests.conftest import ROOT
@@ -31,6 +32,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cuda = SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 29, 7)), mem_get_info=lambda index: ((80 - 70 * index) << 30, 80 << 30))
     for name, value in vars(cuda).items():
         monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+    for hard in (96, 4096):
+        monkeypatch.setattr(world.resource, "getrlimit", lambda _, hard=hard: (hard, hard))
+        reports.append(Report())
+        look_at_files(reports[-1])
+    assert (reports[0].rows, reports[1].rows) == ([("open files", "not usable")], [("open files", "up to 4096 a process")])
+    assert reports[0].errors[0].startswith("ulimit -n 96: a run needs 256 open files at least; raise") and reports[1].errors == []
 
 
 @pytest.mark.usefixtures("gpus")
