@@ -6,7 +6,8 @@ the process at once, and so does any other signal that comes AGAIN_S or more aft
 
 Python's handlers run when the main thread comes back from C: in a collective, or where ranks wait for each other to begin, that may take
 minutes. `SignalDeadline` therefore hears signals in a thread, and ends a process that has not acted in time: START_S after the signal
-before the first `check`, grace_s + closing_s after it later on, AT_ONCE_S after a second one.
+before the first `check`, AT_ONCE_S after a second one; later on grace_s + closing_s after it, or without a launcher CLOSING_S after the
+main thread was last seen to move beyond the grace.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -134,6 +135,8 @@ class Stop:
         self._grace_s, self._closing_s, self._clock = grace_s, closing_s, clock
         self._since: float | None = None
         self._interrupted = self._has_started = False
+        self._place: tuple[CodeType, int] | None = None
+        self._moved = 0.0
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
@@ -165,9 +168,18 @@ class Stop:
         if not self._has_started:
             line = f"stopped before the first step, by {name} at {where}; the same command goes on"
             return HardEnd(first + START_S, line, os.EX_TEMPFAIL)
-        limit_s = self._grace_s + self._closing_s
-        line = f"error: {name}: still at {where} after {limit_s:.0f} s; the same command goes on from the last checkpoint"
-        return HardEnd(first + limit_s, line, os.EX_TEMPFAIL)
+        at = first + self._grace_s + self._closing_s
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher has a time limit of its own
+            at = min(at, max(first + self._grace_s, self._last_move()) + CLOSING_S)
+        line = f"error: {name}: still at {where} after {time.monotonic() - first:.0f} s; the same command goes on from the last checkpoint"
+        return HardEnd(at, line, os.EX_TEMPFAIL)
+
+    def _last_move(self) -> float:
+        """Return when the main thread was last seen at another place than before, on time.monotonic's clock."""
+        frame = sys._current_frames()[threading.main_thread().ident]
+        if (frame.f_code, frame.f_lasti) != self._place:
+            self._place, self._moved = (frame.f_code, frame.f_lasti), time.monotonic()
+        return self._moved
 
     @property
     def is_asked(self) -> bool:

@@ -85,7 +85,7 @@ def connect(world: World, *, timeout_s: float) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files towards the hard one. ValueError: that allows fewer than a run needs."""
+    """Raise the soft limit of open files to the hard one. ValueError: that allows fewer than a run needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = most_files()
     if soft != resource.RLIM_INFINITY and soft < most:

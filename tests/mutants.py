@@ -1249,6 +1249,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_signals.py -k waits",
     ),
     Mutant(
+        "a process that hangs has all its time",
+        "megatron_rl/stop.py",
+        "at = min(at, max(first + self._grace_s, self._last_move()) + CLOSING_S)",
+        "pass",
+        "tests/test_signals.py -k collective",
+    ),
+    Mutant(
         "a forked process's signals are its parent's, too",
         "megatron_rl/stop.py",
         "            os.register_at_fork(after_in_child=self._leave_line)\n",

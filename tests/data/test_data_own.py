@@ -137,7 +137,7 @@ def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
         str(saved): "holds the splits test, train; take one of them, ",
         "me/colors": "holds the splits test, train; take one of them, me/colors:test",
         f"{saved}:dev": "has no files of the split dev",
-        "me/shapes": "no such file, and no such data set in the cache of Hugging Face; get it by: hf download --repo-type ",
+        "me/shapes": f"no such file (looked at {Path.cwd()}/me/shapes), and no such data set in the cache of Hugging Face; ",
         str(hub / "datasets--me--colors" / "refs"): "has no files that end in .parquet, .arrow, .jsonl, .json",
         "no.jsonl": "no such file",
     }.items():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_rl import stop
 from megatron_rl.world import connect, place
 
-stop.START_S, stop.AGAIN_S, stop.AT_ONCE_S = 1.0, 1.0, 0.5
+stop.START_S, stop.AGAIN_S, stop.AT_ONCE_S, stop.CLOSING_S = 1.0, 1.0, 0.5, 0.5
 how, port = sys.argv[1:]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2")
 
@@ -32,7 +32,7 @@ def wait(asked: stop.Stop) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-with stop.Stop(grace_s=1.0, closing_s=0.5) as asked:
+with stop.Stop(grace_s=1.0, closing_s=90.0) as asked:
     if how == "forked":
         child = os.fork()
         if not child:
