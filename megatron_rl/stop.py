@@ -2,7 +2,7 @@
 
 SIGTERM, SIGUSR1 and SIGINT ask this process to stop; nothing is interrupted. At the end of a step all ranks agree (`check`). Rollouts that
 are not done grace_s after the signal are given up (`within_grace`): the step is played again by the run's next life. A second SIGINT ends
-the process at once, and so does any other signal that comes AGAIN_S or more after the first.
+the process at once, and so does any other signal that comes AGAIN_S or more after the first, where there is no launcher.
 
 Python's handlers run when the main thread comes back from C: in a collective, or where ranks wait for each other to begin, that may take
 minutes. `SignalDeadline` therefore hears signals in a thread, and ends a process that has not acted in time: START_S after the signal
@@ -114,9 +114,14 @@ class SignalDeadline:
                 os._exit(end.code)
 
 
+def has_launcher() -> bool:
+    """Return True under torchrun and launch/spawn.py: they have time limits of their own, and send signals to who is left when one ends."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def is_spokesman() -> bool:
     """Return True for the process that reports what all processes of a launcher meet, each of which hears the same signals."""
-    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
+    return not has_launcher() or os.environ.get("RANK", "0") == "0"
 
 
 def main_place() -> str:
@@ -154,22 +159,23 @@ class Stop:
             self._interrupted = True
         if self._since is None:
             self._since = self._clock()
-        elif self._clock() - self._since >= AGAIN_S:
+        elif not has_launcher() and self._clock() - self._since >= AGAIN_S:
             raise KeyboardInterrupt
 
     def _hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
         """See SignalDeadline."""
         number, first = heard[0]
-        again = [at for other, at in heard[1:] if at - first >= AGAIN_S or number == other == signal.SIGINT]
+        interrupts = [at for other, at in heard if other == signal.SIGINT]
+        again = interrupts[1:] + [at for _, at in heard if at - first >= AGAIN_S and not has_launcher()]
         name, where = signal.Signals(number).name, main_place()
         if again:
             line = f"error: interrupted at {where}; the checkpoints that were complete stay, and the same command goes on"
-            return HardEnd(again[0] + AT_ONCE_S, line, INTERRUPTED)
+            return HardEnd(min(again) + AT_ONCE_S, line, INTERRUPTED)
         if not self._has_started:
             line = f"stopped before the first step, by {name} at {where}; the same command goes on"
             return HardEnd(first + START_S, line, os.EX_TEMPFAIL)
         at = first + self._grace_s + self._closing_s
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher has a time limit of its own
+        if not has_launcher():
             at = min(at, max(first + self._grace_s, self._last_move()) + CLOSING_S)
         line = f"error: {name}: still at {where} after {time.monotonic() - first:.0f} s; the same command goes on from the last checkpoint"
         return HardEnd(at, line, os.EX_TEMPFAIL)

@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from types import FrameType
 
@@ -22,11 +23,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from megatron_rl.config import RunSettings
-from megatron_rl.stop import CLOSING_S, SIGNALS, START_S, HardEnd, SignalDeadline, hearing
+from megatron_rl.stop import AGAIN_S, CLOSING_S, SIGNALS, START_S, HardEnd, SignalDeadline, hearing
 from megatron_rl.world import first_line, raise_file_limit
 
 AT_ONCE_S = 5
-"""After a second SIGINT."""
+"""After a second SIGINT, or another signal AGAIN_S after the first."""
 
 
 class Processes:
@@ -35,6 +36,7 @@ class Processes:
     def __init__(self, *, patience_s: float) -> None:
         self._patience_s = patience_s
         self._heard: list[int] = []
+        self._first = 0.0
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on. Who does not end in time is killed."""
@@ -43,8 +45,9 @@ class Processes:
             raise SystemExit(128 + number)
         if not self._heard:
             signal.setitimer(signal.ITIMER_REAL, self._patience_s)
-        if number == signal.SIGINT in self._heard:
+        if number == signal.SIGINT in self._heard or (self._heard and time.monotonic() - self._first >= AGAIN_S):
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
+        self._first = self._first if self._heard else time.monotonic()
         self._heard.append(number)
         _tell(children, number)
 

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from megatron_rl.cli import spawn
 from megatron_rl.cli.spawn import grace_s
 from tests.conftest import ROOT
 from tests.support import forked
@@ -143,6 +145,19 @@ def test_a_second_sigint_does_not_wait(launched: dict[str, Launched]) -> None:
     code, lines = launched["deaf to two"].end()
     assert code == 128 + signal.SIGKILL and time.monotonic() - began < 20
     assert sum(line == "rank 0 hears SIGINT" for line in lines) == 2
+
+
+def test_a_second_signal_later_on_does_not_wait_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One within AGAIN_S is the same on another way."""
+    timers: list[float] = []
+    monkeypatch.setattr(spawn.signal, "setitimer", lambda _, seconds: timers.append(seconds))
+    monkeypatch.setattr(spawn.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["child"]))
+    monkeypatch.setattr(spawn, "_tell", lambda *_: None)
+    processes = spawn.Processes(patience_s=100.0)
+    for now in (50.0, 51.0, 56.0):
+        monkeypatch.setattr(spawn.time, "monotonic", lambda now=now: now)
+        processes.hear(signal.SIGTERM, None)
+    assert timers == [100.0, spawn.AT_ONCE_S]
 
 
 def test_the_grace_is_that_of_the_command_line() -> None:
