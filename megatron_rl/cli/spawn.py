@@ -37,6 +37,7 @@ class Processes:
         self._patience_s = patience_s
         self._heard: list[int] = []
         self._first = 0.0
+        self._has_processes = False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on. Who does not end in time is killed."""
@@ -52,11 +53,11 @@ class Processes:
         _tell(children, number)
 
     def hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
-        """While it waits for other nodes it has no processes, and hears nothing by itself (stop.py)."""
+        """While it waits for other nodes it has no processes, and hears nothing by itself (stop.py). Who had some knows their end."""
         number, first = heard[0]
-        has_processes = bool(psutil.Process().children())
+        self._has_processes |= bool(psutil.Process().children())
         line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
-        return HardEnd(math.inf if has_processes else first + START_S / 2, line, 128 + number)
+        return HardEnd(math.inf if self._has_processes else first + START_S / 2, line, 128 + number)
 
     def kill(self, number: int, frame: FrameType | None) -> None:
         _tell(psutil.Process().children(), signal.SIGKILL)
