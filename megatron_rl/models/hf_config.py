@@ -8,11 +8,15 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from megatron_rl.jsonl import read_json
+from megatron_rl.models.config_fields import find_unsupported
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.folder import config_file
 from megatron_rl.models.spec import Family, ModelSpec, VisionSpec
 
 TEXT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+MAX_FIELDS = 4
+"""Fields that a message names at most."""
 
 
 def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
@@ -33,6 +37,14 @@ def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> Mo
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{key}={folder}: config.json describes model_type {model_type}; known: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
+    unsupported = find_unsupported(
+        stored, text=family.text_fields, vision=family.vision_fields, is_flat=family.has_flat_config, architecture=family.model.__name__
+    )
+    if unsupported:
+        raise ValueError(
+            f"{key}={folder}: config.json describes what this trainer does not compute: {'; '.join(unsupported[:MAX_FIELDS])}; "
+            "take a checkpoint without it, or remove the field if the model is computed without it"
+        )
     try:
         config = family.config.from_dict(stored)
     except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
@@ -61,9 +73,8 @@ def _wrong_in(config: PreTrainedConfig, family: Family) -> str:
     wrong = _wrong_heads(text, family.vision(config.vision_config), family)
     if wrong:
         return wrong
-    for part, values in (("", text), ("vision_config.", vision)):
-        if values["hidden_act"] not in ACT2FN:
-            return f"{part}hidden_act is {values['hidden_act']}, which transformers does not know"
+    if vision["hidden_act"] not in ACT2FN:
+        return f"vision_config.hidden_act is {vision['hidden_act']}, which transformers does not know"
     base = text["rope_parameters"].get("rope_theta")
     if not isinstance(base, int | float) or base <= 0:
         return f"rope_theta is {base}, not a positive number"

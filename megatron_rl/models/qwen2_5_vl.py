@@ -4,6 +4,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLRMSNorm
 
+from megatron_rl.models.config_fields import QWEN2_5_VISION, QWEN2_TEXT
 from megatron_rl.models.decoder import qwen2_rows
 from megatron_rl.models.megatron_tower import qwen2_5_vl_tower
 from megatron_rl.models.mrope import mrope_positions
@@ -20,6 +21,9 @@ def vision_spec(config: Qwen2_5_VLVisionConfig) -> VisionSpec:
 QWEN2_5_VL = Family(
     config=Qwen2_5_VLConfig,
     model=Qwen2_5_VLForConditionalGeneration,
+    text_fields=QWEN2_TEXT,
+    vision_fields=QWEN2_5_VISION,
+    has_flat_config=True,
     tower=Qwen2_5_VisionTransformerPretrainedModel,
     tower_norm=Qwen2_5_VLRMSNorm,
     norms_heads=False,

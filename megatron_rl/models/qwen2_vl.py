@@ -4,6 +4,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+from megatron_rl.models.config_fields import QWEN2_TEXT, QWEN2_VISION
 from megatron_rl.models.decoder import qwen2_rows
 from megatron_rl.models.megatron_tower import qwen2_vl_tower
 from megatron_rl.models.mrope import mrope_positions
@@ -20,6 +21,9 @@ def vision_spec(config: Qwen2VLVisionConfig) -> VisionSpec:
 QWEN2_VL = Family(
     config=Qwen2VLConfig,
     model=Qwen2VLForConditionalGeneration,
+    text_fields=QWEN2_TEXT,
+    vision_fields=QWEN2_VISION,
+    has_flat_config=True,
     tower=Qwen2VisionTransformerPretrainedModel,
     tower_norm=None,
     norms_heads=False,

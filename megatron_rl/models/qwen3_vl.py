@@ -6,6 +6,7 @@ Three of the tower's blocks are merged as its last one is, and added to the pict
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
+from megatron_rl.models.config_fields import QWEN3_TEXT, QWEN3_VISION
 from megatron_rl.models.decoder import qwen3_rows
 from megatron_rl.models.megatron_tower import qwen3_vl_tower
 from megatron_rl.models.mrope import mrope_positions
@@ -22,6 +23,9 @@ def vision_spec(config: Qwen3VLVisionConfig) -> VisionSpec:
 QWEN3_VL = Family(
     config=Qwen3VLConfig,
     model=Qwen3VLForConditionalGeneration,
+    text_fields=QWEN3_TEXT,
+    vision_fields=QWEN3_VISION,
+    has_flat_config=False,
     tower=Qwen3VLVisionModel,
     tower_norm=None,
     norms_heads=True,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatron_rl.models.config_fields import Fields
 from megatron_rl.models.mapping import Heads, Row, canonical, nested, table
 from megatron_rl.types import Image
 
@@ -75,6 +76,12 @@ class Family:
     """transformers' class of the whole config.json."""
     model: type[PreTrainedModel]
     """transformers' class of the whole model, whose tensors are those of a checkpoint."""
+    text_fields: Fields
+    """Fields of the language model in config.json, with the values that are computed (config_fields.py)."""
+    vision_fields: Fields
+    """The same of vision_config."""
+    has_flat_config: bool
+    """Whether transformers reads a config.json that has the language model's fields at the top, without text_config."""
     tower: type[PreTrainedModel]
     """transformers' class of the vision tower, which is trained as it is."""
     tower_norm: type[nn.Module] | None

@@ -1,0 +1,177 @@
+"""Closed lists of the fields of config.json that this trainer understands; any other field is refused.
+
+A field that nobody reads may change what the model computes (rope scaling, sliding windows, scaled or skipped layers). transformers, and
+vLLM with it, keep unknown fields without a word. Each table maps a field's name to the values that are accepted: ANY, or a tuple of the
+values that leave the computation as it is. Fields with the value null count as absent. The lists follow the classes of transformers 5.19
+(models/*/configuration_*.py and configuration_utils.py) and what 4.41 to 4.57 wrote.
+"""
+
+from collections.abc import Iterator, Mapping
+
+ANY = None
+"""Every value: the field is read elsewhere (hf_config.py, transformers' vision tower), or changes no number."""
+Fields = Mapping[str, tuple | None]
+
+_BOOKKEEPING: Fields = dict.fromkeys(
+    (
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation", "_name_or_path",
+        "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label", "initializer_range",
+        "label2id", "model_type", "name_or_path", "num_labels", "output_attentions", "output_hidden_states", "pad_token_id", "prefix",
+        "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss", "tie_last_hidden_states",
+        "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+        "use_cache", "use_return_dict",
+    ),
+    ANY,
+)  # fmt: skip
+"""Names, token numbers, number types and labels: no number of a forward pass depends on them."""
+_GENERATION: Fields = dict.fromkeys(
+    (
+        "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id",
+        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff",
+        "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length",
+        "min_length", "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams",
+        "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
+        "suppress_tokens", "target_lookbehind", "temperature", "top_k", "top_p", "typical_p",
+    ),
+    ANY,
+)  # fmt: skip
+"""Settings of generation that older configs hold; the recipe says how a run samples."""
+_NEUTRAL: Fields = {
+    "add_cross_attention": (False,), "auto_map": ({},), "chunk_size_feed_forward": (0,), "is_decoder": (False,),
+    "is_encoder_decoder": (False,), "per_layer_config": ({},), "pruned_heads": ({},), "quantization_config": (),
+    "tie_encoder_decoder": (False,),
+}  # fmt: skip
+"""Fields of every transformers config that would change the computation."""
+_COMMON: Fields = {**_BOOKKEEPING, **_GENERATION, **_NEUTRAL}
+
+_SPECIAL_TOKENS: Fields = dict.fromkeys(
+    ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"), ANY
+)
+_TOP: Fields = {**_COMMON, **_SPECIAL_TOKENS, **dict.fromkeys(("text_config", "vision_config", "tie_word_embeddings"), ANY)}
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+    "head_dim",
+)  # fmt: skip
+"""Fields of the language model that must agree where a config states them twice."""
+_LANGUAGE: Fields = {
+    **dict.fromkeys((*SIZES, "max_position_embeddings", "max_window_layers", "rope_scaling", "rope_parameters", "rope_theta"), ANY),
+    "hidden_act": ("silu",), "attention_dropout": (0,), "partial_rotary_factor": (1,), "use_sliding_window": (False,),
+    "mlp_bias": (False,), "pretraining_tp": (1,),
+}  # fmt: skip
+QWEN2_TEXT: Fields = {**_LANGUAGE, "sliding_window": ANY, "attention_bias": (True,), "qkv_bias": (True,)}
+"""Of Qwen2-VL and Qwen2.5-VL: sliding_window is ignored unless use_sliding_window is true; q, k and v always have biases."""
+QWEN3_TEXT: Fields = {**_LANGUAGE, "sliding_window": (), "attention_bias": (False,), "qkv_bias": (False,)}
+
+_TOWER: Fields = {
+    **_COMMON,
+    **dict.fromkeys(
+        ("depth", "hidden_size", "num_heads", "in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size", "hidden_act",
+         "tokens_per_second", "rope_parameters"),
+        ANY,
+    ),
+    "attention_dropout": (0,), "rope_theta": (10000,),
+}  # fmt: skip
+QWEN2_VISION: Fields = {**_TOWER, "embed_dim": ANY, "mlp_ratio": ANY, "hidden_act": ("quick_gelu",)}
+"""Of Qwen2-VL; vLLM 0.32 computes quick_gelu whatever its hidden_act."""
+QWEN2_5_VISION: Fields = {
+    **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "window_size", "fullatt_block_indexes"), ANY),
+}  # fmt: skip
+QWEN3_VISION: Fields = {
+    **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes"), ANY),
+}  # fmt: skip
+_VISION_COPIES = {"in_chans": ("in_channels", 3), "spatial_patch_size": ("patch_size", None), "num_attention_heads": ("num_heads", None)}
+"""Second names in vision_config: the field whose value they must repeat, and transformers' default of it."""
+_ROPE: Fields = {
+    **dict.fromkeys(("mrope_section", "mrope_interleaved", "rope_theta"), ANY),
+    "rope_type": ("default", "mrope"), "type": ("default", "mrope"), "partial_rotary_factor": (1,), "factor": (1,),
+}  # fmt: skip
+_TOWER_ROPE: Fields = {"rope_type": ("axial", "default"), "type": ("axial", "default"), "rope_theta": (10000,)}
+
+
+def find_unsupported(stored: Mapping[str, object], *, text: Fields, vision: Fields, is_flat: bool, architecture: str) -> list[str]:
+    """Return one phrase for each field of a config.json that this trainer does not compute, with the field's path and value.
+
+    Args:
+        stored: the content of config.json, flat or nested.
+        text, vision: the fields of the family's language model and of its tower.
+        is_flat: whether the family's class reads fields of the language model at the top where there is no text_config.
+        architecture: the name of the only class in `architectures` that is trained.
+    """
+    language = {**text, "layer_types": ANY}
+    found = [*_unlike(stored, {**language, **_TOP}, ""), *_language(stored, "")]
+    if stored.get("architectures") not in (None, [], [architecture]):
+        found.append(f"architectures is {_short(stored['architectures'])}, not {architecture}")
+    text_config, vision_config = stored.get("text_config"), stored.get("vision_config")
+    nested = text_config if isinstance(text_config, dict) else {}
+    fields = {**language, **_COMMON, **_SPECIAL_TOKENS, "tie_word_embeddings": ANY}
+    found += [*_unlike(nested, fields, "text_config."), *_language(nested, "text_config.")]
+    if isinstance(text_config, dict) or not is_flat:
+        found += _disagreements(stored, nested)
+    if isinstance(vision_config, dict):
+        originals = {name: value for name, value in vision_config.items() if name not in _VISION_COPIES}
+        found += [*_unlike(originals, vision, "vision_config."), *_tower(vision_config)]
+    return [*found, *_rope_disagreements(stored, nested)]
+
+
+def _unlike(stored: Mapping[str, object], fields: Fields, path: str) -> Iterator[str]:
+    for name, value in stored.items():
+        if value is None:
+            continue
+        if name not in fields:
+            yield f"{path}{name} is {_short(value)}, a field that it does not know"
+        elif fields[name] is not ANY and not any(_equal(value, each) for each in fields[name]):
+            known = " or ".join(map(str, fields[name])) or "none"
+            yield f"{path}{name} is {_short(value)}, where it computes {known}"
+
+
+def _equal(value: object, known: object) -> bool:
+    """Compare as JSON does: 0 equals 0.0, and false is no number."""
+    return isinstance(value, bool) == isinstance(known, bool) and value == known
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _language(stored: Mapping[str, object], path: str) -> Iterator[str]:
+    """Return what the structured fields of a language model say beyond full attention and plain multimodal rotary positions."""
+    layers = stored.get("layer_types")
+    if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
+        other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
+        yield f"{path}layer_types holds {_short(other)}, where it computes full_attention"
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(stored.get(name), dict):
+            yield from _unlike(stored[name], _ROPE, f"{path}{name}.")
+
+
+def _tower(vision: Mapping[str, object]) -> Iterator[str]:
+    if isinstance(vision.get("rope_parameters"), dict):
+        yield from _unlike(vision["rope_parameters"], _TOWER_ROPE, "vision_config.rope_parameters.")
+    for name, (original, default) in _VISION_COPIES.items():
+        stated = vision.get(original, default)
+        if vision.get(name) is not None and stated is not None and vision[name] != stated:
+            yield f"vision_config.{name} is {_short(vision[name])}, where it computes {original}, {_short(stated)}"
+
+
+def _disagreements(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
+    """Return the sizes beside text_config that are not those in it, which transformers reads alone."""
+    for name in SIZES:
+        if stored.get(name) is not None and stored[name] != text.get(name):
+            yield f"{name} is {_short(stored[name])}, where text_config.{name} is {_short(text.get(name))}, which alone is read"
+
+
+def _rope_disagreements(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
+    """Return values of the rotary embedding that several places state differently: libraries differ in which of them they read."""
+    places: dict[str, object] = {}
+    for path, part in (("", stored), ("text_config.", text)):
+        places |= {f"{path}{name}": part[name] for name in ("rope_theta", "partial_rotary_factor") if part.get(name) is not None}
+        for group in ("rope_scaling", "rope_parameters"):
+            if isinstance(part.get(group), dict):
+                places |= {f"{path}{group}.{name}": value for name, value in part[group].items() if value is not None}
+    for name in ("rope_theta", "mrope_section", "mrope_interleaved"):
+        same = [(path, value) for path, value in places.items() if path.rpartition(".")[2] == name]
+        other = next((pair for pair in same if pair[1] != same[0][1]), None)
+        if other is not None:
+            yield f"{other[0]} is {_short(other[1])}, where {same[0][0]} is {_short(same[0][1])}"
