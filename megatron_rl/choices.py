@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from pathlib import Path
 
 import torch
 import yaml
@@ -11,6 +12,7 @@ from megatron_rl.config import CriticSettings, EngineSettings, Settings, TaskSet
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.rewards.functions import rewarded_by
 from megatron_rl.tasks.alfworld.task import AlfworldTask
@@ -23,6 +25,7 @@ from megatron_rl.tasks.lewis.speaker import LewisSpeakerTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
+from megatron_rl.weights.formats.open import check_tokenizer
 
 TASKS: Mapping[str, type[Task]] = {
     "alfworld": AlfworldTask,
@@ -88,7 +91,13 @@ def _is_plain(options: object) -> bool:
 
 def check(settings: Settings, world_size: int, own: Own = Own()) -> None:
     """What can be known before any process talks to another; every rank raises the same ValueError."""
-    check_sizes(settings, read_spec(settings.model.path), world_size, own)
+    model, path = read_spec(settings.model.path), Path(settings.model.path)
+    check_sizes(settings, model, world_size, own)
+    check_tokenizer(path, model, key="model.path")
+    if has_critic(settings, own) and settings.critic.path:
+        num_rows, num_token_ids = known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
+        remedy = f"has vocab_size={num_rows}, the tokenizer of model.path={path} ids up to {num_token_ids - 1}; take a critic that has them"
+        require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
 

@@ -177,6 +177,8 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
     renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
+    if stage.is_rl and task.continues_contexts:
+        renderer.require_continuation()
     algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
     group = patient(timeout_s=settings.parallel.skew_s)
     gallery = Gallery(patch=renderer.patch, group=group)

@@ -12,19 +12,20 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
 import torch
+from jinja2 import TemplateError
 from PIL.Image import Image as Picture
 from PIL.Image import Resampling
-from transformers import AutoProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.vocabulary import check_vocabulary
+from megatron_rl.rollout.processor import check_template, find_banned_ids, find_continuation_problem, load_processor
 from megatron_rl.rollout.transcript_pieces import split_transcript
 from megatron_rl.types import Context, Image, Message
 
@@ -54,13 +55,7 @@ class Renderer:
         """`small_pixels`: see the function of this name."""
         self.small_pixels = small_pixels
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
-        folder = Path(model.path)
-        there = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
-        require(there, "model.path", model.path, "tokenizer.json is missing; copy it from where the model came from")
-        try:
-            self.processor = AutoProcessor.from_pretrained(model.path, trust_remote_code=False)
-        except (RecursionError, TypeError, KeyError, AttributeError) as error:  # what transformers 5.19 meets in files of another form
-            raise ValueError(f"model.path={model.path}: its tokenizer or processor is damaged ({error}); copy its files again") from error
+        self._path, self.processor = model.path, load_processor(model.path)
         self.tokenizer = self.processor.tokenizer
         spec = read_spec(model.path)
         known = self._added = self.tokenizer.get_added_vocab()
@@ -70,9 +65,10 @@ class Renderer:
         self.image_token_id = known["<|image_pad|>"]
         self.end_id = known["<|im_end|>"]
         self.stop_ids = [self.end_id]
-        beyond = range(len(self.tokenizer), spec.vocab_size)
+        vocab = self.tokenizer.get_vocab()
+        check_vocabulary({}, vocab_size=spec.vocab_size, num_token_ids=max(vocab.values()) + 1, where=f"model.path={model.path}")
         self._never_sampled = {known[token] for token in _NEVER_SAMPLED}
-        self.banned_ids = sorted({*self._never_sampled, *beyond})
+        self.banned_ids = find_banned_ids(vocab, spec, never_sampled=_NEVER_SAMPLED)
         self.max_positions = spec.max_positions
         self.merge = spec.vision.merge
         self.patch = spec.vision.patch
@@ -97,8 +93,16 @@ class Renderer:
         self._lock = Lock()
         """Held while what is remembered changes."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
+        check_template(self._apply_template, model.path)
+        self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
+        """Why no text can be appended behind an earlier reply; empty where it can."""
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
+
+    def require_continuation(self) -> None:
+        """Raise ValueError where the chat template does not let messages be appended behind a reply."""
+        remedy = f"{self.continuation_problem}; give a chat_template.jinja that keeps every message as it is"
+        require(not self.continuation_problem, "model.path", self._path, remedy)
 
     async def aside(self, act: Callable[[], T]) -> T:
         """What `act` returns, computed in a thread: the event loop, in which an engine steps, goes on meanwhile."""
@@ -194,7 +198,7 @@ class Renderer:
         A turn that ran out of tokens is closed first; the closing token was not sampled and is masked.
         """
         whole = self._text([*self._dummy, *messages], speak=True)
-        assert whole.startswith(self._dummy_text), "the chat template rewrites earlier messages; it cannot be continued"
+        assert whole.startswith(self._dummy_text), self.continuation_problem
         closing = "" if context.token_ids[-1] == self.end_id else "<|im_end|>"
         more = Context()
         self._observe(more, closing + whole.removeprefix(self._dummy_text), self._images_of(messages))
@@ -239,8 +243,13 @@ class Renderer:
         return len(token_ids) - 1
 
     def _text(self, messages: Sequence[Message], *, speak: bool = False) -> str:
-        plain = [self._plain(message) for message in messages]
-        return self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=speak)
+        try:
+            return self._apply_template([self._plain(message) for message in messages], speak)
+        except TemplateError as error:
+            raise ValueError(f"model.path={self._path}: its chat template cannot render these messages: {error}") from error
+
+    def _apply_template(self, messages: Sequence[Message], speak: bool) -> str:
+        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=speak)
 
     def _plain(self, message: Message) -> Message:
         """The message with the names of special tokens kept from being read as tokens: a data set, a user or a tool wrote them as text."""

@@ -68,6 +68,8 @@ class Task(ABC):
     """Whom its rubric asks."""
     runs_code: ClassVar[bool] = False
     """Its episodes have boxes of task.sandbox."""
+    continues_contexts: ClassVar[bool] = True
+    """Whether its environments append messages behind a reply. False where an episode has one reply, or every turn is a new prompt."""
     stop: Sequence[str] = ()
     """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""
 

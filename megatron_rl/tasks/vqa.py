@@ -38,6 +38,7 @@ class VqaEnv(Env):
 
 class VqaTask(Task):
     rewards = ("accuracy",)
+    continues_contexts = False
     stop = ("</answer>",)
 
     def __init__(self, settings: TaskSettings) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from megatron_rl.config import ParallelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.weights.formats.files import copy_companions, whole_or_absent
 from megatron_rl.weights.formats.open import as_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
@@ -34,7 +35,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     spec = read_spec(hf, key="--hf")
     check_cut(spec, tp=tp, pp=pp)
     stored = HfTensors(hf, key="--hf", once=True)
-    source = NamedSource(stored, spec.shapes())
+    source = NamedSource(stored, spec.shapes(), num_token_ids=count_token_ids(hf))
     plan = Import(source, spec.rows(), dtype=dtype)
     with whole_or_absent(out) as partial:
         with progress_bar() as bar:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.mapping import nested
+from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.weights.formats.files import made_ahead
 from megatron_rl.weights.formats.merge_lora import Merged
 from megatron_rl.weights.formats.open import as_dtype, critics_part, hf_part, kind_of, open_source
@@ -51,7 +52,8 @@ def merge(asked: Merge) -> str:
     spec = read_spec(like, key="--reference" if asked.reference else "--checkpoint")
     source = open_source(asked.checkpoint, spec, key="--checkpoint", once=True)
     if asked.reference is not None:
-        NamedSource(HfTensors(asked.reference, key="--reference"), spec.shapes())  # raises unless it is a model of the same tensors
+        reference = HfTensors(asked.reference, key="--reference")
+        NamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises unless it is a model of the same tensors
     if asked.lora is not None:
         if isinstance(source, Merged):
             raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")

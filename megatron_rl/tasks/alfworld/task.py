@@ -131,6 +131,7 @@ class AlfworldTask(Task):
     """Games of split train and of split eval lie in different folders, and play in different scenes. An episode succeeds when it is won."""
 
     Options = AlfworldOptions
+    continues_contexts = False
     rubric = RUBRIC
 
     def __init__(self, settings: TaskSettings) -> None:

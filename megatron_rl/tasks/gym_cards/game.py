@@ -101,6 +101,7 @@ class GameTask(Task):
     """A game for the trainer. An episode succeeds when its return is above 0."""
 
     Options = GameOptions
+    continues_contexts = False
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)

@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.vocabulary import check_vocabulary, count_token_ids
 from megatron_rl.weights.formats.classic import open_classic, rank_folders
 from megatron_rl.weights.formats.fsdp import FsdpTensors, rank_paths
 from megatron_rl.weights.formats.merge_lora import Merged
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.formats.source import MegatronSource, NamedSource, Source
+from megatron_rl.weights.formats.source import EMBEDDINGS, HEAD, MegatronSource, NamedSource, Source
 from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.formats.torch_dist_metadata import METADATA
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
@@ -45,13 +46,17 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) 
     each tensor is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging Face).
     """
     kind, shapes = kind_of(folder, key=key), spec.shapes()
+    companions = hf_part(folder)
+    num_token_ids = count_token_ids(companions) if companions else 0
     if kind in ("hf", "fsdp"):
-        return NamedSource(HfTensors(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder), shapes)
+        stored = HfTensors(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder)
+        return NamedSource(stored, shapes, num_token_ids=num_token_ids)
     rows = spec.rows()
     if kind == "torch_dist":
         stored = McoreTensors(folder, key=key, once=once)
         adapters = [name for name in stored.specs if is_adapter(name)]
-        base = MegatronSource([stored], rows, shapes, leave_out=[*adapters, *filter(is_of_value_head, stored.specs)])
+        leave_out = [*adapters, *filter(is_of_value_head, stored.specs)]
+        base = MegatronSource([stored], rows, shapes, leave_out=leave_out, num_token_ids=num_token_ids)
         if not adapters:
             return base
         if not (folder / "adapter").is_dir():
@@ -61,7 +66,15 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) 
     has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)
     if has_megatron_tower:
         rows = spec.family.megatron_tower(spec.vision) + [row for row in rows if not row.mcore.startswith("vision.")]
-    return MegatronSource(ranks, rows, shapes)
+    return MegatronSource(ranks, rows, shapes, num_token_ids=num_token_ids)
+
+
+def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
+    """Raise ValueError unless every token of a Hugging Face folder has a row in its weights and in config.vocab_size. Reads headers."""
+    has_weights = any(folder.glob("*.safetensors"))
+    specs = HfTensors(folder, key=key).specs if has_weights else {}
+    rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
+    check_vocabulary(rows, vocab_size=spec.vocab_size, num_token_ids=count_token_ids(folder), where=f"{key}={folder}")
 
 
 def critics_part(folder: Path, *, key: str) -> list[str]:

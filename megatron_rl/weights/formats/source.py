@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.models.mapping import Row
+from megatron_rl.models.vocabulary import check_vocabulary
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -83,6 +84,12 @@ def fit(spec: Spec, name: str, shape: torch.Size, *, stored: str) -> Spec:
     return spec
 
 
+def check_rows(specs: Mapping[str, Spec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
+    """Raise ValueError where the stored vocabulary does not hold the tokenizer's. `specs`: as stored, by canonical name."""
+    rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
+    check_vocabulary(rows, vocab_size=shapes[EMBEDDINGS][0], num_token_ids=num_token_ids, where=where)
+
+
 def trim(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     """The tensor without padding of the vocabulary."""
     return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
@@ -91,11 +98,13 @@ def trim(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
 class NamedSource:
     """Tensors stored under Hugging Face's names, held against the model."""
 
-    def __init__(self, stored: Stored, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, stored: Stored, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
+        """`num_token_ids`: the tokenizer's largest id plus one; 0 where there is none to compare with."""
         self._stored = stored
         self._has_copy = HEAD in stored.specs and HEAD not in shapes
         names = stored.specs.keys() - ({HEAD} if self._has_copy else set())
         check_names(names, shapes, source=str(stored.folder), target="the model that config.json describes")
+        check_rows(stored.specs, shapes, num_token_ids=num_token_ids, where=str(stored.folder))
         self.specs = {name: fit(stored.specs[name], name, shape, stored=f"{stored.where(name)}: {name}") for name, shape in shapes.items()}
 
     def read(self, name: str) -> torch.Tensor:
@@ -109,10 +118,11 @@ class MegatronSource:
     """A Megatron checkpoint through the table. A row's tensors are made together, and each can be read once."""
 
     def __init__(
-        self, ranks: Sequence[Stored], rows: list[Row], shapes: Mapping[str, torch.Size], *, leave_out: Collection[str] = ()
-    ) -> None:
+        self, ranks: Sequence[Stored], rows: list[Row], shapes: Mapping[str, torch.Size], *, leave_out: Collection[str] = (),
+        num_token_ids: int = 0,
+    ) -> None:  # fmt: skip
         """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore` or `Row.key`) in all of them; a single
-        one where tensors are stored whole. `leave_out`: names that are no part of the model."""
+        one where tensors are stored whole. `leave_out`: names that are no part of the model. `num_token_ids`: see NamedSource."""
         self._ranks = ranks
         spellings = {spelling: row for row in rows for spelling in (row.mcore, row.key)}
         names: dict[str, str] = {}
@@ -129,12 +139,15 @@ class MegatronSource:
         self._copy = next((key for key in copies if key in names), None)
         self._rows = {name: row for row in exported.values() for name in row.hf}
         self._ready: dict[str, torch.Tensor] = {}
-        self.specs = {name: spec for row in exported.values() for name, spec in self._row_specs(row, shapes).items()}
+        made = {name: spec for row in exported.values() for name, spec in self._row_specs(row).items()}
+        check_rows(made, shapes, num_token_ids=num_token_ids, where=str(ranks[0].folder))
+        places = {hf: f"{self._where(names[row.key])}: {names[row.key]}" for row in exported.values() for hf in row.hf}
+        self.specs = {name: fit(spec, name, shapes[name], stored=places[name]) for name, spec in made.items()}
 
     def _where(self, name: str) -> str:
         return ", ".join(rank.where(name) for rank in self._ranks)
 
-    def _row_specs(self, row: Row, shapes: Mapping[str, torch.Size]) -> dict[str, Spec]:
+    def _row_specs(self, row: Row) -> dict[str, Spec]:
         """The specs of what a row's shards give, computed on tensors without data."""
         name = self._names[row.key]
         specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._where(name)}: {name}"
@@ -145,8 +158,7 @@ class MegatronSource:
         except RuntimeError as error:
             parts = f"{len(specs)} part(s) of shape {list(specs[0].shape)}"
             raise ValueError(f"{stored}: {parts} cannot be {', '.join(row.hf)} of the sizes in config.json") from error
-        made = {hf: Spec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf, tensors, strict=True)}
-        return {hf: fit(spec, hf, shapes[hf], stored=stored) for hf, spec in made.items()}
+        return {hf: Spec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
         if name not in self._ready:

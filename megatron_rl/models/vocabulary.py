@@ -1,0 +1,62 @@
+"""Compares the token ids of a tokenizer with the rows of the embeddings and with config.vocab_size."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from megatron_rl.jsonl import read_json
+
+MAX_TOKENIZER_BYTES = 256 << 20
+
+
+def count_token_ids(folder: Path) -> int:
+    """Return the largest token id of the tokenizer files in a Hugging Face folder plus one; 0 where it has no tokenizer.
+
+    Raises ValueError for a file that is damaged.
+    """
+    largest = -1
+    for name, read in _READERS.items():
+        path = folder / name
+        if not path.is_file() or (name == "vocab.json" and (folder / "tokenizer.json").is_file()):
+            continue
+        try:
+            ids = list(read(read_json(path, at_most=MAX_TOKENIZER_BYTES)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}: is damaged ({' '.join(str(error).split())[:200]}); copy it again") from error
+        largest = max(largest, *ids, -1)
+    return largest + 1
+
+
+def _of_tokenizer(stored: Mapping[str, object]) -> Iterator[int]:
+    vocab = stored["model"]["vocab"]
+    yield from vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    yield from (token["id"] for token in stored.get("added_tokens") or [])
+
+
+def _of_settings(stored: Mapping[str, object]) -> Iterable[int]:
+    return map(int, stored.get("added_tokens_decoder") or {})
+
+
+_READERS = {
+    "tokenizer.json": _of_tokenizer, "vocab.json": lambda stored: stored.values(), "added_tokens.json": lambda stored: stored.values(),
+    "tokenizer_config.json": _of_settings,
+}  # fmt: skip
+"""The files that number tokens."""
+
+
+def check_vocabulary(rows: Mapping[str, int], *, vocab_size: int, num_token_ids: int, where: str) -> None:
+    """Raise ValueError where a token has no row, or has one only beyond config.vocab_size, which would be cut off as padding.
+
+    Args:
+        rows: the stored rows of the embeddings and of the output layer, by name; empty where they are not known.
+        num_token_ids: the tokenizer's largest id plus one.
+        where: the beginning of the message: setting and folder.
+    """
+    least = min(rows.values(), default=vocab_size)
+    if num_token_ids <= vocab_size <= least:
+        return
+    told = "".join(f", {name} has {count} rows" for name, count in rows.items())
+    if num_token_ids > least:
+        remedy = f"give this model's tokenizer, or resize its embeddings (transformers: model.resize_token_embeddings({num_token_ids}))"
+    else:
+        remedy = f"set vocab_size to {least} in config.json"
+    raise ValueError(f"{where}: its tokenizer has ids up to {num_token_ids - 1}, config.json has vocab_size={vocab_size}{told}; {remedy}")

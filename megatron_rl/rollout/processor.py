@@ -1,0 +1,132 @@
+"""Loads a checkpoint's processor and chat template, and refuses those that cannot be trained with."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+from transformers import AutoProcessor, ProcessorMixin
+
+from megatron_rl.config import require
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.types import Message
+
+PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Names of transformers' classes (5.19) that cut pictures as the three families do."""
+SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
+"""The forms of an image processor's `size`, both in pixels of the whole picture."""
+RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
+"""What rendering a chat template raises where the template is at fault."""
+_SYSTEM, _QUESTION, _REPLY, _NEXT = "probe system", "probe question", "probe reply", "probe observation"
+_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_REMEDY = "copy chat_template.jinja from where the model came from"
+
+
+def load_processor(path: str) -> ProcessorMixin:
+    """Return the processor of a Hugging Face folder with its chat template in place.
+
+    Raises ValueError, naming model.path and the file, for files that are damaged, missing or of another kind of model.
+    """
+    folder = Path(path)
+    there = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
+    require(there, "model.path", path, "tokenizer.json is missing; copy it from where the model came from")
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+    except (RecursionError, TypeError, KeyError, AttributeError, ValueError, OSError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        files = _image_file(folder) or "preprocessor_config.json (which it lacks)"
+        remedy = f"copy tokenizer_config.json, tokenizer.json and {files} again from where the model came from"
+        raise ValueError(f"model.path={path}: its tokenizer or processor is damaged ({reason}); {remedy}") from error
+    _check_classes(processor, path, file=_image_file(folder))
+    processor.chat_template = find_template(processor, path)
+    return processor
+
+
+def _image_file(folder: Path) -> str:
+    """The name of the file that transformers reads the image processor from; the first one wins where both have one."""
+    return next((name for name in ("processor_config.json", "preprocessor_config.json") if (folder / name).is_file()), "")
+
+
+def _check_classes(processor: ProcessorMixin, path: str, *, file: str) -> None:
+    for kind, found, known in (
+        ("processor_class", type(processor).__name__, PROCESSORS),
+        ("image_processor_type", type(processor.image_processor).__name__, IMAGE_PROCESSORS),
+    ):
+        require(found in known, "model.path", path, f"{file} names {kind} {found}; known: {', '.join(known)}")
+    size = {name for name, value in dict(processor.image_processor.size).items() if value is not None}
+    remedy = f"{file} has a size of {', '.join(sorted(size))}; state it as shortest_edge and longest_edge, in pixels of the whole picture"
+    require(size in SIZES, "model.path", path, remedy)
+
+
+def find_template(processor: ProcessorMixin, path: str) -> str:
+    """Return the chat template, from wherever transformers keeps one.
+
+    These are chat_template.jinja, additional_chat_templates/, chat_template.json, processor_config.json and tokenizer_config.json. Of
+    several named ones it is `default`. Raises ValueError where there is none.
+    """
+    for found in (processor.chat_template, processor.tokenizer.chat_template):
+        if isinstance(found, str) and found.strip():
+            return found
+        if isinstance(found, list):
+            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        if isinstance(found, dict) and found:
+            names = ", ".join(map(str, found))
+            remedy = f"its chat templates are called {names}; call the one to train with default"
+            require(isinstance(found.get("default"), str), "model.path", path, remedy)
+            return found["default"]
+    raise ValueError(f"model.path={path}: no chat template; {_REMEDY}")
+
+
+def check_template(render: Callable[[Sequence[Message], bool], str], path: str) -> None:
+    """Raise ValueError unless the chat template keeps a system message, a question with two pictures and a reply as they are.
+
+    `render` gives the text of messages; its second argument asks for the start of the next reply.
+    """
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": _QUESTION}]
+    asked = [_say("system", _SYSTEM), {"role": "user", "content": parts}]
+    prompt = _rendered(render, asked, path, speak=True)
+    begin, problem = _rendered(render, asked, path, speak=False), ""
+    if _SYSTEM not in prompt:
+        problem = "leaves out the system message"
+    elif _QUESTION not in prompt:
+        problem = "leaves out the user's text"
+    elif prompt.count(_IMAGE) != 2:
+        problem = f"writes {prompt.count(_IMAGE)} times {_IMAGE} for two pictures"
+    elif prompt == begin:
+        problem = "does not begin the reply (add_generation_prompt)"
+    require(not problem, "model.path", path, f"its chat template {problem}; {_REMEDY}")
+
+
+def find_continuation_problem(render: Callable[[Sequence[Message], bool], str], path: str) -> str:
+    """Return why a conversation cannot go on behind a reply by appending text, or ''.
+
+    Episodes of several turns, and transcripts, append what the template writes behind an earlier reply. A template that rewrites or
+    leaves out earlier messages, or thoughts in them, would have the policy trained on a context that it never sees in use.
+    """
+    for reply, what in ((_REPLY, "earlier messages"), (f"<think>\n{_SYSTEM}\n</think>\n\n{_REPLY}", "thoughts of earlier turns")):
+        begun = [_say("user", _QUESTION), _say("assistant", reply)]
+        before = _rendered(render, begun[:1], path, speak=True)
+        after = _rendered(render, begun, path, speak=False).removesuffix("\n")
+        whole = _rendered(render, [*begun, _say("user", _NEXT)], path, speak=True)
+        if not whole.startswith(after) or reply not in whole:
+            return f"its chat template rewrites or leaves out {what}"
+        if reply == _REPLY and after != f"{before}{reply}<|im_end|>":
+            return f"its chat template writes {after.removeprefix(before)[:80]!r} for the reply {reply!r}, not the reply and <|im_end|>"
+    return ""
+
+
+def _say(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def _rendered(render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], path: str, *, speak: bool) -> str:
+    try:
+        return render(messages, speak)
+    except RENDER_ERRORS as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"model.path={path}: its chat template cannot be rendered ({reason}); {_REMEDY}") from error
+
+
+def find_banned_ids(vocab: dict[str, int], spec: ModelSpec, *, never_sampled: Sequence[str]) -> list[int]:
+    """Return the token ids that no engine may sample: markers of pictures, and rows of the vocabulary that are no token."""
+    return sorted({*(vocab[token] for token in never_sampled), *(set(range(spec.vocab_size)) - set(vocab.values()))})

@@ -1,0 +1,160 @@
+"""Processors and chat templates: where transformers keeps them, and which of them cannot be trained with."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.rollout.processor import check_template, find_continuation_problem, load_processor
+from megatron_rl.rollout.renderer import Renderer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' }}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(random_model: Path, tmp_path: Path) -> Path:
+    """A processor's files without a chat template."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "processor_config.json"):
+        shutil.copy(random_model / name, tmp_path)
+    return tmp_path
+
+
+def add(folder: Path, name: str, **values: object) -> None:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **values}))
+
+
+NAMED = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+PLACES = {
+    "chat_template.jinja": lambda folder: (folder / "chat_template.jinja").write_text(CHATML),
+    "chat_template.json": lambda folder: add(folder, "chat_template.json", chat_template=CHATML),
+    "named in chat_template.json": lambda folder: add(folder, "chat_template.json", chat_template=NAMED),
+    "processor_config.json": lambda folder: add(folder, "processor_config.json", chat_template=CHATML),
+    "tokenizer_config.json": lambda folder: add(folder, "tokenizer_config.json", chat_template=CHATML),
+    "named in tokenizer_config.json": lambda folder: add(folder, "tokenizer_config.json", chat_template=NAMED),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_chat_template_is_found_where_transformers_keeps_one(place: str, folder: Path) -> None:
+    PLACES[place](folder)
+    render = Renderer(ModelSettings(path=str(folder)))
+    shown = render.shown(render.prompt([{"role": "user", "content": "hi"}]))
+    assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "no chat template; copy chat_template.jinja"),
+        ([{"name": "tool_use", "template": "x"}], "its chat templates are called tool_use; call the one to train with default"),
+        ("{% if %}", "cannot be rendered .Expected an expression"),
+        ("{{ messages[0].content.upper }}{{ raise_exception('not today') }}", "cannot be rendered .not today.; copy"),
+        ("{{ 'x' + messages[1].content }}", "cannot be rendered .can only concatenate str"),
+        (
+            CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"),
+            "leaves out the system",
+        ),
+        (CHATML.replace("{{ part.text }}", ""), "leaves out the user's text"),
+        (CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"), "writes 0 times"),
+        (CHATML.partition("{% if add_gen")[0], "does not begin the reply"),
+    ],
+)
+def test_a_template_that_loses_what_it_is_given(template: object, said: str, folder: Path) -> None:
+    if template is not None:
+        add(folder, "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ValueError, match=f"^model.path={folder}: [^\n]*{said}[^\n]*$"):
+        Renderer(ModelSettings(path=str(folder)))
+
+
+THOUGHTS = CHATML.replace(
+    "{% if message.content is string %}{{ message.content }}",
+    "{% if message.content is string %}{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}",
+)  # fmt: skip
+LAST_ALONE = CHATML.replace("{% for message in messages %}", "{% for message in messages[-1:] %}")
+OTHER_END = CHATML.replace("{{ '<|im_end|>\n' }}", "{{ '</s>' if message.role == 'assistant' else '<|im_end|>\n' }}")
+THINKS = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (CHATML, ""),
+        (THOUGHTS, "thoughts of earlier turns"),
+        (LAST_ALONE, "earlier messages"),
+        (OTHER_END, "'probe reply</s>'"),
+        (THINKS, "writes"),
+    ],
+)
+def test_a_template_behind_whose_replies_nothing_can_be_appended(template: str, problem: str, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    processor = load_processor(str(folder))
+
+    def render(messages: list, speak: bool) -> str:
+        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=speak)
+
+    check_template(render, str(folder)) if template is not LAST_ALONE else None
+    found = find_continuation_problem(render, str(folder))
+    assert (problem in found) if problem else (found == "")
+
+
+def test_episodes_of_several_turns_and_transcripts_need_a_template_that_keeps_thoughts(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(THOUGHTS)
+    render = Renderer(ModelSettings(path=str(folder)))
+    with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template rewrites or leaves out thoughts of earlier turns; give"):
+        render.require_continuation()
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>a</think>b"}]
+    assert render.shown(render.transcript(turns)).endswith("<think>a</think>b<|im_end|>")
+    with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template rewrites or leaves out earlier messages or thoughts"):
+        render.transcript([*turns, {"role": "user", "content": "2"}, {"role": "assistant", "content": "c"}])
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2_5_VLImageProcessor"}, "Unrecognized image processor"),
+        (
+            "preprocessor_config.json",
+            {"image_processor_type": "CLIPImageProcessor"},
+            "preprocessor_config.json names image_processor_type CLIP",
+        ),
+        (
+            "preprocessor_config.json",
+            {"size": {"height": 30, "width": 40}},
+            "preprocessor_config.json has a size of height, width; state it",
+        ),
+        ("preprocessor_config.json", {"size": 448}, "preprocessor_config.json has a size of shortest_edge; state it"),
+        ("preprocessor_config.json", None, r"preprocessor_config.json \(which it lacks\) again"),
+        ("processor_config.json", {"processor_class": "LlavaProcessor"}, "processor_config.json names processor_class LlavaProcessor"),
+    ],
+)
+def test_a_processor_of_another_kind(file: str, change: dict | None, said: str, folder: Path) -> None:
+    stored = json.loads((folder / "processor_config.json").read_text())
+    if file == "preprocessor_config.json":
+        (folder / "processor_config.json").unlink()
+        stored = stored["image_processor"]
+    if change is not None:
+        (folder / file).write_text(json.dumps({**stored, **change}))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(ValueError, match=f"^model.path={folder}: [^\n]*{said}[^\n]*$"):
+        load_processor(str(folder))
+
+
+@pytest.mark.parametrize(
+    "change", [{"size": {"min_pixels": 3136, "max_pixels": 12845056}}, {"image_processor_type": "Qwen2VLImageProcessorFast"}]
+)
+def test_older_forms_of_a_processor(change: dict, folder: Path) -> None:
+    stored = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    (folder / "processor_config.json").unlink()
+    (folder / "preprocessor_config.json").write_text(json.dumps({**stored, **change}))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    assert load_processor(str(folder)).chat_template == CHATML
