@@ -143,7 +143,9 @@ class Checkpoints:
         self._last = self._clock()
         folder = self._run / CHECKPOINTS / _hidden(step)
         with writing(self._run):
-            on_main_rank(lambda: _make(folder, hf=Path(self._settings.model.path), with_critic=self._critic is not None))
+            model = self._settings.model
+            pixels = (model.min_pixels, model.max_pixels)
+            on_main_rank(lambda: _make(folder, hf=Path(model.path), pixels=pixels, with_critic=self._critic is not None))
             if self._settings.lora.rank:
                 self._policy.save_adapter(folder / "adapter")
         background = self._settings.checkpoint.background
@@ -248,9 +250,9 @@ def _remove_partial(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _make(folder: Path, *, hf: Path, with_critic: bool) -> None:
-    """An empty checkpoint but for its copy of the Hugging Face folder's small files."""
+def _make(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
+    """An empty checkpoint but for its copy of the Hugging Face folder's small files, with the limits of pixels that are trained with."""
     (folder / Path(_STATE).parent).mkdir(parents=True)
     if with_critic:
         (folder / _CRITIC).mkdir()
-    copy_companions(hf, folder / "hf")
+    copy_companions(hf, folder / "hf", pixels=pixels)

@@ -16,6 +16,7 @@ from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
 from megatron_rl.gallery import Gallery
 from megatron_rl.gpus import check_gpus, seen
+from megatron_rl.model_card import make_model_card
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.nodes import check_nodes
@@ -216,8 +217,9 @@ def finish(settings: Settings, parts: Parts, fleet: Fleet | None) -> None:
             checkpoints.paid(history=record.history, metrics=evaluation)
         checkpoints.step_done(record.num_steps, history=record.history, metrics=evaluation)
         checkpoints.settle()
+    card = make_model_card(settings, metrics=evaluation, num_steps=record.num_steps, folder=record.final)
     with record.spans("save"), writing(record.folder), fleet.away() if fleet else nullcontext():
-        policy.save_hf(record.final)
+        policy.save_hf(record.final, card=card)
         if settings.lora.rank:
             policy.save_adapter(record.folder / "adapter")
     if failure is not None:

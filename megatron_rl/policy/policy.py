@@ -160,10 +160,14 @@ class Policy(Learner):
         """Stream (hf_name, full tensor), adapters merged in; a tensor may be a view of the live weights."""
         return self.export.tensors()
 
-    def save_hf(self, out: Path) -> None:
-        """Write a complete Hugging Face folder at `out`: this one, or what was there before and an OSError on every rank."""
-        like, named = Path(self.settings.path), ((self.spec.released(name), tensor) for name, tensor in self.hf_weights())
-        _write_on_main(named, lambda stream: write_hf_folder(out, stream, like=like))
+    def save_hf(self, out: Path, *, card: str = "") -> None:
+        """Write a complete Hugging Face folder at `out`: this one, or what was there before and an OSError on every rank.
+
+        Its processor has the limits of pixels that were trained with; `card` is its README.md.
+        """
+        like, pixels = Path(self.settings.path), (self.settings.min_pixels, self.settings.max_pixels)
+        named = ((self.spec.released(name), tensor) for name, tensor in self.hf_weights())
+        _write_on_main(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
 
     def save_adapter(self, out: Path) -> None:
         """Write the adapters as a PEFT folder at `out`, under the same promise as `save_hf`."""

@@ -14,9 +14,9 @@ TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 save = Policy.save_hf
 
 
-def save_and_compare(self: Policy, out: Path) -> None:
+def save_and_compare(self: Policy, out: Path, *, card: str) -> None:
     """Save, build a second policy from the folder in the same layout, and demand equal bits of every parameter of this rank."""
-    save(self, out)
+    save(self, out, card=card)
     saved = Policy(
         replace(self.settings, path=str(out)), self.layout,
         parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1, banned_ids=[], image_token_id=self.image_token_id,

@@ -19,6 +19,7 @@ from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.weights.formats.files import made_ahead
 from megatron_rl.weights.formats.merge_lora import Merged
 from megatron_rl.weights.formats.open import as_dtype, critics_part, hf_part, kind_of, open_source
+from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
 from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names
 from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
@@ -68,11 +69,13 @@ def merge(asked: Merge) -> str:
             print(_verify(partial, asked.checkpoint), file=sys.stderr)
 
     stored, named = json.loads((like / "config.json").read_text()), nested if asked.style == "nested" else spec.released
+    trained = hf_part(asked.checkpoint)
+    pixels = read_pixel_limits(trained) if trained is not None and asked.reference is not None else None
     with progress_bar() as progress:
         task = progress.add_task(asked.out.name, total=size)
         lacking = write_hf_folder(
             asked.out, _tensors(source, specs, named, lambda nbytes: progress.advance(task, nbytes)),
-            like=like, config=as_dtype(stored, asked.dtype) if asked.dtype else None, check=check,
+            like=like, pixels=pixels, config=as_dtype(stored, asked.dtype) if asked.dtype else None, check=check,
         )  # fmt: skip
     for part in critics_part(asked.checkpoint, key="--checkpoint"):
         print(f"left out: {part} is the critic's", file=sys.stderr)

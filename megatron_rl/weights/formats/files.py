@@ -19,6 +19,8 @@ from typing import TypeVar
 
 import torch
 
+from megatron_rl.weights.formats.pixel_limits import write_pixel_limits
+
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -182,11 +184,16 @@ def companions(source: Path) -> list[Path]:
     return found
 
 
-def copy_companions(source: Path, into: Path) -> list[str]:
-    """Copy what stands beside the weights. Returns the parts of a complete folder that are missing, in words. ValueError: `companions`."""
+def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None = None) -> list[str]:
+    """Copy what stands beside the weights, with these limits of a picture's pixels in the processor's files (pixel_limits.py).
+
+    Returns the parts of a complete folder that are missing, in words. ValueError: `companions`.
+    """
     into.mkdir(exist_ok=True)
     for path in companions(source):
         shutil.copyfile(path, into / path.name)
+    if pixels is not None:
+        write_pixel_limits(into, pixels)
     names = {path.name for path in into.iterdir()}
     parts = {
         "tokenizer": {"tokenizer.json", "vocab.json"},

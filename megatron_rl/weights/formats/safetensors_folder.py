@@ -143,17 +143,22 @@ def write_hf_folder(
     shard_bytes: int = 4 << 30,
     config: dict | None = None,
     check: Callable[[Path], None] | None = None,
+    pixels: tuple[int, int] | None = None,
+    card: str = "",
 ) -> list[str]:
     """Write a complete Hugging Face folder at `out`: the tensors, and everything else (config, tokenizer, processor) from `like`.
 
     It is written beside its final name, flushed to disk, read back (headers against what came), and renamed last, so that a folder called
     `out` is whole or absent. `config` replaces like's config.json; `check` is shown the folder before it is renamed and may refuse it.
+    `pixels`: see copy_companions; `card` replaces like's README.md.
     Returns the parts of a complete folder that `like` lacks, in words. Raises OSError (disk full, no permission) and what `tensors` and
     `check` raise; what was written until then is removed.
     """
     with whole_or_absent(out) as partial:
         _write_shards(partial, tensors, shard_bytes)
-        lacking = copy_companions(like, partial)
+        lacking = copy_companions(like, partial, pixels=pixels)
+        if card:
+            (partial / "README.md").write_text(card)
         if config is not None:
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if check is not None:

@@ -1,0 +1,66 @@
+"""Limits of a picture's pixels in written folders, against the grids that transformers' own processor makes of pictures."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from megatron_rl.weights.formats.files import copy_companions
+from megatron_rl.weights.formats.pixel_limits import read_pixel_limits, write_pixel_limits
+
+LIMITS = (40_000, 48_000)
+SIZES = ((100, 80), (150, 100), (300, 900), (640, 480))
+
+
+def forms(model: Path) -> dict[str, dict[str, dict]]:
+    """The processor's files as several transformers wrote them, with other limits."""
+    whole = json.loads((model / "processor_config.json").read_text())
+    part = whole["image_processor"]
+    plain = {key: value for key, value in part.items() if key != "size"}
+    return {
+        "5.19": {"processor_config.json": whole},
+        "4.57": {"preprocessor_config.json": {**part, "size": {"shortest_edge": 3136, "longest_edge": 9000}}},
+        "4.49": {"preprocessor_config.json": {**plain, "min_pixels": 3136, "max_pixels": 12_845_056}},
+        "4.45": {"preprocessor_config.json": {**plain, "size": {"min_pixels": 3136, "max_pixels": 12_845_056}}},
+        "both": {"processor_config.json": whole, "preprocessor_config.json": {**plain, "min_pixels": 3136, "max_pixels": 12_845_056}},
+    }
+
+
+def grids(processor: object) -> list[list[int]]:
+    return processor(images=[Image.new("RGB", size) for size in SIZES], return_tensors="pt")["image_grid_thw"].tolist()
+
+
+@pytest.mark.parametrize("form", ["5.19", "4.57", "4.49", "4.45", "both"])
+def test_transformers_resizes_as_in_training(form: str, random_model: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for path in random_model.iterdir():
+        if path.name not in ("processor_config.json", "model.safetensors"):
+            shutil.copy(path, source)
+    for name, content in forms(random_model)[form].items():
+        (source / name).write_text(json.dumps(content))
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    copy_companions(source, out, pixels=LIMITS)
+    expected = [[1, *(side // 14 for side in smart_resize(height, width, factor=28, min_pixels=LIMITS[0], max_pixels=LIMITS[1]))]
+                for width, height in SIZES]  # fmt: skip
+    if form != "4.45":  # transformers 5.19 loads this form and does not resize with it
+        assert grids(AutoProcessor.from_pretrained(source).image_processor) != expected
+    assert grids(AutoProcessor.from_pretrained(out).image_processor) == expected
+    assert read_pixel_limits(out) == LIMITS
+    older = json.loads((out / "preprocessor_config.json").read_text())
+    assert (older["min_pixels"], older["max_pixels"], older["size"]) == (*LIMITS, {"longest_edge": 48_000, "shortest_edge": 40_000})
+    (out / "processor_config.json").unlink(missing_ok=True)  # which readers before transformers 5 do not know
+    assert grids(AutoImageProcessor.from_pretrained(out)) == expected
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_a_folder_without_a_processor_stays_without_one(tmp_path: Path) -> None:
+    write_pixel_limits(tmp_path, LIMITS)
+    assert list(tmp_path.iterdir()) == []
+    assert read_pixel_limits(tmp_path) is None
+    (tmp_path / "preprocessor_config.json").write_text("[")
+    assert read_pixel_limits(tmp_path) is None
