@@ -13,7 +13,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.released import known_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.vocabulary import count_token_ids
-from megatron_rl.policy.parallel import check_layout
+from megatron_rl.policy.parallel import check_layout, require_divisible, sizes_cut_by_tp
 from megatron_rl.rewards.functions import rewarded_by
 from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.tasks.base import Task, require_task
@@ -131,8 +131,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     engine: EngineSettings = settings.engine
     is_local = engine.kind == "local"
     require(not is_local or world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
-    heads = model.num_kv_heads
-    require(heads % engine.tp == 0, "engine.tp", engine.tp, f"does not divide the model's {heads} key/value heads")
+    tower = {"attention heads of the vision tower": model.vision.num_heads, "rows of each MLP of the vision tower": model.vision.ffn_size}
+    require_divisible("engine.tp", engine.tp, {**sizes_cut_by_tp(model), **tower}, whose="the model")
     if settings.stage == "rl":
         _check_staleness(settings, num_engines=world_size // engine.tp if is_local else engine.num_servers)
     longest, length = model.max_positions, engine.max_model_len

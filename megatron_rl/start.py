@@ -177,9 +177,7 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
     num_steps = stage.num_steps(settings)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
-    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
-    if stage.is_rl and task.continues_contexts:
-        renderer.require_continuation()
+    renderer = together(lambda: build_renderer(settings, continues_contexts=stage.is_rl and task.continues_contexts))
     algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
     group = patient(timeout_s=settings.parallel.skew_s)
     gallery = Gallery(patch=renderer.patch, group=group)
@@ -204,6 +202,14 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
         checkpoints=checkpoints, stop=stop, gallery=gallery, closing=closing,
     )  # fmt: skip
+
+
+def build_renderer(settings: Settings, *, continues_contexts: bool) -> Renderer:
+    """Load the processor and the chat template. Raises ValueError where they do not fit the model or the task's episodes."""
+    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
+    if continues_contexts:
+        renderer.require_continuation()
+    return renderer
 
 
 def finish(settings: Settings, parts: Parts, fleet: Fleet | None) -> None:

@@ -193,11 +193,11 @@ def gather_exact(mine: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 class SharedValueError(ValueError):
-    """Raised on every rank, with the same words."""
+    """A mistake of the user that every rank raises with the same text: one line for the world is enough."""
 
 
 class SharedOSError(OSError):
-    """Raised on every rank, with the same words."""
+    """The same of the system."""
 
 
 def together(act: Callable[[], T]) -> T:

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.world import connect, expand_segments, place
+from megatron_rl.cli.door import end_with_error
+from megatron_rl.world import SharedOSError, SharedValueError, connect, expand_segments, place, together
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 
@@ -21,6 +22,24 @@ def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch
     world = place()
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.num_nodes) == (13, 16, 5, 8, 1, 2)
     assert world.device == torch.device("cuda", 5) and not world.is_main and not world.is_first_here
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the main rank alone prints it (cli/door.py)."""
+
+    def fail() -> None:
+        raise kind("parallel.tp=3: too many")
+
+    monkeypatch.setattr("megatron_rl.world.gather", lambda mine: [mine] * 3)
+    with pytest.raises((SharedValueError, SharedOSError), match="^parallel.tp=3: too many$") as told:
+        together(fail)
+    assert isinstance(told.value, kind)
+    shown: list[bool] = []
+    monkeypatch.setattr("megatron_rl.cli.door.end", lambda line, world, *, seen_by_all=False: shown.append(seen_by_all))
+    end_with_error(told.value, place())
+    end_with_error(kind("another"), place())
+    assert shown == [True, False]
 
 
 def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
         except Parted:
             sys.exit(1)
         except (ValueError, OSError, RunFailed, HostFault) as error:
-            end(str(error), world, seen_by_all=settings.run.dry or isinstance(error, SharedValueError | SharedOSError))
+            end_with_error(error, world, is_dry=settings.run.dry)
         except KeyboardInterrupt:
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
             sys.exit(INTERRUPTED)
@@ -183,6 +183,11 @@ def leave_out_wandb(is_disabled: bool) -> None:
     loaded = sys.modules.pop("wandb", None)
     if is_disabled or loaded is not None:
         sys.modules["wandb"] = loaded
+
+
+def end_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
+    """End with one line; the main rank alone prints an error that every rank has raised (world.together, and in a dry run any)."""
+    end(str(error), world, seen_by_all=is_dry or isinstance(error, SharedValueError | SharedOSError))
 
 
 def end(line: str, world: World, *, seen_by_all: bool = False) -> NoReturn:

@@ -1,6 +1,8 @@
 """The trainer's layout over processes: checked against the model before anything starts, then read once from Megatron."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -49,10 +51,7 @@ class Layout:
 
 def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, *, whose: str = "the model") -> None:
     """Raise a ValueError naming key, value and the sizes that work; needs no process group, so every rank says the same."""
-    sizes = {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads}
-    fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if all(size % tp == 0 for size in sizes.values()))
-    for what, size in sizes.items():
-        require(size % parallel.tp == 0, "parallel.tp", parallel.tp, f"does not divide {whose}'s {size} {what}; use one of {fitting}")
+    require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), whose=whose)
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
     require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide {whose}'s {layers} layers")
     remedy = f"cuts {whose}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
@@ -65,6 +64,20 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
         world_size % block == 0, "parallel.tp*parallel.pp", block,
         f"must divide the {world_size} processes; start torchrun with --nproc_per_node a multiple of {block}",
     )  # fmt: skip
+
+
+def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
+    """Return the sizes of the decoder that tensor parallelism divides, by what they count. The vocabulary is padded, and not among them."""
+    ffn = "rows of each MLP (intermediate_size)"
+    return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size}
+
+
+def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, whose: str) -> None:
+    """Raise ValueError naming the first size that `tp` does not divide, and the values of the setting `key` that divide all of them."""
+    common = gcd(*sizes.values())
+    fitting = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
+    for what, size in sizes.items():
+        require(size % tp == 0, key, tp, f"does not divide {whose}'s {size} {what}; use one of {fitting}")
 
 
 def is_imagined() -> bool:

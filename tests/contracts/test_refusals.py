@@ -1,11 +1,16 @@
 """Settings that do not fit the model, the machine or the number of processes are refused before any process talks to another."""
 
+import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from megatron_rl.choices import build_task, check
+from megatron_rl.choices import build_task, check, check_sizes
+from megatron_rl.models.hf_config import read_spec
 from tests.contracts.test_configs import settings_of
 
 MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key/value heads, 4 layers
@@ -13,9 +18,12 @@ MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key
     "parallel.tp=4": (4, "does not divide the model's 2 key/value heads; use one of 1, 2"),
     "parallel.pp=3": (3, "must divide the model's 4 layers"),
     "engine.tp=2": (3, "must divide the 3 processes"),
-    "engine.tp=4": (4, "does not divide the model's 2 key/value heads"),
+    "engine.tp=4": (4, "does not divide the model's 2 key/value heads; use one of 1, 2"),
     "engine.device=cuda": (1, "this machine has no usable GPU; use engine.device=auto"),
 }
+
+
+FFN = "rows of each MLP (intermediate_size)"
 
 
 @pytest.mark.parametrize("override", MISFITS)
@@ -24,6 +32,41 @@ def test_a_misfit_is_told_with_its_key_and_what_to_do(override: str, random_mode
     num_processes, remedy = MISFITS[override]
     with pytest.raises(ValueError, match=f"^{re.escape(f'{override}: {remedy}')}$"):
         check(settings_of(f"model.path={random_model}", "run.dir=there", override), num_processes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "override", "remedy"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 3, "ffn_size": 200}, "parallel.tp=3", f"the model's 200 {FFN}; use one of 1"),
+        ({"num_heads": 6, "num_kv_heads": 3, "ffn_size": 210}, "parallel.tp=3", ""),
+        ({"num_heads": 6, "num_kv_heads": 6, "ffn_size": 202}, "engine.tp=3", f"the model's 202 {FFN}; use one of 1, 2"),
+        (
+            {"num_heads": 6, "num_kv_heads": 3, "ffn_size": 210},
+            "engine.tp=3",
+            "the model's 2 attention heads of the vision tower; use one of 1",
+        ),
+    ],
+)
+def test_every_size_that_is_cut_is_looked_at(sizes: dict, override: str, remedy: str, random_model: Path) -> None:
+    model = replace(read_spec(random_model), **sizes)
+    settings = settings_of(f"model.path={random_model}", "run.dir=there", override)
+    if not remedy:
+        check_sizes(settings, model, 3)
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{override}: does not divide {remedy}')}$"):
+        check_sizes(settings, model, 3)
+
+
+def test_tokens_without_a_row_are_refused_before_anything_is_built(random_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 900
+    (folder / "config.json").write_text(json.dumps(config))
+    last = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
+    said = f"^model.path={folder}: its tokenizer has ids up to {last}, config.json has vocab_size=900, model.embed_tokens.weight has"
+    with pytest.raises(ValueError, match=f"{said} 1024 rows, lm_head.weight has 1024 rows; set vocab_size to 1024 in config.json$"):
+        check(settings_of(f"model.path={folder}", "run.dir=there"), 1)
 
 
 def test_a_frozen_part_beside_adapters(random_model: Path) -> None:
