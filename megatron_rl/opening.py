@@ -29,7 +29,18 @@ def _look(settings: Settings, prompt: Context, *, fleet: Fleet, tell: Callable[[
     tell(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
     questions = {split: fleet.task.examples(split) for split in ("train", "eval")}
     if all(isinstance(of_split, Questions) for of_split in questions.values()):
+        tell_blanked(questions, fleet=fleet, tell=tell)
         tell_misfits(settings, questions, prompt, fleet=fleet, tell=tell)
+
+
+def tell_blanked(questions: dict[str, Questions], *, fleet: Fleet, tell: Callable[[str], None]) -> None:
+    """Warn of questions with names of special tokens, which the policy reads as text."""
+    for split, of_split in questions.items():
+        names = [name for example in of_split if (name := fleet.renderer.find_blanked(str(example.payload["question"])))]
+        if names:
+            remedy = "task.data.allow_grounding_tokens=true keeps those of grounding"
+            rest = names[0][1:]
+            tell(f"warning: task.data.{split}: {len(names)} questions name special tokens, written with a blank, as '< {rest}'; {remedy}")
 
 
 def tell_misfits(

@@ -206,7 +206,8 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
 
 def build_renderer(settings: Settings, *, continues_contexts: bool) -> Renderer:
     """Load the processor and the chat template. Raises ValueError where they do not fit the model or the task's episodes."""
-    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
+    allowed = settings.task.data.allow_grounding_tokens
+    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
     if continues_contexts:
         renderer.require_continuation()
     return renderer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.opening import tell_prompts
+from megatron_rl.opening import tell_blanked, tell_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import VqaTask
 from tests.support.one_process import world_of_one
@@ -73,3 +73,12 @@ def test_a_task_without_files_shows_its_prompt_and_followers_say_nothing(rendere
     assert len(lines) == 1 and lines[0].endswith("assistant") and "user\n    0" in lines[0]
     tell_prompts(settings, fleet=fleet_of(renderer, Scripted(leads=False)), tell=lines.append)
     assert len(lines) == 1
+
+
+def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "question": words} for words in ("Where is <|box_start|>?", "Where?", "Which <|quad_end|>?")]
+    questions = {"train": VqaTask(settings_of(write(tmp_path / "mine.jsonl", rows), room=99, max_failed=0.9).task).examples("train")}
+    lines: list[str] = []
+    tell_blanked(questions, fleet=fleet_of(renderer), tell=lines.append)
+    told = "2 questions name special tokens, written with a blank, as '< |box_start|>'"
+    assert lines == [f"warning: task.data.train: {told}; task.data.allow_grounding_tokens=true keeps those of grounding"]

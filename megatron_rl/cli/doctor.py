@@ -49,7 +49,7 @@ def look_at_model(settings: Settings, report: Report) -> Renderer | None:
     if not look_at_folder(settings.model.path, report, key="model.path"):
         return None
     try:
-        return Renderer(settings.model)
+        return Renderer(settings.model, allow_grounding_tokens=settings.task.data.allow_grounding_tokens)
     except (ValueError, OSError) as error:
         report.fail("tokenizer", of_folder(error, settings.model.path, key="model.path"))
         return None

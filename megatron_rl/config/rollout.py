@@ -197,6 +197,9 @@ class DataSettings:
     vlmblind."""
     shuffle_options: int = 0
     """Seed of the order in which a benchmark's options are shown; 0 shows them as they were published."""
+    allow_grounding_tokens: bool = False
+    """Let questions and observations hold the tokens that Qwen2-VL marks objects and boxes with (<|object_ref_start|>, <|box_start|>,
+    <|quad_start|> and their ends). Otherwise these names, as all special tokens in data, are kept from being tokens by a blank."""
     frames: int = 32
     """Pictures that a benchmark's question shows at most, spread evenly: of videos these are frames."""
 

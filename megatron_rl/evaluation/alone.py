@@ -129,7 +129,8 @@ def _player(settings: Settings, task: Task, source: Source | None, *, world: Wor
 
 
 def _open(settings: Settings, task: Task, source: Source, *, world: World, stop: Stop, closing: ExitStack) -> Fleet:
-    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
+    allowed = settings.task.data.allow_grounding_tokens
+    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
     gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
 
     def tell(line: str) -> None:

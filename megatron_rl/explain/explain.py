@@ -106,7 +106,8 @@ def _read(asked: Asked, world: World) -> tuple[Conditions, Step, Renderer, Model
     settings = settings_of(asked.run, model=asked.model, num_processes=world.size)
     key = "--model" if asked.model else "model.path"
     spec = read_spec(settings.model.path, key=key)
-    return settings, read_step(asked.run, asked.step), Renderer(settings.model), spec
+    renderer = Renderer(settings.model, allow_grounding_tokens=settings.task.data.allow_grounding_tokens)
+    return settings, read_step(asked.run, asked.step), renderer, spec
 
 
 def _title(asked: Asked, step: Step) -> str:

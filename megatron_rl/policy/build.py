@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.config import LoraSettings
@@ -13,8 +14,10 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.transformer import Heads, build_chunks
+from megatron_rl.weights.formats.base_digest import check_base
 from megatron_rl.weights.formats.open import open_source
-from megatron_rl.weights.formats.peft import adapter_table, load_peft, start_adapters
+from megatron_rl.weights.formats.peft import adapter_table, load_peft, read_peft_config, start_adapters
+from megatron_rl.weights.formats.source import told_skipped
 from megatron_rl.weights.stream import Placement, is_of_output_layer, load_hf
 
 
@@ -40,13 +43,19 @@ def load_model(
         layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
         layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
     )  # fmt: skip
-    load_hf(chunks, rows, placement, open_source(Path(path), spec, key=key).read)
+    source = open_source(Path(path), spec, key=key)
+    if source.skipped and dist.get_rank() == 0:
+        print(f"{key}={path}: {told_skipped(source)}", flush=True)
+    load_hf(chunks, rows, placement, source.read)
     targets = lora.targets if lora.rank else []
     vision_names = [row.mcore.removeprefix("vision.") for row in rows if row.mcore.startswith("vision.")]
     adapter_rows = adapter_table(
         targets=targets, num_layers=spec.num_layers, vision_names=vision_names, vision_lora=spec.family.vision_lora
     )
     if lora.path:
+        warning = check_base(read_peft_config(Path(lora.path), key="lora.path"), source, key="lora.path", adapter=lora.path)
+        if warning and dist.get_rank() == 0:
+            print(f"warning: {warning}", flush=True)
         load_peft(chunks, adapter_rows, placement, Path(lora.path), rank=lora.rank, alpha=lora.alpha)
     else:
         start_adapters(chunks, adapter_rows, placement, seed=seed)

@@ -26,6 +26,8 @@ from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, encoded_by
 from megatron_rl.policy.transformer import Heads
 from megatron_rl.types import Batch, Image, Loss, LossMetrics, Rows
+from megatron_rl.weights.formats.base_digest import digest_of
+from megatron_rl.weights.formats.open import open_source
 from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.stream import Export
@@ -62,6 +64,7 @@ class Policy(Learner):
         chunks, bucket_bytes = built.chunks, int(bucket_mib * (1 << 20))
         merged = merged_weights(chunks)
         self.export = Export(chunks, built.rows, built.placement, bucket_bytes=bucket_bytes, merged=merged)
+        self._digest = ""
         self.adapters = Export(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
         self.network = Network(
             chunks, layout, frozen=settings.frozen, lora=self.lora, parallel=parallel, optim=optim, num_steps=num_steps,
@@ -169,12 +172,18 @@ class Policy(Learner):
         named = ((self.spec.released(name), tensor) for name, tensor in self.hf_weights())
         _write_on_main(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
 
+    def _base_digest(self) -> str:
+        """Return the digest of the model that adapters are trained on; computed once."""
+        if not self._digest:
+            self._digest = digest_of(open_source(Path(self.settings.path), self.spec, key="model.path"))
+        return self._digest
+
     def save_adapter(self, out: Path) -> None:
         """Write the adapters as a PEFT folder at `out`, under the same promise as `save_hf`."""
         lora = self.lora
         config = peft_config(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path,
-            vision_lora=self.spec.family.vision_lora,
+            vision_lora=self.spec.family.vision_lora, digest=self._base_digest() if dist.get_rank() == 0 else "",
         )  # fmt: skip
         _write_on_main(self.adapters.tensors(), lambda stream: write_peft(out, stream, config))
 

@@ -43,7 +43,8 @@ def collect(
     reason = ""
     try:
         with run.spans("start"):
-            renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine))
+            allowed = settings.task.data.allow_grounding_tokens
+            renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
             gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
             fleet = build_fleet(
                 settings, task, trainer=Staying(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=run.tell,

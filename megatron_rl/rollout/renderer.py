@@ -40,6 +40,9 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 """How byte-level tokenizers spell a byte."""
 _NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
+GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
+"""Tokens of Qwen2-VL's grounding data. They control nothing."""
+
 
 def small_pixels(engine: EngineSettings) -> int:
     """Pictures of fewer are rendered in the event loop itself, for an engine in this process: its requests come in the same order every
@@ -51,8 +54,8 @@ def small_pixels(engine: EngineSettings) -> int:
 class Renderer:
     """Renders for one checkpoint. `banned_ids` and `stop_ids` are the same for engine and trainer."""
 
-    def __init__(self, model: ModelSettings, *, small_pixels: int = SMALL_PIXELS) -> None:
-        """`small_pixels`: see the function of this name."""
+    def __init__(self, model: ModelSettings, *, small_pixels: int = SMALL_PIXELS, allow_grounding_tokens: bool = False) -> None:
+        """`small_pixels`: see the function of this name; `allow_grounding_tokens`: see DataSettings."""
         self.small_pixels = small_pixels
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
         self._path, self.processor = model.path, load_processor(model.path)
@@ -61,7 +64,8 @@ class Renderer:
         known = self._added = self.tokenizer.get_added_vocab()
         for token in (*_NEVER_SAMPLED, "<|im_end|>"):
             require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give the checkpoint's own tokenizer")
-        self._special = re.compile("|".join(re.escape(token) for token in known if token.startswith("<|")))
+        blanked = [token for token in known if token.startswith("<|") and not (allow_grounding_tokens and token in GROUNDING_TOKENS)]
+        self._special = re.compile("|".join(map(re.escape, blanked)))
         self.image_token_id = known["<|image_pad|>"]
         self.end_id = known["<|im_end|>"]
         self.stop_ids = [self.end_id]
@@ -260,6 +264,11 @@ class Renderer:
             return {**message, "content": self._defused(content)}
         parts = [{**part, "text": self._defused(part["text"])} if part["type"] == "text" else part for part in content]
         return {**message, "content": parts}
+
+    def find_blanked(self, text: str) -> str:
+        """Return the first name of a special token in a text of the data, which is written with a blank; '' where there is none."""
+        found = self._special.search(text)
+        return found[0] if found else ""
 
     def _defused(self, text: str) -> str:
         return self._special.sub(lambda name: f"< {name[0][1:]}", text)

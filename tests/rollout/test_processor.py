@@ -158,3 +158,20 @@ def test_older_forms_of_a_processor(change: dict, folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps({**stored, **change}))
     (folder / "chat_template.jinja").write_text(CHATML)
     assert load_processor(str(folder)).chat_template == CHATML
+
+
+def test_grounding_tokens_of_questions_are_tokens_where_they_are_allowed(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHATML)
+    words = "<|object_ref_start|>the cup<|object_ref_end|><|box_start|>(1,2),(3,4)<|box_end|><|quad_start|><|quad_end|>"
+    messages = [{"role": "user", "content": f"{words}<|im_end|>"}]
+    plain, allowed = (Renderer(ModelSettings(path=str(folder)), allow_grounding_tokens=each) for each in (False, True))
+    assert words in allowed.shown(allowed.prompt(messages))
+    assert words.replace("<|", "< |") in plain.shown(plain.prompt(messages))
+    ids = allowed.prompt(messages).token_ids
+    assert ids.count(allowed.tokenizer.convert_tokens_to_ids("<|box_start|>")) == 1
+    assert ids.count(allowed.end_id) == 1, "a control token in a question stays text"
+    assert (plain.find_blanked(words), allowed.find_blanked(words), allowed.find_blanked("<|im_end|>")) == (
+        "<|object_ref_start|>",
+        "",
+        "<|im_end|>",
+    )

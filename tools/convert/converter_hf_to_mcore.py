@@ -22,7 +22,7 @@ from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.weights.formats.files import copy_companions, whole_or_absent
 from megatron_rl.weights.formats.open import as_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.formats.source import EMBEDDINGS, NamedSource
+from megatron_rl.weights.formats.source import EMBEDDINGS, NamedSource, told_skipped
 from megatron_rl.weights.formats.to_mcore import Import
 from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 
@@ -50,6 +50,8 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             from tools.convert.verify import verify
 
             console.print(verify(hf, partial, dtype=dtype), **PLAIN)
+    if source.skipped:
+        console.print(told_skipped(source), **PLAIN)
     padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]
     left_out = f"; {padding} rows of vocabulary padding (beyond config.vocab_size) left out" if padding else ""
     return f"{len(source.specs)} tensors as {len(plan.written)}, {plan.num_bytes:,} bytes, in {out}{left_out}"

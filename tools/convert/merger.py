@@ -21,7 +21,7 @@ from megatron_rl.weights.formats.merge_lora import Merged
 from megatron_rl.weights.formats.open import as_dtype, critics_part, hf_part, kind_of, open_source
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
-from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names
+from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names, told_skipped
 from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 
 STYLES = ("released", "nested")
@@ -59,6 +59,8 @@ def merge(asked: Merge) -> str:
         if isinstance(source, Merged):
             raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")
         source = Merged(source, asked.lora, key="--lora")
+        if source.warning:
+            print(f"warning: {source.warning}", file=sys.stderr)
     _check_verify(asked, kind, is_merged=isinstance(source, Merged))
     specs = {name: Spec(asked.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
     size = sum(spec.nbytes for spec in specs.values())
@@ -77,6 +79,8 @@ def merge(asked: Merge) -> str:
             asked.out, _tensors(source, specs, named, lambda nbytes: progress.advance(task, nbytes)),
             like=like, pixels=pixels, config=as_dtype(stored, asked.dtype) if asked.dtype else None, check=check,
         )  # fmt: skip
+    if source.skipped:
+        print(told_skipped(source), file=sys.stderr)
     for part in critics_part(asked.checkpoint, key="--checkpoint"):
         print(f"left out: {part} is the critic's", file=sys.stderr)
     for part in lacking:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.weights.formats.base_digest import check_base
 from megatron_rl.weights.formats.peft import read_peft_config
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.source import Source
@@ -20,8 +21,9 @@ class Merged:
     """A source with an adapter added to it. Raises ValueError under the option's name `key` unless all of the adapter has its place."""
 
     def __init__(self, base: Source, adapter: Path, *, key: str) -> None:
-        self.base, self.specs = base, base.specs
-        self.rank, self.scale = _settings(adapter, key=key)
+        self.base, self.specs, self.skipped = base, base.specs, base.skipped
+        config = read_peft_config(adapter, key=key)
+        self.rank, self.scale = config["r"], config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
         self.adapter = HfTensors(adapter, key=key)
         halves: dict[str, set[str]] = {}
         for name in sorted(self.adapter.specs):
@@ -31,6 +33,8 @@ class Merged:
                 raise ValueError(f"{key}={adapter}: {self.adapter.stored_name(name)} has no place in the base model; give its own base")
             halves.setdefault(target, set()).add(end)
         self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
+        self.warning = check_base(config, base, key=key, adapter=adapter)
+        """That the adapter does not say what its base was; or ''."""
 
     def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
         """The names of A and B that are added to a tensor of the base."""
@@ -53,10 +57,3 @@ class Merged:
             return weight
         a, b = (self.adapter.read(half).float() for half in self.pairs[name])
         return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)
-
-
-def _settings(adapter: Path, *, key: str) -> tuple[int, float]:
-    """The rank and the scale of an adapter."""
-    config = read_peft_config(adapter, key=key)
-    rank = config["r"]
-    return rank, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

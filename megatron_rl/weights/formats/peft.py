@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron_rl.jsonl import read_json
 from megatron_rl.models.mapping import PEFT_PREFIX, Row, Tensors, nested
+from megatron_rl.weights.formats.base_digest import DIGEST
 from megatron_rl.weights.formats.files import whole_or_absent
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.stream import Placement, fill, is_adapter
@@ -153,10 +154,10 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
 
 
 def peft_config(
-    *, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str, vision_lora: Mapping[str, str]
+    *, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str, vision_lora: Mapping[str, str], digest: str = ""
 ) -> dict[str, object]:
     """The content of adapter_config.json. `target_modules` is a pattern over whole module names: a list of endings would meet the gate_proj
-    of both towers."""
+    of both towers. `digest`: the base's (base_digest.py)."""
     language = "|".join(re.escape(hf) for target, entries in LANGUAGE.items() if target in targets for _, hf, _ in entries)
     vision = "|".join(pattern for target, pattern in vision_lora.items() if target in targets)
     parts = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
@@ -164,6 +165,7 @@ def peft_config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        **({DIGEST: digest} if digest else {}),
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,

@@ -6,6 +6,7 @@ once, none left over, every shape the one that config.json asks for. The two exc
 config.vocab_size are padding and are cut off, and a stored copy of tied embeddings must equal them to the last bit.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,16 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
+BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|attn\.masked_bias|attn\.bias)")
+"""Tensors that older checkpoints hold and that are computed anew when a model is built: transformers leaves them out, too."""
+
+
 class Source(Protocol):
     """A checkpoint as Hugging Face tensors."""
 
     specs: Mapping[str, Spec]
+    skipped: Sequence[str]
+    """Stored tensors that are no part of the model and were left out: BUFFERS."""
 
     def read(self, name: str) -> torch.Tensor: ...
 
@@ -59,13 +66,20 @@ class Stored(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
+def told_skipped(source: Source) -> str:
+    """Return one line about the tensors that were left out; '' where there are none."""
+    count = len(source.skipped)
+    return f"left out: {count} stored tensors that are computed anew ({_some(list(source.skipped))})" if count else ""
+
+
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
     """Raise ValueError naming what one side has and the other has not."""
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing or unknown:
+        heads = ", and remove what is no part of the model (a value head) from its files" if unknown else ""
         raise ValueError(
-            f"{source}: does not hold exactly the tensors of {target}. "
-            f"Missing: {_some(missing)}; unknown: {_some(unknown)}. Copy the whole checkpoint, and give the config.json that belongs to it"
+            f"{source}: does not hold exactly the tensors of {target}. Missing: {_some(missing)}; unknown: {_some(unknown)}. "
+            f"Copy the whole checkpoint, and give the config.json that belongs to it{heads}"
         )
 
 
@@ -102,7 +116,8 @@ class NamedSource:
         """`num_token_ids`: the tokenizer's largest id plus one; 0 where there is none to compare with."""
         self._stored = stored
         self._has_copy = HEAD in stored.specs and HEAD not in shapes
-        names = stored.specs.keys() - ({HEAD} if self._has_copy else set())
+        self.skipped = sorted(name for name in stored.specs if BUFFERS.fullmatch(name) and name not in shapes)
+        names = stored.specs.keys() - ({HEAD} if self._has_copy else set()) - set(self.skipped)
         check_names(names, shapes, source=str(stored.folder), target="the model that config.json describes")
         check_rows(stored.specs, shapes, num_token_ids=num_token_ids, where=str(stored.folder))
         self.specs = {name: fit(stored.specs[name], name, shape, stored=f"{stored.where(name)}: {name}") for name, shape in shapes.items()}
@@ -123,7 +138,7 @@ class MegatronSource:
     ) -> None:  # fmt: skip
         """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore` or `Row.key`) in all of them; a single
         one where tensors are stored whole. `leave_out`: names that are no part of the model. `num_token_ids`: see NamedSource."""
-        self._ranks = ranks
+        self._ranks, self.skipped = ranks, ()
         spellings = {spelling: row for row in rows for spelling in (row.mcore, row.key)}
         names: dict[str, str] = {}
         for name in sorted(ranks[0].specs.keys() - set(leave_out)):

@@ -1,0 +1,97 @@
+"""The digest of an adapter's base: the same in every format of the same weights, and another for every other model."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.mapping import PEFT_PREFIX
+from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
+from megatron_rl.weights.formats.base_digest import DIGEST, digest_of
+from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.weights.formats.open import open_source
+from megatron_rl.weights.formats.peft import peft_config
+from megatron_rl.weights.formats.source import Source
+
+CHANGED = (
+    "model.layers.3.self_attn.q_proj.weight", "model.layers.3.self_attn.q_proj.bias", "model.layers.3.mlp.down_proj.weight",
+    "model.layers.3.input_layernorm.weight", "visual.blocks.1.attn.qkv.weight", "visual.blocks.1.mlp.down_proj.weight",
+    "visual.merger.mlp.0.weight",
+)  # fmt: skip
+
+
+def opened(folder: Path, like: Path) -> Source:
+    return open_source(folder, read_spec(like), key="model.path")
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_checkpoint_of_megatron_has_the_digest_of_its_origin(
+    kind: str, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, mcore = checkpoints[kind]
+    digest = digest_of(opened(model, model))
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
+    assert digest_of(opened(mcore, model)) == digest
+    source = opened(mcore, model)
+    assert [digest_of(source), digest_of(source)] == [digest, digest]
+    rounded = copy_with(model, tmp_path / "bf16", lambda _, tensor: tensor.bfloat16())
+    assert digest_of(opened(rounded, model)) == digest
+
+
+def copy_with(model: Path, out: Path, change: object) -> Path:
+    out.mkdir()
+    shutil.copy(model / "config.json", out)
+    tensors = {name: change(name, tensor) for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_another_model_has_another_digest(changed: str, random_model: Path, tmp_path: Path) -> None:
+    """Whatever of a block is trained: attention, MLP, tower or merger."""
+    found = []
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not name.replace("language_model.", "").endswith(changed):
+            return tensor
+        found.append(name)
+        return tensor * 1.125
+
+    other = copy_with(random_model, tmp_path / "other", change)
+    assert len(found) == 1
+    assert digest_of(opened(other, random_model)) != digest_of(opened(random_model, random_model))
+
+
+def adapter(folder: Path, *, digest: str) -> Path:
+    folder.mkdir()
+    config = peft_config(
+        rank=2, alpha=4.0, dropout=0.0, targets=["attention"], base="runs/one/final", vision_lora=QWEN2_5_VL.vision_lora, digest=digest
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = f"{PEFT_PREFIX}model.language_model.layers.0.self_attn.o_proj"
+    halves = {f"{name}.lora_A.weight": torch.zeros(2, 128), f"{name}.lora_B.weight": torch.zeros(128, 2)}
+    save_file(halves, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_an_adapter_goes_with_its_own_base_alone(random_model: Path, tied_model: Path, tmp_path: Path) -> None:
+    digest = digest_of(opened(random_model, random_model))
+    own, silent = adapter(tmp_path / "own", digest=digest), adapter(tmp_path / "silent", digest="")
+    assert Merged(opened(random_model, random_model), own, key="--lora").warning == ""
+    with pytest.raises(ValueError, match=rf"^--lora={own}: was trained on another base \(runs/one/final\) than this one; give"):
+        Merged(opened(tied_model, tied_model), own, key="--lora")
+    warning = Merged(opened(tied_model, tied_model), silent, key="--lora").warning
+    assert warning.startswith(f"--lora={silent}: its adapter_config.json has no base_model_digest: that runs/one/final is the base")
+
+
+def test_peft_reads_a_config_with_a_digest(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "own", digest="sha256:0")
+    with pytest.warns(UserWarning, match=DIGEST):
+        config = LoraConfig.from_pretrained(folder)
+    assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (2, 4.0, "runs/one/final")
