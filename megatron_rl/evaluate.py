@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron_rl.config import Settings
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.run import failure_of, require_finite
+from megatron_rl.run_checks import failure_of, require_finite
 from megatron_rl.step_metrics import by_source
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Example, Rollout, Status

@@ -4,7 +4,6 @@ Over 300 lines: one record of the run, with its counters, on every rank.
 """
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +26,15 @@ from megatron_rl.observe.recorder import PICTURES, Recorder, best_and_worst, sto
 from megatron_rl.observe.recorder import write as write_rollouts
 from megatron_rl.observe.trace import STEP, Trace
 from megatron_rl.observe.trace import write as write_trace
+from megatron_rl.run_superseded import supersede_records
 from megatron_rl.step_metrics import Worked, credited_groups, idle
-from megatron_rl.types import Batch, End, NotFinite, Outage, Rollout, RunFailed, Status
+from megatron_rl.types import Batch, End, NotFinite, Rollout
 from megatron_rl.world import World, gather, on_main_rank, together
 
 CONFIG, EVALUATION, FINAL, CHECKPOINTS = "config.yaml", "eval.json", "final", "checkpoints"
 """Of a run folder: its settings, the mark that it is finished, the model, and the training states."""
+PROMPTS, ADAPTER = "prompts.jsonl", "adapter"
+"""Of a run folder: the statistics of each example, and the LoRA adapter that was trained."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class Run:
     """The run folder, written by the main rank alone; the clock and the history exist on every rank."""
 
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
-        """`first_step` steps were done by an earlier life of the run, with this history; what it left of later ones is forgotten."""
+        """`first_step` steps were done by an earlier life of the run, with this history; records of later ones move to superseded/."""
         self.folder = Path(settings.run.dir)
         self.final = self.folder / FINAL
         self.history = history or History()
@@ -101,14 +103,20 @@ class Run:
             return
         with self.spans("start"), writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / EVALUATION).unlink(missing_ok=True)  # the run is not finished from here on
+            first_line = first_step - bool(self.history.owed)
+            superseded = supersede_records(
+                self.folder, first_step=first_step, first_line=first_line, num_steps=num_steps, results=(EVALUATION, PROMPTS),
+                models=(FINAL, ADAPTER),
+            )  # fmt: skip
+            if superseded and superseded[1]:
+                self.tell(f"{superseded[1]} recorded steps are done again; their records are kept in {superseded[0]}")
             config = asdict(settings)
             replace_bytes(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
             self.log = MetricsLog(
-                self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_step - bool(self.history.owed)
+                self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_line
             )  # fmt: skip
-            self.recorder = Recorder(self.folder, **self._recorded, start_step=first_step)
-            self.bank = Bank(self.folder, limit_gb=settings.run.record_gb, start_step=first_step)
+            self.recorder = Recorder(self.folder, **self._recorded)
+            self.bank = Bank(self.folder, limit_gb=settings.run.record_gb)
 
     @contextmanager
     def rolling_out(self, busy_s: Callable[[], float]) -> Iterator[None]:
@@ -218,7 +226,7 @@ class Run:
             replace_bytes(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
-            replace_lines(self.folder / "prompts.jsonl", lines)
+            replace_lines(self.folder / PROMPTS, lines)
 
     def close(self) -> None:
         """Close the logs and the display; what was written stays."""
@@ -257,6 +265,11 @@ def published(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"))
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the number of steps that a published checkpoint is of."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def reached(metrics: Mapping[str, float]) -> str:
     """What an evaluation found, as in `greedy 83.3%, sampled 74.3%`."""
     if not metrics:
@@ -275,39 +288,3 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(f"run.dir={folder}: could not be written ({error}); free space or choose another folder") from error
-
-
-def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
-    """End the run when more than `limit` of a step's rollouts failed through our own fault."""
-    failed, num = [rollout for rollout in rollouts if rollout.status is Status.FAILED], len(rollouts)
-    if len(failed) > limit * num:
-        raise failure_of(failed, f"{len(failed)} of {num} rollouts failed, above run.max_failed={limit}", num=num, limit=limit)
-
-
-def failure_of(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
-    """What ends a run of whose `num` rollouts these failed, more than `limit` of them: an Outage, unless those that no waiting mends
-    (End.LASTING_FAULT) are enough for it."""
-    lasting = [rollout.reason for rollout in failed if rollout.end is End.LASTING_FAULT]
-    if len(lasting) > limit * num or len(lasting) == num:
-        return RunFailed(f"{line}; first reason: {lasting[0]}")
-    first = next(rollout.reason for rollout in failed if rollout.end is not End.LASTING_FAULT)
-    return Outage(f"{line}; first reason: {first}; the same command goes on")
-
-
-def require_finite(rollouts: list[Rollout]) -> None:
-    """NotFinite: a reward is no number, or an engine's logprob is none: the weights that it serves are broken."""
-    for rollout in rollouts:
-        name = f"{rollout.example_id}#{rollout.sample}"
-        if rollout.reward is not None and not math.isfinite(rollout.reward):
-            raise NotFinite(f"task={rollout.task}: {name} was rewarded {rollout.reward}; mend its reward function")
-        for number, context in enumerate(rollout.contexts):
-            for place, logprob in enumerate(context.engine_logprobs):
-                if not math.isfinite(logprob):
-                    raise NotFinite(f"the engine's logprob of token {place} of context {number} of {name} is {logprob}")
-
-
-def check_improvement(returns: list[float]) -> None:
-    """End the run with an error unless its last 10 steps return more than its first 10."""
-    first, last = statistics.fmean(returns[:10]), statistics.fmean(returns[-10:])
-    if last <= first:
-        raise RunFailed(f"no improvement: mean return {last:.3f} over the last 10 steps, {first:.3f} over the first 10")

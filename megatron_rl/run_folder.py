@@ -3,7 +3,12 @@
     no step was recorded in it                               the run begins, whatever the settings were
     finished, and the settings are the same                  nothing is left to do
     the same settings, more steps, or changes of FREE        the run goes on from its newest checkpoint, or begins again where there is none
+    the same, but the run has finished, or stopped in        refused without checkpoint.allow_repeat
+      order, behind its newest checkpoint
     any other change                                         refused, unless run.overwrite moves the folder aside
+A finished run (eval.json and final/) has done all its steps; one that stopped in order wrote ended.json, with the step of the checkpoint
+that it left. After all other ends (a kill, an error) the steps behind the newest checkpoint are done again, and run_superseded.py keeps
+what was recorded of them.
 Settings are compared with those of config.yaml. The lock is one of fcntl's, on RUN/.lock, held by rank 0; on NFS it was not tried.
 """
 
@@ -24,12 +29,15 @@ import yaml
 
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import read_json, replace_bytes, to_number
-from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, writing
+from megatron_rl.observe.metrics import METRICS_FILE
+from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, step_of, writing
+from megatron_rl.run_superseded import SUPERSEDED
 from megatron_rl.world import on_main_rank
 
 LOCK = ".lock"
 ENDED = "ended.json"
-"""How the run's last life ended where it did not finish: {"state": "stopped" or "failed", "line": why}. A kill leaves none."""
+"""How the last attempt ended if it did not finish: {"state": "stopped" or "failed", "line": why, "step": of the newest checkpoint}. A kill
+leaves none."""
 FREE = (
     "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry",
     "run.overwrite", "run.grace_s", "run.max_failed", "run.patience_s", "run.host_gb", "run.record", "run.record_gb", "run.record_best",
@@ -129,30 +137,53 @@ def _leave_word(folder: Path, kind: type[BaseException] | None, error: BaseExcep
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
     line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
+    step = max(map(step_of, published(folder / CHECKPOINTS)), default=0)
+    ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": step}
     with suppress(OSError):  # the disk may be what the run ends for
-        replace_bytes(folder / ENDED, json.dumps({"state": "stopped" if is_stopped else "failed", "line": line}).encode())
+        replace_bytes(folder / ENDED, json.dumps(ended).encode())
 
 
 def look(folder: Path, settings: Settings) -> Standing:
     """What a run with these settings would meet in the folder."""
-    metrics, newest = folder / "metrics.jsonl", next(reversed(published(folder / CHECKPOINTS)), None)
+    metrics, newest = folder / METRICS_FILE, next(reversed(published(folder / CHECKPOINTS)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
         return Standing()
     try:
         stored = read_settings(folder / CONFIG)
         changes = changed(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
-    except (OSError, ValueError, AttributeError) as error:
+        num_steps = sum(stored["sft"]["steps"]) if settings.stage == "sft" else int(stored["run"]["steps"])
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         return Standing(refusal=f"holds a run whose {CONFIG} cannot be read ({' '.join(str(error).split())[:200]})")
     others = {key: values for key, values in changes.items() if not may_change(key, *values)}
     if others:
         return Standing(refusal=f"holds a run with other settings: {told(others)}")
-    if not ((folder / EVALUATION).is_file() and (folder / FINAL / "config.json").is_file()):
-        return Standing(newest=newest, changes=changes)
-    if STEPS[settings.stage] not in changes:
+    is_finished = (folder / EVALUATION).is_file() and (folder / FINAL / "config.json").is_file()
+    if is_finished and STEPS[settings.stage] not in changes:
         return Standing(is_finished=True)
-    if newest is None:
-        return Standing(refusal=f"holds a finished run without a checkpoint to go on from: {told(changes)}")
+    num_done = num_steps if is_finished else _stopped_after(folder)
+    if num_done > (step_of(newest) if newest else 0) and not settings.checkpoint.allow_repeat:
+        refusal = _repetition(folder, newest, num_done=num_done)
+        return Standing(refusal=f"{told(changes)}: {refusal}" if changes else refusal)
     return Standing(newest=newest, changes=changes)
+
+
+def _stopped_after(folder: Path) -> int:
+    """Return the step of the checkpoint that a run left when it stopped in order, 0 if it ended in another way."""
+    try:
+        ended = read_json(folder / ENDED)
+        return int(ended["step"]) if ended["state"] == "stopped" else 0
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+
+
+def _repetition(folder: Path, newest: Path | None, *, num_done: int) -> str:
+    """Return why a run that has done num_done steps does not go on from an older checkpoint unasked."""
+    saved = step_of(newest) if newest else 0
+    has = f"the newest checkpoint is of step {saved}" if newest else "there is no checkpoint"
+    return (
+        f"{has}, and the run has done {num_done} steps: going on would do {num_done - saved} steps again "
+        f"(checkpoint.allow_repeat=true does, and keeps their records in {folder / SUPERSEDED})"
+    )
 
 
 def _evaluation_in(folder: Path) -> dict[str, float]:

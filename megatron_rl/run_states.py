@@ -127,10 +127,10 @@ class Checkpoints:
             if self._critic is not None:
                 self._critic.load(self._start / _CRITIC, seed=self._settings.run.seed)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, is_last: bool = False) -> None:
         """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
-        every = self._settings.checkpoint.every
-        if (every and step % every == 0) or self._is_late():
+        every, save_last = self._settings.checkpoint.every, self._settings.checkpoint.save_last
+        if (every and step % every == 0) or (is_last and save_last) or self._is_late():
             self._begin(step)
 
     def _is_late(self) -> bool:

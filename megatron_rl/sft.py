@@ -52,7 +52,7 @@ def warm_start(
                 with run.keeping(batches, step=step, complete=policy.complete):
                     metrics = policy.update(batches, likelihood, step=step)
             with run.spans("checkpoint"):
-                checkpoints.begin(step + 1)
+                checkpoints.begin(step + 1, is_last=step + 1 == sum(sft.steps))
             with run.spans("record"):
                 run.record(step, metrics)
             if step + 1 < sum(sft.steps):  # the last one is judged by the final evaluation

@@ -34,7 +34,8 @@ from megatron_rl.recorded.replay import check_recorded
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.server import check_servers
-from megatron_rl.run import Result, Run, check_improvement, writing
+from megatron_rl.run import ADAPTER, Result, Run, writing
+from megatron_rl.run_checks import check_improvement
 from megatron_rl.run_folder import held
 from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.services.engines import check_started, engines
@@ -214,7 +215,8 @@ def build_renderer(settings: Settings, *, continues_contexts: bool) -> Renderer:
 
 
 def finish(settings: Settings, parts: Parts, fleet: Fleet | None) -> None:
-    """Evaluate what was trained, where there are engines, and save it; it is saved although the evaluation failed."""
+    """Evaluate what was trained, where there are engines, and save it; it is saved although the evaluation failed, or the checkpoint had no
+    room."""
     policy, record, checkpoints = parts.policy, parts.run, parts.checkpoints
     parts.stop.check()
     with record.spans("evaluate"):
@@ -222,13 +224,16 @@ def finish(settings: Settings, parts: Parts, fleet: Fleet | None) -> None:
     with record.spans("checkpoint"):
         if failure is None and record.first_step == record.num_steps:  # all was trained by an earlier life
             checkpoints.paid(history=record.history, metrics=evaluation)
-        checkpoints.step_done(record.num_steps, history=record.history, metrics=evaluation)
-        checkpoints.settle()
+        try:
+            checkpoints.step_done(record.num_steps, history=record.history, metrics=evaluation)
+            checkpoints.settle()
+        except OSError as error:  # the same on every rank; what was written of it is gone, which may make room for the model
+            failure = failure or error
     card = make_model_card(settings, metrics=evaluation, num_steps=record.num_steps, folder=record.final)
     with record.spans("save"), writing(record.folder), fleet.away() if fleet else nullcontext():
         policy.save_hf(record.final, card=card)
         if settings.lora.rank:
-            policy.save_adapter(record.folder / "adapter")
+            policy.save_adapter(record.folder / ADAPTER)
     if failure is not None:
         raise failure
     if STAGES[settings.stage].is_rl and settings.run.require_improvement:

@@ -31,7 +31,8 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.recorded.replay import Replay
 from megatron_rl.rollout.audience import Audience
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.run import History, Run, check_failures, require_finite
+from megatron_rl.run import History, Run
+from megatron_rl.run_checks import check_failures, require_finite
 from megatron_rl.run_states import Checkpoints
 from megatron_rl.step_metrics import merge_updates, rollout_metrics, staleness_metrics, value_metrics
 from megatron_rl.stop import Stop
@@ -72,7 +73,7 @@ def train(
             told = audience.serve(policy.hf_weights, step=step + 1) if audience else {}
 
         with spans("checkpoint"):
-            checkpoints.begin(step + 1)
+            checkpoints.begin(step + 1, is_last=step + 1 == settings.run.steps)
 
         with spans("sync"):
             fleet.serve(policy.hf_weights(), version=step + 1)

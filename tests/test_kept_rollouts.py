@@ -17,7 +17,8 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batch import empty_batch
 from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, SelectSettings, Settings
 from megatron_rl.observe.recorder import read
-from megatron_rl.run import Run, require_finite
+from megatron_rl.run import Run
+from megatron_rl.run_checks import require_finite
 from megatron_rl.types import Batch, Context, Image, NotFinite, Rollout, Status, Turn
 from megatron_rl.world import connect, place
 

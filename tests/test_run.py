@@ -15,7 +15,8 @@ from megatron_rl.config import AlgoSettings, RunSettings, SelectSettings, Settin
 from megatron_rl.observe.memory import GB, largest, peaks
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import Progress
-from megatron_rl.run import History, Run, check_failures, check_improvement
+from megatron_rl.run import History, Run
+from megatron_rl.run_checks import check_failures, check_improvement
 from megatron_rl.step_metrics import idle, merge_updates, rollout_metrics, staleness_metrics
 from megatron_rl.types import End, Outage, Rollout, RunFailed, Status, ToolCall
 from megatron_rl.world import World

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatron_rl.config import ListenerSettings, ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
-from megatron_rl.run_folder import FREE, LOCK, held, lock, look, may_change
+from megatron_rl.run_folder import ENDED, FREE, LOCK, held, lock, look, may_change
 from megatron_rl.tasks.options import AlfworldOptions, LewisSpeakerOptions
 from tests.support.one_process import world_of_one
 
@@ -45,12 +45,17 @@ def settings_of(folder: Path, *, stage: str = "rl", **changes: object) -> Settin
 
 
 def leave(folder: Path, state: str, *, stage: str = "rl") -> None:
-    """What a run with the settings above has left: 'config', then also 'steps', 'checkpoint', 'finished', in words."""
+    """What a run with the settings above has left: 'config', then also 'steps', 'checkpoint' (of step 20), 'last' (that of step 40),
+    'finished', 'stopped' (at step 40), in words."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of(folder, stage=stage)), sort_keys=False))
     (folder / "metrics.jsonl").write_text('{"step": 0}\n' if "steps" in state else "")
     if "checkpoint" in state:
         (folder / "checkpoints" / "step_00000020").mkdir(parents=True)
+    if "last" in state:
+        (folder / "checkpoints" / "step_00000040").mkdir(parents=True)
+    if "stopped" in state:
+        (folder / ENDED).write_text(json.dumps({"state": "stopped", "line": "", "step": 40}))
     if "finished" in state:
         (folder / "final").mkdir()
         (folder / "final" / "config.json").write_text("{}")
@@ -62,6 +67,7 @@ MANY = {**FREELY, "engine": {"kv_cache_mib": 7}, "checkpoint": {"every": 3}, "wa
 HEARD = LewisSpeakerOptions(
     log="here/log.jsonl", sheets="here/sheets", witnesses={"frozen": "http://a:9"}, witness_token_files={"frozen": "t"}
 )  # fmt: skip
+REPEAT = {"checkpoint": {"allow_repeat": True}}
 BEGINS, RESUMES, FINISHED, REFUSED = "begins", "resumes", "finished", "refused"
 TABLE = [  # what lies there, what is changed, what becomes of it
     ("config", {}, BEGINS), ("config", LR, BEGINS), ("config", LONGER, BEGINS),
@@ -76,8 +82,12 @@ TABLE = [  # what lies there, what is changed, what becomes of it
     ("steps checkpoint", {"model": {"frozen": ["vision"]}}, REFUSED),
     ("steps checkpoint", {"task": {"name": "other"}}, REFUSED),
     ("steps checkpoint finished", {}, FINISHED), ("steps finished", {}, FINISHED), ("steps finished", MANY, FINISHED),
-    ("steps checkpoint finished", LONGER, RESUMES), ("steps finished", LONGER, REFUSED), ("steps finished", SHORTER, REFUSED),
-    ("steps finished", LR, REFUSED), ("steps checkpoint finished", {**LONGER, **LR}, REFUSED),
+    ("steps last finished", LONGER, RESUMES), ("steps checkpoint last finished", LONGER, RESUMES),
+    ("steps checkpoint finished", LONGER, REFUSED), ("steps checkpoint finished", {**LONGER, **REPEAT}, RESUMES),
+    ("steps finished", LONGER, REFUSED), ("steps finished", {**LONGER, **REPEAT}, BEGINS), ("steps finished", SHORTER, REFUSED),
+    ("steps last stopped", {}, RESUMES), ("steps checkpoint stopped", {}, REFUSED), ("steps checkpoint stopped", REPEAT, RESUMES),
+    ("steps stopped", {}, REFUSED), ("steps stopped", REPEAT, BEGINS),
+    ("steps finished", LR, REFUSED), ("steps last finished", {**LONGER, **LR}, REFUSED),
 ]  # fmt: skip
 
 
@@ -107,7 +117,7 @@ def test_a_task_without_options_of_its_own_goes_on(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_of_a_warm_start_only_the_last_stage_grows(steps: list[int], splits: list[str], expected: str, tmp_path: Path) -> None:
-    leave(tmp_path, "steps checkpoint finished", stage="sft")
+    leave(tmp_path, "steps last finished", stage="sft")
     assert outcome(tmp_path, settings_of(tmp_path, stage="sft", sft={"steps": steps, "splits": splits})) == expected
     assert outcome(tmp_path, settings_of(tmp_path, stage="rl", sft={"steps": steps, "splits": splits})) == REFUSED
 
@@ -175,6 +185,36 @@ def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.Capt
         with held(settings_of(tmp_path, **changes)) as evaluation:
             assert evaluation is None
         assert capsys.readouterr().out == f"resume: {tmp_path}/checkpoints/step_00000020{line}\n"
+
+
+def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_path: Path) -> None:
+    for number, (state, changes, has) in enumerate((
+        ("steps checkpoint finished", LONGER, "run.steps=60 (was 40): the newest checkpoint is of step 20"),
+        ("steps checkpoint stopped", {}, "the newest checkpoint is of step 20"),
+        ("steps stopped", {}, "there is no checkpoint"),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        leave(folder, state)
+        repeats = 20 if "checkpoint" in state else 40
+        told = (
+            f"run.dir={folder}: {has}, and the run has done 40 steps: going on would do {repeats} steps again "
+            f"(checkpoint.allow_repeat=true does, and keeps their records in {folder}/superseded); "
+            "run.overwrite=true moves it aside, or choose another folder"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), held(settings_of(folder, **changes)):
+            pass
+        assert (folder / ENDED).exists() == ("stopped" in state), "a refusal leaves the folder as it was"
+
+
+def test_a_run_that_is_stopped_while_it_starts_after_a_crash_goes_on(tmp_path: Path) -> None:
+    """Killed at step 30 with a checkpoint of step 20; the next attempt is asked to stop before it has a step. Nobody lost a checkpoint."""
+    leave(tmp_path, "steps checkpoint")
+    with held(settings_of(tmp_path)):
+        pass
+    assert json.loads((tmp_path / ENDED).read_text()) == {"state": "stopped", "line": "", "step": 20}
+    assert outcome(tmp_path, settings_of(tmp_path)) == RESUMES
+    (tmp_path / ENDED).write_text("half a lin")
+    assert outcome(tmp_path, settings_of(tmp_path)) == RESUMES, "what cannot be read counts as a crash"
 
 
 def test_a_finished_run_is_told_by_its_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,7 @@ def test_a_life_leaves_its_word(tmp_path: Path) -> None:
         return ""
 
     def word(folder: Path) -> dict | None:
+        """With the step of the newest checkpoint, which decides what the next attempt may repeat."""
         return json.loads((folder / ENDED).read_text()) if (folder / ENDED).exists() else None
 
     folder = tmp_path / "run"
@@ -135,15 +136,15 @@ def test_a_life_leaves_its_word(tmp_path: Path) -> None:
         leave(folder, "steps checkpoint")
         with pytest.raises(RuntimeError):
             live(folder, error=RuntimeError("gloo:\n closed"))
-        assert word(folder) == {"state": "failed", "line": "gloo: closed"}
+        assert word(folder) == {"state": "failed", "line": "gloo: closed", "step": 20}
         with pytest.raises(ValueError, match="other settings"):
             live(folder, optim={"lr": 0.25})
-        assert word(folder) == {"state": "failed", "line": "gloo: closed"}
-        assert live(folder) == "" and word(folder) == {"state": "stopped", "line": ""}
+        assert word(folder) == {"state": "failed", "line": "gloo: closed", "step": 20}
+        assert live(folder) == "" and word(folder) == {"state": "stopped", "line": "", "step": 20}
         with pytest.raises(KeyboardInterrupt):
             live(folder, error=KeyboardInterrupt())
-        assert word(folder) == {"state": "stopped", "line": ""}
+        assert word(folder) == {"state": "stopped", "line": "", "step": 20}
         with pytest.raises(KeyError):
             live(folder, error=KeyError())
-        assert word(folder) == {"state": "failed", "line": "KeyError"}
+        assert word(folder) == {"state": "failed", "line": "KeyError", "step": 20}
         assert live(folder, finishes=True) == "" and word(folder) is None

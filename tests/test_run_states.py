@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,6 +145,21 @@ def test_a_clock_writes_checkpoints_too(settings: Settings) -> None:
     checkpoints.begin(8)
     checkpoints.settle()
     assert len(names(settings)) == 3
+
+
+def test_the_last_step_leaves_a_checkpoint(settings: Settings) -> None:
+    """By default, whenever the others are due; save_last=false leaves it to them."""
+    for save_last, every, expected in ((True, 0, ["step_00000003"]), (False, 0, []), (False, 3, ["step_00000003"])):
+        settings.checkpoint = CheckpointSettings(every=every, every_s=0.0, save_last=save_last)
+        shutil.rmtree(Path(settings.run.dir) / "checkpoints", ignore_errors=True)
+        (Path(settings.run.dir) / "checkpoints").mkdir()
+        checkpoints = Checkpoints(settings, SlowPolicy(), start=None)
+        for step in (1, 2, 3):
+            checkpoints.begin(step, is_last=step == 3)
+            checkpoints.step_done(step, history=History(), metrics={})
+        checkpoints.settle()
+        assert names(settings) == expected
+    assert CheckpointSettings().save_last
 
 
 def test_a_checkpoint_can_be_had_at_once(settings: Settings) -> None:

@@ -111,8 +111,11 @@ class Watching(Played):
         return super().take(number, enough=enough)
 
 
-def live(settings: Settings, *, critic: Learner | None = None, stopped_after: int | None = None, fleet: Played | None = None) -> Learner:
-    """A life of the run, from where the last one stopped."""
+def live(
+    settings: Settings, *, critic: Learner | None = None, stopped_after: int | None = None, fleet: Played | None = None,
+    evaluation: dict[str, float] | None = None,
+) -> Learner:  # fmt: skip
+    """A life of the run, from where the last one stopped. With a final evaluation it finishes, as start.finish does it."""
     policy = Learner()
     checkpoint, state = find(settings)
     run = Run(settings, place(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
@@ -134,6 +137,12 @@ def live(settings: Settings, *, critic: Learner | None = None, stopped_after: in
             checkpoints=checkpoints,
             stop=stop,
         )
+        if evaluation is not None:
+            checkpoints.step_done(run.num_steps, history=run.history, metrics=evaluation)
+            checkpoints.settle()
+            run.final.mkdir(exist_ok=True)
+            (run.final / "config.json").write_text(str(run.num_steps))
+            run.finish(evaluation)
     except Stopped:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
     finally:

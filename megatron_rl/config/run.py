@@ -92,6 +92,11 @@ class CheckpointSettings:
     """Newest checkpoints that are kept when older ones are removed."""
     keep_best: int = 1
     """Checkpoints with the highest held-out greedy success that are kept besides the newest; those without an evaluation do not count."""
+    save_last: bool = True
+    """Write one of the run's last step, so that a finished run can be made longer; costs the disk of one checkpoint beside RUN/final."""
+    allow_repeat: bool = False
+    """Go on from the newest checkpoint although a run that ended in order has done later steps: these are done again, and what they
+    left is kept in RUN/superseded. Without it that is refused. After a crash the steps since the newest checkpoint are always repeated."""
     background: bool = True
     """Write while training goes on; the folder appears when it is complete."""
 

@@ -75,9 +75,9 @@ class Held:
 
 
 class Bank:
-    """Writes into one run folder, on the main rank. One that starts at step k forgets the steps >= k of an earlier life of the run."""
+    """Writes into one run folder, on the main rank. Steps that are done again were moved away before (run_superseded.py)."""
 
-    def __init__(self, run_dir: Path, *, limit_gb: float, start_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, *, limit_gb: float) -> None:
         self._folder, self._limit = run_dir / FOLDER, limit_gb * GB
         self._steps: dict[int, Held] = {}
         self._sizes: dict[str, int] = {}
@@ -87,14 +87,11 @@ class Bank:
         self.num_gone = 0
         """Rollouts of this life's bank that made room for later ones."""
         for path in steps(self._folder):
-            if step_of(path) >= start_step:
-                path.unlink()
-            else:
-                try:
-                    self._hold(path)
-                except (pa.ArrowException, KeyError, TypeError) as error:
-                    told = " ".join(str(error).split())[:SHOWN_CHARACTERS]
-                    raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
+            try:
+                self._hold(path)
+            except (pa.ArrowException, KeyError, TypeError) as error:
+                told = " ".join(str(error).split())[:SHOWN_CHARACTERS]
+                raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
 
     def record(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
         """Write a step for which `rounds` of prompts were dealt, and remove what the limit has no room for; the newest step stays."""
@@ -118,7 +115,7 @@ class Bank:
 
     def _hold(self, path: Path) -> None:
         table = pq.read_table(path, columns=["images"])
-        keys = frozenset(key for images in table["images"].to_pylist() for key, _ in images)
+        keys = _keys(table)
         self._steps[step_of(path)] = Held(table.num_rows, path.stat().st_size, keys)
         files = {key: self._folder / name_of(key) for key in keys - self._sizes.keys()}
         self._sizes |= {key: file.stat().st_size if file.exists() else 0 for key, file in files.items()}  # somebody may have removed one
@@ -179,6 +176,18 @@ def summary(rollout: Rollout, *, step: int, place: int) -> dict[str, Any]:
         "oldest_version": rollout.oldest_version,
         "said": "\n".join(turn.text for turn in rollout.turns),
     }
+
+
+def keys_in_step(path: Path) -> frozenset[str]:
+    """Return the keys of the pictures that a step's file shows; of a damaged file none."""
+    try:
+        return _keys(pq.read_table(path, columns=["images"]))
+    except (pa.ArrowException, KeyError, TypeError):
+        return frozenset()
+
+
+def _keys(table: pa.Table) -> frozenset[str]:
+    return frozenset(key for images in table["images"].to_pylist() for key, _ in images)
 
 
 def num_rows(path: Path) -> int:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.config import TrackioSettings, WandbSettings, require
-from megatron_rl.jsonl import read_lines, replace_bytes, replace_lines, to_line, to_number
+from megatron_rl.jsonl import read_lines, replace_bytes, to_line, to_number
 from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
@@ -20,9 +20,8 @@ PREDICTIONS = ("step", "kind", "example", "sample", "reward", "end", "picture", 
 class MetricsLog:
     """One line a step in metrics.jsonl, the same numbers in TensorBoard files and, if wandb.mode and trackio.mode say so, there.
 
-    Only the main rank makes one. A log that starts at step k forgets everything an earlier life of the run wrote about steps >= k
-    (metrics.jsonl is replaced atomically; TensorBoard readers are told to purge; trackio's run is written anew), so a resumed run leaves
-    what an unbroken one would have.
+    Only the main rank makes one. A log that starts at step k continues a metrics.jsonl of the steps before k (run_superseded.py has moved
+    the later ones); TensorBoard readers are told to purge steps >= k, and trackio's run is written anew.
     """
 
     def __init__(
@@ -33,8 +32,6 @@ class MetricsLog:
 
         run_dir.mkdir(parents=True, exist_ok=True)
         path = self._path = run_dir / METRICS_FILE
-        if path.exists():
-            replace_lines(path, [line for line in read_metrics(path) if line["step"] < start_step])
         self._lines = path.open("a", encoding="ascii")
         self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step)
         self._wandb = None if wandb_settings.mode == "disabled" else _start_wandb(run_dir, wandb_settings, config)

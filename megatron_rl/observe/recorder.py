@@ -46,15 +46,12 @@ class Entry:
 
 
 class Recorder:
-    """Writes into one run folder, on the main rank. One that starts at step k forgets the steps >= k of an earlier life of the run."""
+    """Writes into one run folder, on the main rank. Steps that are done again were moved away before (run_superseded.py)."""
 
-    def __init__(self, run_dir: Path, *, best: int, worst: int, start_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, *, best: int, worst: int) -> None:
         assert min(best, worst) >= 0, f"best={best}, worst={worst}"
         self._folder = run_dir / FOLDER
         self._best, self._worst = best, worst
-        for stale in sorted(self._folder.glob("step_*.jsonl")):
-            if int(stale.stem.removeprefix("step_")) >= start_step:
-                stale.unlink()
 
     def record(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Write the best, then the worst of a step (best_and_worst).

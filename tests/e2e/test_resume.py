@@ -134,7 +134,8 @@ def warm(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def unbroken(warm: Path) -> Path:
     folder = warm.parent / "unbroken"
-    end(begin(*GRPO, f"model.path={warm / 'final'}", f"run.dir={folder}"))
+    end(begin(*GRPO, f"model.path={warm / 'final'}", f"run.dir={folder}", "checkpoint.save_last=false"))
+    assert not (folder / "checkpoints").exists()
     steps = read_metrics(folder / "metrics.jsonl")[:-1]
     assert len({step["reward/mean"] for step in steps}) > 2 and steps[-1]["policy/kl_reference"] > 1e-6, "nothing to tell apart"
     check_selection(folder, steps)
@@ -317,10 +318,12 @@ def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) ->
 
 
 def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_model: Path, tmp_path: Path) -> None:
-    """From step 36, the first of the second stage's five; what the run had left of later steps is forgotten."""
+    """From step 36, the first of the second stage's five; what the run had left of later steps is kept apart. Made longer when it has
+    finished, it goes on behind its last step."""
     run = tmp_path / "sft"
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "step_00000040")
     overrides = (*SFT, f"model.path={learning_model}", f"run.dir={run}")
     life = begin(*overrides)
     while "sft step 37/40" not in life.output.read_text():
@@ -334,6 +337,17 @@ def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_mode
     output = end(begin(*overrides))
     assert f"sft step {step + 1}/40" in output and f"sft step {step}/40" not in output
     check_equal(run, warm)
+    superseded = run / "superseded" / "step_00000036"
+    assert [line["step"] for line in read_metrics(superseded / "metrics.jsonl")] == [36, 37, 38, 39, 40]
+    assert (superseded / "eval.json").read_bytes() == (warm / "eval.json").read_bytes()
+
+    output = end(begin(*overrides, "sft.steps=[35,6]"))
+    assert f"resume: {run}/checkpoints/step_00000040; changed since: " in output
+    assert "sft step 41/41" in output and "sft step 40/41" not in output
+    shorter, longer = (read_metrics(folder / "metrics.jsonl") for folder in (warm, run))
+    assert [line["step"] for line in longer] == list(range(42))
+    assert [line["loss"] for line in longer[:40]] == [line["loss"] for line in shorter[:40]]
+    assert longer[39]["eval/greedy_success"] == shorter[40]["eval/greedy_success"], "the evaluation that ended the shorter run stays"
 
 
 def test_a_disk_that_fills_up_in_the_background_ends_the_run(random_model: Path, tmp_path: Path) -> None:

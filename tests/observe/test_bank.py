@@ -108,24 +108,22 @@ def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
     figures = bank.figures()
     assert round(figures["bank/gb"] * 1e9) == bytes_of(folder) - lines > 4 * BYTES and figures["bank/episodes"] == 5
     room = (bytes_of(folder) - lines) / 1e9
-    bank = Bank(tmp_path, limit_gb=room, start_step=2)
+    bank = Bank(tmp_path, limit_gb=room)
     bank.record(2, [rollout(3, 1.0, images=(picture(3, width=112, height=112),))], rounds=1)
     left = {path.stem for path in (folder / "images").iterdir()}
     assert left == {keys[1], keys[2], keys[3]} and [path.name for path in steps(folder)] == ["step_000001.parquet", "step_000002.parquet"]
     assert bank.figures() == {"bank/gb": pytest.approx(bank.figures()["bank/gb"]), "bank/episodes": 3.0, "bank/episodes_gone": 3.0}
     assert len(read_rollouts(path_of(folder, 1))) == 2, "its pictures are all there"
-    tiny = Bank(tmp_path, limit_gb=1e-9, start_step=3)
+    tiny = Bank(tmp_path, limit_gb=1e-9)
     tiny.record(3, many(3), rounds=1)
     assert [path.name for path in steps(folder)] == ["step_000003.parquet"], "the newest stays whatever it takes"
 
 
-def test_later_steps_of_an_earlier_life_are_forgotten(tmp_path: Path) -> None:
+def test_a_bank_holds_what_lies_there(tmp_path: Path) -> None:
     bank = Bank(tmp_path, limit_gb=1.0)
     for step in range(4):
         bank.record(step, many(2), rounds=1)
-    bank = Bank(tmp_path, limit_gb=1.0, start_step=2)
-    assert [path.stem for path in steps(tmp_path / "rollouts")] == ["step_000000", "step_000001"]
-    assert bank.figures()["bank/episodes"] == 4.0
+    assert Bank(tmp_path, limit_gb=1.0).figures()["bank/episodes"] == 8.0
     assert Bank(tmp_path / "new", limit_gb=1.0).figures() == {}
 
 
@@ -143,12 +141,12 @@ def test_spoiled_files_of_an_earlier_life(tmp_path: Path) -> None:
         assert told_by(lambda: entries_of(lines, pictures=False)) or not entries_of(lines, pictures=False)  # noqa: B023 - it is called here
     (folder / "step_000002.jsonl").unlink()
     (folder / "images" / f"{shown[2].key}.png").unlink()
-    bank = Bank(tmp_path, limit_gb=1e-9, start_step=3)
+    bank = Bank(tmp_path, limit_gb=1e-9)
     bank.record(3, many(1), rounds=1)
     assert [path.name for path in steps(folder)] == ["step_000003.parquet"]
     assert {shown[0].key, shown[1].key} < {path.stem for path in (folder / "images").iterdir()}
     path_of(folder, 3).write_bytes(b"PAR1")
-    line = told_by(lambda: Bank(tmp_path, limit_gb=1.0, start_step=4))
+    line = told_by(lambda: Bank(tmp_path, limit_gb=1.0))
     assert line.startswith(f"{path_of(folder, 3)}: cannot be read (") and line.endswith("; move it away, the run goes on without it")
 
 

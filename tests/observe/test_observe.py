@@ -20,6 +20,7 @@ from megatron_rl.jsonl import read_lines, replace_lines, to_line
 from megatron_rl.observe.metrics import MetricsLog, Spans, read_metrics
 from megatron_rl.observe.plot import main, reward_curve, smooth
 from megatron_rl.observe.progress import Progress
+from megatron_rl.run_superseded import supersede_records
 from tests.observe.test_recorder import picture
 
 DISABLED = WandbSettings(mode="disabled")
@@ -45,6 +46,7 @@ def refuse_constant(name: str) -> float:
 
 
 def write_run(folder: Path, values: dict[int, float], *, start_step: int = 0) -> None:
+    supersede_records(folder, first_step=start_step, first_line=start_step, num_steps=9, results=(), models=())
     log = MetricsLog(folder, DISABLED, {}, start_step=start_step)
     for step, value in values.items():
         log.log(step, {"reward/mean": value, "loss": 2 * value})
@@ -204,7 +206,9 @@ import sys
 from pathlib import Path
 from megatron_rl.config import TrackioSettings, WandbSettings
 from megatron_rl.observe.metrics import MetricsLog
+from megatron_rl.run_superseded import supersede_records
 mode, folder, start_step, *losses = sys.argv[1:]
+supersede_records(Path(folder), first_step=int(start_step), first_line=int(start_step), num_steps=9, results=(), models=())
 settings = TrackioSettings(mode=mode, project="mine")
 log = MetricsLog(Path(folder), WandbSettings(), {"algo": {"lr": 1e-3}}, trackio_settings=settings, start_step=int(start_step))
 for step, loss in enumerate(losses, int(start_step)):

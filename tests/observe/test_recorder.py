@@ -171,12 +171,3 @@ def test_a_damaged_file_is_told_by_file_and_line(tmp_path: Path):
     png.write_bytes(png.read_bytes()[:100])
     with pytest.raises(ValueError, match=rf"^{path} line 1: images/{image.key}.png: no picture can be read"):
         read(path)
-
-
-def test_a_restart_forgets_later_steps_and_writes_them_again(tmp_path: Path):
-    first = Recorder(tmp_path, best=1, worst=0)
-    for step in range(4):
-        first.record(step, [rollout(0, 1.0)])
-    Recorder(tmp_path, best=1, worst=0, start_step=2).record(2, [rollout(5, 1.0)])
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"step_{step:06d}.jsonl" for step in range(3)]
-    assert recorded(tmp_path, 1) == [("best", 0)] and recorded(tmp_path, 2) == [("best", 5)]
