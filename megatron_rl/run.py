@@ -28,7 +28,7 @@ from megatron_rl.observe.trace import STEP, Trace
 from megatron_rl.observe.trace import write as write_trace
 from megatron_rl.run_superseded import supersede_records
 from megatron_rl.step_metrics import Worked, credited_groups, idle
-from megatron_rl.types import Batch, End, NotFinite, Rollout
+from megatron_rl.types import Batch, End, LogprobMismatch, NotFinite, Rollout
 from megatron_rl.world import World, gather, on_main_rank, together
 
 CONFIG, EVALUATION, FINAL, CHECKPOINTS = "config.yaml", "eval.json", "final", "checkpoints"
@@ -156,6 +156,21 @@ class Run:
                     torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}_micro_batch_{number}.pt")
                     del kept  # before the next one's are made
             raise NotFinite(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
+
+    @contextmanager
+    def recording_mismatch(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
+        """Record the best and worst rollouts of a step that ends the run with a LogprobMismatch, for launch/explain.py."""
+        try:
+            yield
+        except LogprobMismatch as error:
+            chosen = best_and_worst(rollouts, best=4, worst=4)
+            path = self.folder / ROLLOUTS / f"step_{step:06d}.jsonl"
+            with writing(self.folder):
+                together(lambda: store_pictures(path.parent, [rollout for kind in chosen.values() for rollout in kind]))
+                on_main_rank(lambda: write_rollouts(path, chosen, step=step, among=rollouts))
+            explain = f"python launch/explain.py {self.folder} --step {step}"
+            remedy = f"`{explain}` finds where they differ; run.max_logprob_abs_diff accepts more"
+            raise LogprobMismatch(f"step {step}: {error}; {remedy}") from error
 
     def tell(self, line: str) -> None:
         """One line for whoever watches the run."""

@@ -144,9 +144,16 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
         return merged
     ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
     gaps = {name: value for name, value in first.items() if name.startswith("engine/logprob_gap")}
-    if "engine/current_fraction" in first:  # the mean is over all tokens, and the others have none
-        gaps["engine/logprob_gap"] /= first["engine/current_fraction"] or 1.0
+    gaps |= {"engine/logprob_gap": mean_abs_diff(first)} if "engine/logprob_gap" in gaps else {}
     return {**merged, **ratio, **gaps}
+
+
+def mean_abs_diff(update: Mapping[str, float]) -> float:
+    """Return the mean engine/logprob_gap over the tokens that the current weights sampled, 0 without any.
+
+    An update's own mean is over all its tokens, of which those of older weights count 0.
+    """
+    return update["engine/logprob_gap"] / (update.get("engine/current_fraction", 1.0) or 1.0)
 
 
 def with_effective_size(update: Mapping[str, float]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from megatron_rl.recorded.replay import Replay
 from megatron_rl.rollout.audience import Audience
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.run import History, Run
-from megatron_rl.run_checks import check_failures, require_finite
+from megatron_rl.run_checks import MismatchCheck, check_failures, require_finite
 from megatron_rl.run_states import Checkpoints
 from megatron_rl.step_metrics import merge_updates, rollout_metrics, staleness_metrics, value_metrics
 from megatron_rl.stop import Stop
@@ -48,7 +48,7 @@ def train(
 
     Stopped, on every rank: run.num_done says of how many steps the weights are.
     """
-    spans, algorithm = run.spans, algorithms[settings.algo.name]
+    spans, algorithm, check = run.spans, algorithms[settings.algo.name], MismatchCheck(settings)
     begin(settings, policy=policy, fleet=fleet, run=run, checkpoints=checkpoints, audience=audience)
     stop.check()
 
@@ -65,8 +65,9 @@ def train(
             if algorithm.needs_values and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
             notes = notes_of(settings)
-            update = partial(kept, run, policy, updates_of(now, policy, critic, algorithms, notes), step)
-            updates = [update(batches) for batches in minibatches * settings.batch.epochs]
+            update = partial(kept, run, policy, updates_of(now, policy, critic, algorithms, notes, check), step)
+            with run.recording_mismatch(rollouts, step=step):
+                updates = [update(batches) for batches in minibatches * settings.batch.epochs]
             if notes is not None:
                 notes.attach(rollouts)
             gallery.forget()
@@ -157,8 +158,9 @@ def is_enough(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm)
 
 
 def updates_of(
-    settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm], notes: Notes | None = None
-) -> Callable[[list[Batch], int], dict[str, float]]:
+    settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm], notes: Notes | None = None,
+    check: MismatchCheck | None = None,
+) -> Callable[[list[Batch], int], dict[str, float]]:  # fmt: skip
     """(batches, step) -> metrics of one optimizer update of whatever learns in that step: the policy, and a critic where there is one."""
     see = notes.see if notes is not None else None
     of_policy = objective(settings.algo, algorithms)
@@ -170,8 +172,8 @@ def updates_of(
         warms_up = has_values and step < settings.critic.warmup_steps
         if critic is None:
             loss = head_alone(of_policy, of_values) if warms_up else together
-            return policy.update(batches, loss, step=step, head_alone=warms_up, see=see)
-        metrics = {} if warms_up else policy.update(batches, of_policy, step=step, see=see)
+            return policy.update(batches, loss, step=step, head_alone=warms_up, see=see, check=check)
+        metrics = {} if warms_up else policy.update(batches, of_policy, step=step, see=see, check=check)
         return metrics | critic.update(batches, of_values, step=step)
 
     return update

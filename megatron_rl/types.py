@@ -50,6 +50,10 @@ class NotFinite(RunFailed):
     """A number is NaN or infinite: it stops the run before any weight takes it."""
 
 
+class LogprobMismatch(RunFailed):
+    """Engine and trainer give sampled tokens logprobs that differ by more than their precision explains."""
+
+
 class Parted(RunFailed):
     """The ranks have lost each other (watch.py); whoever watches the run was told why."""
 

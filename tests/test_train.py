@@ -78,7 +78,9 @@ class Scripted:
     def see(self, returns: Sequence[float]) -> None:
         self.seen += returns
 
-    def update(self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None) -> dict[str, float]:
+    def update(
+        self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
+    ) -> dict[str, float]:
         self.updates.append((batches, loss.__qualname__.split(".")[0], step, head_alone))
         return {"loss": 1.0}
 

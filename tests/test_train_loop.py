@@ -79,7 +79,9 @@ class Learner(Scripted, SlowPolicy):
     trained: list[dict[int, float]] = field(default_factory=list)
     """Advantages of each update, by token."""
 
-    def update(self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None) -> dict[str, float]:
+    def update(
+        self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
+    ) -> dict[str, float]:
         self.told.append(f"update {step}")
         self.seen_packed.clear()
         self.trained.append({token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()})

@@ -4,7 +4,7 @@ Every rank calls every verb together, each with the micro-batches of its own dat
 pipeline-parallel peers). What comes back is on every rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -88,13 +88,16 @@ class Network:
         return results
 
     @on_cpu_too
-    def update(self, batches: list[Batch], on_hidden: Summed, *, step: int, is_partial: bool = False) -> dict[str, float]:
+    def update(
+        self, batches: list[Batch], on_hidden: Summed, *,
+        step: int, is_partial: bool = False, check: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> dict[str, float]:  # fmt: skip
         """One optimizer update on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
 
         `step` is the stage's, from 0: it decides the learning rate. is_partial: the loss leaves out some of what is trained. Returns the
         loss, the gradient norm before clipping, and the loss's metrics: its parts divided by the denominator, sums by the number of sampled
-        tokens, maxima. NotFinite on every rank, before any weight has changed: a number of a micro-batch or the gradient is no number;
-        after the update: a weight is none.
+        tokens, maxima. `check` gets these metrics before any weight changes, on every rank the same. NotFinite on every rank, before any
+        weight has changed: a number of a micro-batch or the gradient is no number; after the update: a weight is none.
         """
         collected: list[LossMetrics] = []
 
@@ -115,6 +118,8 @@ class Network:
         self._run(batches, summed, forward_only=False)
         known = read_numbers(collected)
         metrics = reduce_numbers(known if self.layout.tp_rank == 0 else [], trouble=trouble_in(known) or self._trouble_in_gradient())
+        if check is not None:
+            check(metrics)
         grad_norm = take_step(self.optimizer)
         self.num_updates += 1
         self._require_finite_weights()

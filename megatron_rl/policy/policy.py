@@ -3,7 +3,7 @@
 Every rank calls every verb together, each with the micro-batches of its own data-parallel rank. What comes back is on every rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -133,9 +133,10 @@ class Policy(Learner):
     def update(
         self, batches: list[Batch], loss: Loss, *,
         step: int, head_alone: bool = False, see: Callable[[Batch, torch.Tensor, Rows], None] | None = None,
+        check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """One optimizer update of this loss; see Network.update. head_alone: what is of the value head alone, and nothing else moves.
-        `see` is shown every micro-batch with its rows_R and their Rows, on the ranks of the last stage."""
+        """One optimizer update of this loss; see Network.update, also for `check`. head_alone: what is of the value head alone, and nothing
+        else moves. `see` is shown every micro-batch with its rows_R and their Rows, on the ranks of the last stage."""
         has_values = self._has_values
 
         def on_hidden(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
@@ -149,7 +150,7 @@ class Policy(Learner):
             metrics.checks.update(rows.are_finite())
             return value, metrics
 
-        return self.network.update(batches, on_hidden, step=step, is_partial=head_alone)
+        return self.network.update(batches, on_hidden, step=step, is_partial=head_alone, check=check)
 
     def _tokens(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each row."""
