@@ -289,6 +289,12 @@ class Rollout:
     sample: int
     source: str = ""
     """Example.source."""
+    question: str = ""
+    """What the data asks, with <image> for each picture; empty if the task has no questions, as games."""
+    answer: str = ""
+    """The reference answer; empty if the task has none."""
+    extra: str = ""
+    """Other fields of the example as one JSON object, without pictures (rollout/example_fields.py); empty if there are none."""
     contexts: list[Context] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.COMPLETED

@@ -4,7 +4,7 @@ What travels is read off types.py: every field of Rollout, Context, Turn, ToolCa
 added there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller hands in; their
 patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes a record; NaN and infinities are strings in the line.
 
-    {"version": 5, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
+    {"version": 6, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
      "contexts": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}], "turns": [{"context": 0, "span": [2, 3], ...}]}
 """
 
@@ -22,7 +22,7 @@ from megatron_rl.types import ATTACHED, Context, Image, Rollout, ToolCall, Turn,
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-VERSION = 5
+VERSION = 6
 """Of the fields and their meaning. A record of another version is refused."""
 MAX_PATCHES = 1 << 24
 """Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""

@@ -19,8 +19,8 @@ from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Tu
 from megatron_rl.wire import VERSION, from_record, to_record
 
 FIELDS = {
-    Rollout: "task example_id group sample source contexts turns status end reason reward outcome dropped rewards verdicts "
-    "wall_s environment_s scoring_s",
+    Rollout: "task example_id group sample source question answer extra contexts turns status end reason reward outcome dropped "
+    "rewards verdicts wall_s environment_s scoring_s",
     Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages returns coefficients "
     "entropies",
     Turn: "context span text action reward score gain call images state reply_s environment_s",
@@ -28,7 +28,7 @@ FIELDS = {
     Verdict: "judge prompt value turn wall_s words",
     Image: "picture patch_PC grid key merge",
 }
-"""Of version 5."""
+"""Of version 6."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -103,7 +103,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     shown = draw(st.lists(contexts(images), max_size=3))
     return Rollout(
         task=draw(TEXT), example_id=draw(TEXT), source=draw(TEXT), group=draw(st.integers(0, 99)), sample=draw(st.integers(0, 99)),
-        contexts=shown,
+        contexts=shown, question=draw(TEXT), answer=draw(TEXT), extra=draw(TEXT),
         turns=draw(st.lists(turns(shown, images), max_size=3)) if shown else [], status=draw(st.sampled_from(Status)),
         end=draw(st.sampled_from(End)), reason=draw(TEXT), reward=draw(st.none() | NUMBERS), outcome=draw(NUMBERS), dropped=draw(TEXT),
         rewards=draw(st.dictionaries(TEXT, NUMBERS, max_size=3)),
@@ -133,6 +133,7 @@ def full() -> Rollout:
     )  # fmt: skip
     return Rollout(
         task="mine", example_id="e-1", group=3, sample=4, source="vstar", contexts=[context], turns=[turn],
+        question="<image>\nHow many?", answer="4", extra='{"index": 7}',
         status=Status.TRUNCATED, end=End.MAX_TURNS,
         reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
         verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5, words="Hm.")],
@@ -163,7 +164,7 @@ def test_every_field_is_carried() -> None:
 
 def test_other_fields_are_another_version() -> None:
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (5, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
+    assert (VERSION, now) == (6, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
@@ -181,8 +182,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
     "turns\\[0\\].action: 3: not within the span \\(2, 3\\)": (("turns", 0, "action"), 3),
-    "version: 1: this program reads 5": (("version",), 1),
-    "version: None: this program reads 5": (("version",), None),
+    "version: 1: this program reads 6": (("version",), 1),
+    "version: None: this program reads 6": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': no number": (("reward",), "nan"),
     "rollout.reward: True: no number": (("reward",), True),

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config import ColumnSettings, DataSettings, ModelSettings
+from megatron_rl.config import ModelSettings
 from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.recorded.board import truth_of, write_board
+from megatron_rl.recorded.board import write_board
 from megatron_rl.recorded.export import TRANSCRIPTS, export
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run import CONFIG
@@ -32,15 +32,6 @@ def recorded_with(run: Path, model: str) -> tuple[Renderer, int]:
     return Renderer(ModelSettings(path=path, min_pixels=least, max_pixels=most)), limit
 
 
-def data_of(run: Path) -> DataSettings:
-    """Which questions it asked. ValueError: its settings are those of another version."""
-    try:
-        data = dict(read_settings(run / CONFIG)["task"]["data"])
-        return DataSettings(**data | {"columns": ColumnSettings(**data["columns"])})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{run / CONFIG}: task.data cannot be read ({error})") from error
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="export.py", description="Turn a run's best recorded rollouts into transcripts for a warm start.", epilog=EXAMPLES,
@@ -60,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         renderer, limit = recorded_with(options.run, options.model)
         if options.board:
-            given = {"file_mib": options.board_mib, "first_step": options.from_step, "truth": truth_of(data_of(options.run))}
+            given = {"file_mib": options.board_mib, "first_step": options.from_step}
             num = write_board(options.run / FOLDER, options.out, renderer, **given)
             print(f"{num} rollouts: {options.out}")
             return 0

@@ -2,29 +2,22 @@
 
     OUT/rollout_data_rank0.jsonl, rollout_data_rank0.1.jsonl, ...
 Its fields are those that the board reads. The tokens are the sampled ones, of all turns; their rewards sum to the rollout's: what a turn
-gained lies on its last token, what the outcome was worth on the last of all. What the right answer was is not recorded: it is read from the
-run's files of questions, where the task has some and they are still there.
+gained lies on its last token, what the outcome was worth on the last of all. `ground_truth` is the recorded reference answer.
 """
 
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from megatron_rl.config import DataSettings
 from megatron_rl.jsonl import replace_bytes, to_line
 from megatron_rl.observe.bank import read_rollouts, step_of, steps
-from megatron_rl.published.benchmarks import questions_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 
 MIB = 1 << 20
-Truth = Callable[[str], str]
-"""An example's id -> its right answer; empty where nobody knows."""
 
 
-def write_board(
-    folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0, truth: Truth = lambda _: ""
-) -> int:  # fmt: skip
+def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
     """Rollouts of the steps from first_step on; how many. ValueError: a step is damaged, or nothing is recorded."""
     paths = [path for path in steps(folder) if step_of(path) >= first_step]
     if not paths:
@@ -35,8 +28,7 @@ def write_board(
         for rollout in read_rollouts(path, pictures=False):
             if rollout.reward is None or not rollout.num_sampled:
                 continue
-            line = _line(rollout, step_of(path), renderer, word) | {"ground_truth": truth(rollout.example_id)}
-            line = to_line(line).encode() + b"\n"
+            line = to_line(_line(rollout, step_of(path), renderer, word)).encode() + b"\n"
             if held and len(held) + len(line) > file_mib * MIB:
                 replace_bytes(_name(out, number), bytes(held))
                 number, held = number + 1, bytearray()
@@ -46,26 +38,6 @@ def write_board(
     for stale in {*out.glob("rollout_data_rank0.*.jsonl")} - {_name(out, each) for each in range(number + 1)}:
         stale.unlink()
     return num
-
-
-def truth_of(data: DataSettings) -> Truth:
-    """Of the questions that a run trained on. They are read one at a time; files that are gone, or have changed, know nothing."""
-    try:
-        questions = questions_of(data, "train") if data.train else None
-    except (ValueError, OSError):
-        questions = None
-
-    @cache
-    def truth(example: str) -> str:
-        split, _, place = example.partition("/")
-        if questions is None or split != "train" or not place.isdecimal() or int(place) >= len(questions):
-            return ""
-        try:
-            return str(questions[int(place)].payload["answer"])
-        except ValueError:
-            return ""
-
-    return truth
 
 
 def _name(out: Path, number: int) -> Path:
@@ -86,6 +58,7 @@ def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int],
         "token_rewards": rewards,
         "reward": rollout.reward,
         "example": rollout.example_id,
+        "ground_truth": rollout.answer,
         "end": str(rollout.end),
     }
     return line if None in values else {**line, "values": values}

@@ -1,6 +1,7 @@
 """The best recorded rollouts as transcripts for a warm start: rejection sampling, where the run has done the sampling.
 
-OUT/transcripts.jsonl      a line a context: {"messages": [...], "id", "step", "reward"}, as task.data.demonstrations takes them
+OUT/transcripts.jsonl      a line a context: {"messages": [...], "id", "source", "question", "answer", "step", "reward"}, as
+                           task.data.demonstrations takes them; question and answer are those of the data
 OUT/images/KEY.png         their pictures, hard links where the disk allows
 """
 
@@ -44,6 +45,8 @@ class Way:
 class Exported:
     """What came of it."""
 
+    best: int
+    """Rollouts that were taken of each example, at most."""
     num_scored: int = 0
     rewards: list[float] = field(default_factory=list)
     """Of the rollouts that were taken."""
@@ -53,7 +56,8 @@ class Exported:
 
     def __str__(self) -> str:
         mean = f", mean reward {statistics.fmean(self.rewards):.3f}" if self.rewards else ""
-        lines = [f"{len(self.rewards)} of {self.num_scored} rollouts{mean}: {self.num_transcripts} transcripts"]
+        share = f"{'one' if self.best == 1 else f'at most {self.best}'} per example: --best {self.best}"
+        lines = [f"{len(self.rewards)} of {self.num_scored} rollouts ({share}){mean}: {self.num_transcripts} transcripts"]
         return "\n".join(lines + [f"left out: {num} contexts: {why}" for why, num in self.left_out.most_common()])
 
 
@@ -65,7 +69,7 @@ def export(folder: Path, out: Path, renderer: Renderer, *, best: int, min_reward
     paths = {step_of(path): path for path in steps(folder) if step_of(path) >= first_step}
     if not paths:
         raise ValueError(f"{folder}: holds no step from {first_step} on that run.record=all wrote")
-    exported = Exported()
+    exported = Exported(best)
     chosen = choose(paths, best=best, min_reward=min_reward, exported=exported)
     out.mkdir(parents=True, exist_ok=True)
     replace_lines(out / TRANSCRIPTS, _lines(paths, chosen, out, Way(renderer, cut_at), exported))
@@ -95,7 +99,8 @@ def _lines(paths: Mapping[int, Path], chosen: Sequence[Found], out: Path, way: W
             for messages in _told(rollout, way, exported):
                 link_pictures(path.parent, out, (image.key for image in rollout.images))
                 exported.num_transcripts += 1
-                yield {"messages": messages, "id": rollout.example_id, "step": step, "reward": rollout.reward}
+                about = {"id": rollout.example_id, "source": rollout.source, "question": rollout.question, "answer": rollout.answer}
+                yield {"messages": messages, **about, "step": step, "reward": rollout.reward}
 
 
 def _told(rollout: Rollout, way: Way, exported: Exported) -> Iterator[list[Message]]:

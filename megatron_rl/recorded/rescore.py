@@ -25,6 +25,7 @@ from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.recorded.export import link_pictures
 from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.run import CONFIG, writing
 from megatron_rl.run_folder import changed, lock, may_change, read_settings, told
 from megatron_rl.services.serving import addressed, chosen, serving
@@ -111,6 +112,7 @@ async def scored_anew(task: Task, example: Example, rollout: Rollout, image_toke
         return rollout
     turns = [replace(turn, score=None, gain=0.0) for turn in rollout.turns]
     bare = replace(as_played(rollout), turns=turns, reward=None, outcome=0.0, rewards={}, verdicts=[], scoring_s=0.0)
+    bare = replace(bare, **example_fields(example.payload))  # those that it is scored by now
     clock = asyncio.get_running_loop().time
     for tried in range(1, TRIES + 1):
         started = clock()

@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels_of
 from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.tasks.base import Env, Task
 from megatron_rl.types import End, Example, HostFault, LastingFault, Rollout, Status, WaitedFault
 
@@ -55,7 +56,7 @@ async def run_episode(
 ) -> Rollout:  # fmt: skip
     """Play one episode and score it. A fault of ours (HostFault) fails the rollout; it is never a score."""
     rollout = Rollout(
-        task=task.name, example_id=example.id, source=example.source, group=group, sample=sample,
+        task=task.name, example_id=example.id, source=example.source, group=group, sample=sample, **example_fields(example.payload),
         contexts=conversation.contexts, turns=conversation.turns,
     )  # fmt: skip
     env = task.env(example)

@@ -39,8 +39,9 @@ def full() -> Rollout:
         reply_s=2.0, environment_s=0.5,
     )  # fmt: skip
     return Rollout(
-        task="t", example_id="e", group=2, sample=3, source="vstar", contexts=[context, Context()], turns=[turn], status=Status.TRUNCATED,
-        end=End.MAX_TURNS,
+        task="t", example_id="e", group=2, sample=3, source="vstar",
+        question="<image>\nHow many?", answer="4", extra='{"index": 7}', contexts=[context, Context()], turns=[turn],
+        status=Status.TRUNCATED, end=End.MAX_TURNS,
         reason="r", reward=0.3, outcome=0.2, dropped="surplus", rewards={"a": math.inf, "b": -1.5},
         wall_s=1.0, environment_s=0.5, scoring_s=0.25,
     )  # fmt: skip

@@ -136,6 +136,7 @@ def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.Te
             status = Status.FAILED if reward is None else Status.COMPLETED
             turn = replace(rollout.turns[0], text=said, span=(context.loss_mask.index(1), len(context.token_ids)), images=[], action=None)
             own = {"contexts": [context], "turns": [turn], "reward": reward, "status": status, "example_id": example, "sample": sample}
+            own |= {"source": "mine", "question": f"Which is {example}?", "answer": example.upper()}
             rollouts.append(replace(rollout, **own))
         store_pictures(run / "rollouts", rollouts)
         write(path_of(run / "rollouts", step), rollouts, step=step, rounds=1)
@@ -159,12 +160,17 @@ def test_which_are_taken(how: dict[str, float], expected: list[tuple], recorded:
     export(recorded / "rollouts", tmp_path, renderer, cut_at=CUT_AT, **how)
     lines = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
     assert [(line["id"], line["messages"][-1]["content"], line["step"], line["reward"]) for line in lines] == expected
+    assert all(
+        (line["source"], line["question"], line["answer"]) == ("mine", f"Which is {line['id']}?", line["id"].upper()) for line in lines
+    )
 
 
 def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None:
     """What it leaves is what a warm start reads, and renders to the recorded tokens; nothing to take is an error."""
     launched = forked.run(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "out", "--min-reward", "2", timeout_s=60)
-    assert launched.returncode == 0 and launched.stdout.startswith("1 of 6 rollouts, mean reward 3.000: 1 transcripts\n")
+    assert launched.returncode == 0 and launched.stdout.startswith(
+        "1 of 6 rollouts (one per example: --best 1), mean reward 3.000: 1 transcripts\n"
+    )
     (shown,) = demonstrations_of(DataSettings(demonstrations=[str(tmp_path / "out" / "transcripts.jsonl")]), "transcripts", num=1, seed=0)
     again = renderer.transcript(shown.messages)
     expected = renderer.transcript([{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "one"}])

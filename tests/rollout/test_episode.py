@@ -19,6 +19,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.base import Env, Step
 from megatron_rl.types import End, Example, HostFault, Image, Message, Rollout, Status, ToolCall
 
+EXAMPLE = Example("e", {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG"}}, source="mine")
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_tokens_per_turn=5, max_context=400, max_images=8, seed=0)
 
 
@@ -100,7 +101,7 @@ def episode(
     task: LooksTask, engine: Scripted, *, settings: EpisodeSettings = SETTINGS, group: int = 1, sample: int = 2
 ) -> Coroutine[object, object, Rollout]:
     conversation = TokenConversation(engine, engine.renderer, settings)
-    return run_episode(task, Example("e", {}, source="mine"), conversation=conversation, settings=settings, group=group, sample=sample)
+    return run_episode(task, EXAMPLE, conversation=conversation, settings=settings, group=group, sample=sample)
 
 
 def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS) -> Rollout:
@@ -116,6 +117,7 @@ def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS)
 def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) -> None:
     rollout = play(renderer, Looks(turns=3))
     assert (rollout.status, rollout.end, rollout.reason, rollout.source) == (Status.COMPLETED, End.DONE, "enough", "mine")
+    assert (rollout.question, rollout.answer, rollout.extra) == ("How many?", "4", '{"index": 7}')
     assert [turn.text for turn in rollout.turns] == ["ok"] * 3
     # turn scores: none, 1, 2; their mean over the two that are steps is 1.5, weighted 0.75
     assert (rollout.reward, rollout.outcome, rollout.rewards) == (1.75, 1.0, {"one": 1.0, "number": 1.5})

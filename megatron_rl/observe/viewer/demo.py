@@ -75,6 +75,7 @@ def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout
     ]
     return Rollout(
         task="made-up squares", example_id=f"square {step * GROUPS + group}", group=group, sample=sample, contexts=[context], turns=turns,
+        question="<image>\nWhat color is the square?", answer=color,
         reward=float(is_right), outcome=float(is_right), rewards={"accuracy": float(is_right)}, end=End.DONE, reason="answered",
         verdicts=[Verdict(judge="made-up judge", prompt="step_evidence 1", value=float(is_right), turn=0)],
         wall_s=dice.uniform(1, 3), environment_s=dice.uniform(0, 0.5),

@@ -163,7 +163,21 @@ def _image(image: Image) -> dict[str, Any]:
 def _episode(rollout: Rollout, told: Tokenizer | str) -> dict[str, Any]:
     """`told`: the tokenizer, or why there is none."""
     tokenizer = None if isinstance(told, str) else told
-    plain = ("task", "example_id", "source", "group", "sample", "reason", "reward", "outcome", "dropped", "rewards")
+    plain = (
+        "task",
+        "example_id",
+        "source",
+        "question",
+        "answer",
+        "extra",
+        "group",
+        "sample",
+        "reason",
+        "reward",
+        "outcome",
+        "dropped",
+        "rewards",
+    )
     seconds = ("wall_s", "environment_s", "scoring_s")
     return {
         **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status), "end": str(rollout.end),

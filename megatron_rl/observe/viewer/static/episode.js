@@ -110,7 +110,7 @@ export async function episodeView(at, main) {
     tokens(context, select.value, !found.no_words))));
   select.addEventListener("change", () => { const next = new URLSearchParams(at.params); next.set("color", select.value); history.replaceState(null, "", link("episode", next)); paint(); });
   paint();
-  const facts = [["reward", found.reward], ["outcome", found.outcome], ...Object.entries(found.rewards), ["status", found.status], ["end", found.end], ["reason", found.reason],
+  const facts = [["expected", found.answer], ["reward", found.reward], ["outcome", found.outcome], ...Object.entries(found.rewards), ["status", found.status], ["end", found.end], ["reason", found.reason],
     ["source", found.source], ["dropped", found.dropped], ["seconds", found.wall_s], ["in tools", found.environment_s], ["in scoring", found.scoring_s]].filter(([, value]) => value !== null && value !== "");
   main.replaceChildren(
     el("h2", {}, `${found.task} ${found.example_id}, step ${step}, sample ${found.sample} of `, el("a", { href: link("group", new URLSearchParams({ run, step, group: found.group })) }, `group ${found.group}`)),

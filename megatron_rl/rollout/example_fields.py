@@ -1,0 +1,48 @@
+"""The fields of an example that are recorded with each of its rollouts: question, reference answer, and what else the data says."""
+
+from collections.abc import Mapping
+
+from megatron_rl.jsonl import to_line
+
+MAX_CHARACTERS = 4000
+"""Of each text in `extra`; longer ones are cut, and say so."""
+MAX_DEPTH = 16
+
+
+def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
+    """Return `question`, `answer` and `extra` of an example's payload as texts, each empty if the payload lacks it.
+
+    `extra` holds the JSON values of the payload's mapping of that name. Bytes, pictures and other objects are left out.
+
+    Example: {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG..."}} gives
+    {"question": "How many?", "answer": "4", "extra": '{"index": 7}'}.
+    """
+    extra = payload.get("extra")
+    kept = _json_fields(extra, depth=0) if isinstance(extra, Mapping) else {}
+    texts = {name: _text(payload.get(name)) for name in ("question", "answer")}
+    return {**texts, "extra": to_line(kept) if kept else ""}
+
+
+def _text(value: object) -> str:
+    return str(value) if isinstance(value, str | int | float) else ""
+
+
+def _json_fields(fields: Mapping[object, object], *, depth: int) -> dict[str, object]:
+    values = {str(name): _json_value(value, depth=depth) for name, value in fields.items() if _is_json(value)}
+    return {name: value for name, value in values.items() if value not in ({}, [])}
+
+
+def _json_value(value: object, *, depth: int) -> object:
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        return f"{value[:MAX_CHARACTERS]}... ({len(value)} characters)"
+    if depth >= MAX_DEPTH and isinstance(value, Mapping | list | tuple):
+        return "..."
+    if isinstance(value, Mapping):
+        return _json_fields(value, depth=depth + 1)
+    if isinstance(value, list | tuple):
+        return [_json_value(each, depth=depth + 1) for each in value if _is_json(each)]
+    return value
+
+
+def _is_json(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float | bool | Mapping | list | tuple)
