@@ -15,6 +15,8 @@ from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Context, Rollout
 
 Credit = Callable[[Sequence[Rollout], AlgoSettings], None]
+RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-9, 1e-12
+"""See `are_equal`."""
 
 
 def group_relative(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
@@ -41,10 +43,10 @@ def length_weighted(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """OPO (arXiv 2505.23585): A_i = R_i - sum(n_j R_j) / sum(n_j), the baseline of least variance; n counts an episode's sampled tokens."""
     for members in groups_of(rollouts).values():
         rewards, lengths = [reward_of(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
-        is_flat = len(set(rewards)) == 1
-        baseline = rewards[0] if is_flat else math.fsum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(sum(lengths), 1)
+        baseline = math.fsum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(sum(lengths), 1)
+        is_flat = are_equal(rewards)
         for rollout, reward in zip(members, rewards, strict=True):
-            write(rollout, [reward - baseline] * len(rollout.turns))
+            write(rollout, [0.0 if is_flat else reward - baseline] * len(rollout.turns))
 
 
 def whitened_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
@@ -190,6 +192,8 @@ def earnings(rollout: Rollout, outcome: float) -> list[float]:
 def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
     """All of them shifted and scaled together to mean 0 and deviation 1: (x - mean) / sqrt(var + 1e-8), var with the divisor N - 1."""
     every = [value for values in credits for value in values]
+    if are_equal(every):
+        return [[0.0] * len(values) for values in credits]
     mean, scale = _mean(every), math.sqrt(_stdev(every) ** 2 + 1e-8)
     return [[(value - mean) / scale for value in values] for values in credits]
 
@@ -216,15 +220,25 @@ def write(rollout: Rollout, turns: Sequence[float]) -> None:
         context.attach("advantages", column)
 
 
+def are_equal(values: Sequence[float]) -> bool:
+    """Return True if values differ by no more than rounding does: by 1e-9 of the largest one, or by 1e-12.
+
+    The second bound is for sums that cancel. Example: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0] are equal.
+    """
+    largest = max(map(abs, values), default=0.0)
+    return not values or max(values) - min(values) <= max(RELATIVE_ROUNDING * largest, ABSOLUTE_ROUNDING)
+
+
 def _centered(values: Sequence[float]) -> list[float]:
     """Each less the mean; equal values, one alone included, give exact zeros."""
+    if are_equal(values):
+        return [0.0] * len(values)
     mean = _mean(values)
     return [value - mean for value in values]
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean, and of equal values exactly that value; 0 without any."""
-    return values[0] if len(set(values)) == 1 else statistics.fmean(values or [0.0])
+    return statistics.fmean(values or [0.0])
 
 
 def _relative(values: Sequence[float], algo: AlgoSettings) -> list[float]:

@@ -9,6 +9,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.credit import spreads
 from megatron_rl.algo.select import REASONS, kept_groups, select
 from megatron_rl.config import DROPS, ENDS, AlgoSettings, SelectSettings
+from megatron_rl.step_metrics import credited_groups
 from megatron_rl.types import End, Rollout
 from tests.support.episodes import episode
 
@@ -75,6 +76,26 @@ def test_ties_between_groups_go_to_the_earlier_one(order: tuple[int, ...]) -> No
     rollouts = [episode(group, base + up) for group, base in ((3, 0.0), (4, 2.0), (8, -1.0)) for up in (0.0, 1.0)]
     chosen([rollouts[index] for index in order], num_groups=2, rank_by_std=True)
     assert kept_groups(rollouts) == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_alike"),
+    [
+        (0.1 + 0.2, 0.3, True), (0.1 + 0.2 - 0.3, 0.0, True), (1e6 + 1e-4, 1e6, True), (-7.0, -7.0 * (1 + 9e-10), True),
+        (1.0, 1.0 + 2e-9, False), (0.0, 2e-12, False), (-1.0, 1.0, False), (1e-3, 1.1e-3, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_group_that_differs_by_rounding_teaches_nothing(one: float, other: float, are_alike: bool, name: str) -> None:
+    """It is dropped as one of no deviation, every credit in it is exactly 0, and it counts as degenerate. Beside it a group that moves."""
+    algo, rollouts = AlgoSettings(name=name), [episode(0, one), episode(0, other), episode(1, 0.0), episode(1, 1.0)]
+    assert (spreads(rollouts, algo)[0] == 0) == are_alike
+    kept = [2, 3] if are_alike else [0, 1, 2, 3]
+    assert chosen(rollouts, ["zero_std"], algo=algo)[0] == kept
+    chosen(rollouts, algo=algo)
+    if ALGORITHMS[name].needs_peers:
+        ALGORITHMS[name].credit(rollouts, algo)
+        assert credited_groups(rollouts) == ({0, 1}, {1} if are_alike else {0, 1})
 
 
 def test_ranking_looks_at_the_credit_of_turns() -> None:
