@@ -220,6 +220,9 @@ def finish(settings: Settings, parts: Parts, fleet: Fleet | None) -> None:
     policy, record, checkpoints = parts.policy, parts.run, parts.checkpoints
     parts.stop.check()
     with record.spans("evaluate"):
+        if fleet:
+            num = len(fleet.task.examples("eval"))
+            record.tell(f"final evaluation: {num} examples, {1 + settings.task.eval_samples} episodes each")
         evaluation, failure = evaluated(settings, fleet) if fleet else ({}, None)
     with record.spans("checkpoint"):
         if failure is None and record.first_step == record.num_steps:  # all was trained by an earlier life
