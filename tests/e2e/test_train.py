@@ -76,6 +76,9 @@ def check_checkpoint(finished: Finished, *, start: Path) -> None:
     assert loaded == sorted(tensor.double().sum().item() for tensor in saved.values())
     processor = AutoProcessor.from_pretrained(final)
     assert processor.tokenizer.convert_tokens_to_ids("<|image_pad|>") == model.config.image_token_id
+    model_settings = yaml.safe_load((finished.folder / "config.yaml").read_text())["model"]
+    limits = {"shortest_edge": model_settings["min_pixels"], "longest_edge": model_settings["max_pixels"]}
+    assert dict(processor.image_processor.size) == limits and (final / "README.md").read_text().startswith("---\nbase_model: ")
     moved = {canonical(name) for name, tensor in saved.items()}
     assert moved == {canonical(name) for name in before}
     start_values = {canonical(name): tensor for name, tensor in before.items()}
