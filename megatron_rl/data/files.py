@@ -1,7 +1,8 @@
 """The files that a name in task.data stands for: a file, a folder of them, or a data set of Hugging Face's hub that this machine has.
 
-A folder may be what `datasets` saved (save_to_disk) or a copy of a repository. `NAME:SPLIT` takes the files of one split, told by their
-names and folders (data/train-00000-of-00002.parquet, test/data-00000-of-00001.arrow). Nothing is downloaded.
+A folder may be what `datasets` saved (save_to_disk; shards.py) or a copy of a repository. `NAME:SPLIT`
+takes the files of one split, told by their names and folders (data/train-00000-of-00002.parquet,
+test/data-00000-of-00001.arrow). Nothing is downloaded.
 """
 
 import re
@@ -11,27 +12,69 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megatron_rl.config import require
+from megatron_rl.data.file_formats import COMPRESSED, FORMATS, UNFINISHED
+from megatron_rl.data.shards import NOT_DATA, check_shards, saved_files, saved_splits
 
-FORMATS = (".parquet", ".arrow", ".jsonl", ".json", ".tsv", ".csv")
-"""Of a folder the first of these that it has is read: what else lies there tells of the data, and is none."""
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def files_of(name: str, *, key: str) -> list[Path]:
-    """In order of their names. ValueError, under `key`: there are none, or a folder holds several splits and none is chosen."""
+    """Return the files in order of their names.
+
+    Raises:
+        ValueError: under `key`: there are none, a folder holds several splits and none is chosen, or files of the data set are missing.
+    """
     if Path(name).is_file():
         return [Path(name)]
     folder, path, split = _folder_of(name, key=key)
-    within = [found.relative_to(folder) for found in sorted(folder.rglob("*")) if found.suffix in FORMATS and _is_data(found)]
-    files = [found for found in within if found.suffix == min((found.suffix for found in within), key=FORMATS.index)]
-    splits = sorted({word for found in files for word in _words(found)} & set(SPLITS))
+    saved = saved_splits(folder, key=key, name=name)
+    within = [found.relative_to(folder) for found in _data_files(folder, key=key, name=name) if _is_of_splits(found, folder, saved)]
+    _check_others(folder, within, key=key, name=name)
+    files = [found for found in within if _format(found) == min(map(_format, within), key=FORMATS.index)]
+    splits = saved or sorted({word for found in files for word in _words(found)} & set(SPLITS))
     choose = f"holds the splits {', '.join(splits)}; take one of them, {path}:{splits[0] if splits else ''}"
     require(bool(split) or len(splits) < 2, key, name, choose)
-    chosen = [folder / found for found in files if not split or split in _words(found)]
-    remedy = f"has no files of the split {split}" if split and files else f"has no files that end in {', '.join(FORMATS)}"
-    require(bool(chosen), key, name, remedy)
+    chosen = [folder / found for found in files if not split or _is_of_split(found, split, saved)]
+    others = ", ".join(sorted({found.suffix for found in folder.rglob("*") if found.is_file() and found.suffix})[:10])
+    nothing = f"has no files that end in {', '.join(FORMATS)}" + (f"; it has files that end in {others}" if others else "")
+    require(bool(chosen), key, name, f"has no files of the split {split}" if split and files else nothing)
+    check_shards(chosen, key=key, name=name)
     return chosen
+
+
+def _data_files(folder: Path, *, key: str, name: str) -> list[Path]:
+    """Return the files in the folder and below it that may be data; where save_to_disk listed them, those alone."""
+    found = [path for path in sorted(folder.rglob("*")) if _format(path) in FORMATS and _is_data(path)]
+    folders = sorted({path.parent for path in folder.rglob("state.json")})
+    saved = saved_files(folders, key=key, name=name)
+    return sorted([path for path in found if path.parent not in saved] + [path for files in saved.values() for path in files])
+
+
+def _is_of_splits(path: Path, folder: Path, saved: list[str]) -> bool:
+    return not saved or path.relative_to(folder).parts[0] in saved
+
+
+def _is_of_split(path: Path, split: str, saved: list[str]) -> bool:
+    if saved:
+        return path.parts[0] == split
+    return split in _words(path) or split in path.parts or path.name.startswith((f"{split}-", f"{split}."))
+
+
+def _check_others(folder: Path, within: list[Path], *, key: str, name: str) -> None:
+    """Raise ValueError where a compressed file, or half a download, lies beside data of its format, or alone."""
+    wanted = {_format(found) for found in within} or {*FORMATS}
+    for path in sorted(folder.rglob("*")):
+        suffix = _format(path)
+        if suffix not in (*COMPRESSED, *UNFINISHED) or _format(path.with_suffix("")) not in wanted or not _is_data(path):
+            continue
+        unfinished = "is a download that did not end; get it anew, or remove it"
+        packed = f"is compressed, which is not read; unpack it: {COMPRESSED.get(suffix)} {path}"
+        require(False, key, name, f"{path.relative_to(folder)} {unfinished if suffix in UNFINISHED else packed}")
+
+
+def _format(path: Path) -> str:
+    return path.suffix.casefold()
 
 
 def homes_of(name: str, *, key: str) -> list[Path]:
@@ -68,7 +111,7 @@ def _cached(hub_name: str, name: str, *, key: str) -> Path:
 
 def _is_data(path: Path) -> bool:
     """Not what a tool keeps beside the data: cache-*.arrow are intermediate results of `datasets`."""
-    return path.is_file() and not path.name.startswith((".", "cache-"))
+    return path.is_file() and not path.name.startswith((".", "cache-")) and path.name not in NOT_DATA
 
 
 def _words(path: Path) -> set[str]:

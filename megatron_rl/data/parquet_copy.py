@@ -55,6 +55,7 @@ def copy(source: Path, target: Path) -> None:
     file = pq.ParquetFile(source, pre_buffer=False, buffer_size=_CHUNK)
     fields = file.schema_arrow  # an Arrow file has one dictionary a column, a Parquet file one a row group: values instead
     schema = pa.schema([field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in fields])
+    schema = schema.with_metadata(fields.metadata)  # `datasets` writes there what columns hold (features.py)
     if max((depth(field.type) for field in schema), default=0) > DEEPEST:
         raise ValueError(f"its columns are nested deeper than {DEEPEST}")
     meta = file.metadata

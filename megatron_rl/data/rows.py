@@ -23,6 +23,8 @@ import pyarrow as pa
 
 from megatron_rl.config import require
 from megatron_rl.data import parquet_copy
+from megatron_rl.data.features import Features, media_types, name_labels, parse_features
+from megatron_rl.data.file_formats import check_format
 from megatron_rl.data.keyed_rows import is_keyed, keyed_spans
 from megatron_rl.data.tables import SEPARATORS, NoRows, TableRows, stamp
 
@@ -37,12 +39,14 @@ _SPACE = " \t\r\n"
 def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
     """The file's rows; a row that is no JSON object raises when it is read. ValueError, under `key`: no such file, or not of its format."""
     require(path.is_file(), key, path, "no such file")
+    suffix = path.suffix.casefold()
     try:
-        if path.suffix == ".arrow":
+        check_format(path)
+        if suffix == ".arrow":
             return ArrowRows(path)
-        if path.suffix in SEPARATORS:
+        if suffix in SEPARATORS:
             return TableRows(path, max_row_bytes=MAX_ROW_BYTES)
-        return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
+        return ParquetRows(path) if suffix == ".parquet" else JsonRows(path)
     except NoRows as error:
         raise ValueError(f"{key}={path}: {error}") from error
 
@@ -53,6 +57,8 @@ class JsonRows(Sequence[JsonRow]):
 
     A file that has changed since is a ValueError: the places of its rows are not what they were.
     """
+
+    features: Mapping[str, str] = {}
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +89,7 @@ class JsonRows(Sequence[JsonRow]):
             file.seek(start)
             text = file.read(end - start)
         try:
-            row = _present(json.loads(text))
+            row = without_nulls(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path.name} row {index}: is no JSON ({error})") from error
         if not isinstance(row, dict):
@@ -97,6 +103,8 @@ class ParquetRows(Sequence[JsonRow]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = pa.ipc.open_file(pa.OSFile(str(_arrow_copy(path))))
+        self._features = parse_features(self._reader.schema.metadata)
+        self.features = media_types(self._features)
 
     def __reduce__(self) -> tuple:
         return ParquetRows, (self.path,)
@@ -105,7 +113,7 @@ class ParquetRows(Sequence[JsonRow]):
         return self._reader.num_record_batches
 
     def __getitem__(self, index: int) -> JsonRow:
-        return _present(self._reader.get_batch(range(len(self))[index]).to_pylist()[0])
+        return _row_of(self._reader.get_batch(range(len(self))[index]), self._features)
 
 
 class ArrowRows(Sequence[JsonRow]):
@@ -123,6 +131,8 @@ class ArrowRows(Sequence[JsonRow]):
             if self._table.num_rows > 8 * source.size():  # columns of nulls alone, or of one run, take no bytes
                 raise NoRows(f"says that {source.size()} bytes are {self._table.num_rows} rows; write it anew")
             self._table.validate(full=True)  # offsets that lead out of a column would be followed
+            self._features = parse_features(self._table.schema.metadata)
+            self.features = media_types(self._features)
         except (pa.ArrowException, OSError, struct.error, IndexError) as error:
             raise NoRows(f"could not be read as Arrow ({error})") from error
 
@@ -133,13 +143,13 @@ class ArrowRows(Sequence[JsonRow]):
         return self._table.num_rows
 
     def __getitem__(self, index: int) -> JsonRow:
-        return _present(self._table.slice(range(len(self))[index], 1).to_pylist()[0])
+        return _row_of(self._table.slice(range(len(self))[index], 1), self._features)
 
 
 def _object_span(path: Path) -> list[tuple[int, int]]:
     """Of a .json file whose first line opens an object and says no more, all of it; else nothing."""
     with path.open("rb") as file:
-        is_one = path.suffix == ".json" and file.readline(MAX_ROW_BYTES).strip() == b"{"
+        is_one = path.suffix.casefold() == ".json" and file.readline(MAX_ROW_BYTES).strip() == b"{"
     return [(0, path.stat().st_size)] if is_one else []
 
 
@@ -195,7 +205,7 @@ def _arrow_copy(path: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     require(folder.stat().st_uid == os.getuid(), "TMPDIR", folder, "belongs to somebody else; choose another temporary folder")
     size, written = stamp(path)
-    key = hashlib.sha256(f"{path.resolve()} {size} {written}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{path.resolve()} {size} {written} with metadata".encode()).hexdigest()[:32]
     copy = folder / f"{key}.arrow"
     with (folder / f"{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -250,8 +260,14 @@ def _table(flat: bytes, table: int, field: int) -> int:
     return table + offset + struct.unpack_from("<I", flat, table + offset)[0] if offset else 0
 
 
-def _present(value: object) -> object:
+def _row_of(found: pa.Table | pa.RecordBatch, features: Features) -> JsonRow:
+    """Return the one row of a slice, class labels by their names."""
+    (row,) = found.to_pylist()
+    return without_nulls({name: name_labels(value, features.get(name)) for name, value in row.items()})
+
+
+def without_nulls(value: object) -> object:
     """Without the keys whose value is null, at any depth."""
     if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

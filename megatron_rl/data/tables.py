@@ -5,25 +5,27 @@ VLMEvalKit write a picture once (vlmeval/dataset/image_base.py, 2025).
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_rl.data.file_formats import NoRows
+
+NAMELESS = "Unnamed: 0"
+"""The first column of a table that pandas wrote with its index, as pandas calls it."""
 INDEX, IMAGE = "index", "image"
 LONGEST_REFERENCE = 64
 SEPARATORS = {".tsv": "\t", ".csv": ","}
 
 
-class NoRows(ValueError):
-    """What keeps a file from being read, in words."""
-
-
 class TableRows(Sequence[dict[str, str]]):
     """A row lies where it lies in the file, and is read when it is asked for."""
 
+    features: Mapping[str, str] = {}
+
     def __init__(self, path: Path, *, max_row_bytes: int) -> None:
         """NoRows: no names in the first row, one that stands there twice, a row that is longer, or has not as many fields."""
-        self.path, self._separator = path, SEPARATORS[path.suffix]
+        self.path, self._separator = path, SEPARATORS[path.suffix.casefold()]
         csv.field_size_limit(max_row_bytes)
         self._stamp = stamp(path)
         self._spans: list[tuple[int, int]] = []
@@ -31,7 +33,11 @@ class TableRows(Sequence[dict[str, str]]):
         referring: list[tuple[int, str]] = []
         with path.open("rb") as file:
             records = _records(file, self._separator, max_row_bytes=max_row_bytes)
-            self.names, _ = next(records, ([], (0, 0)))
+            header, _ = next(records, ([], (0, 0)))
+            self.names = [name.strip() for name in header]
+            if len(header) > 1 and not self.names[0]:
+                self.names[0] = NAMELESS
+            _check_header(self.names, self._separator)
             if not all(self.names) or len(set(self.names)) < len(self.names) or not self.names:
                 raise NoRows(f"its first row must name the columns, each once; it has {', '.join(self.names[:20]) or 'none'}")
             for number, (fields, span) in enumerate(records):
@@ -70,6 +76,16 @@ class TableRows(Sequence[dict[str, str]]):
         return fields[self.names.index(name)] if name in self.names else ""
 
 
+def _check_header(names: Sequence[str], separator: str) -> None:
+    """Raise NoRows for a first row that is separated by something else, or is not in UTF-8."""
+    if any("\0" in name for name in names):
+        raise NoRows("its first row holds NUL bytes; is it in UTF-16? write it in UTF-8")
+    found = [other for other in (";", "\t", "|", ",") if other != separator and len(names) == 1 and other in names[0]]
+    if found:
+        read = " or ".join(f"{each!r} in {suffix}" for suffix, each in SEPARATORS.items())
+        raise NoRows(f"its first row is separated by {found[0]!r}, and columns are by {read}; write it anew or rename it")
+
+
 def stamp(path: Path) -> tuple[int, int]:
     """What changes with a file's content: its size, and when it was written, in nanoseconds."""
     stat = path.stat()
@@ -95,5 +111,7 @@ def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[
             if fields:
                 yield fields, (start, end)
             start = end
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise NoRows(f"the row that begins at byte {start} is none ({error}); write the file in UTF-8") from error
+    except csv.Error as error:
         raise NoRows(f"the row that begins at byte {start} is none ({error})") from error

@@ -1,0 +1,54 @@
+"""Column types that `datasets` writes into the schema of Parquet and Arrow files, under the key `huggingface`.
+
+Example: {"info": {"features": {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}.
+"""
+
+import json
+from collections.abc import Mapping
+
+MEDIA = ("Image", "Video", "Audio")
+_KEY = b"huggingface"
+
+Features = Mapping[str, object]
+"""Column -> its type, as the schema has it."""
+
+
+def parse_features(metadata: Mapping[bytes, bytes] | None) -> Features:
+    """Return the types of the columns; nothing where the schema does not have them."""
+    try:
+        info = json.loads((metadata or {}).get(_KEY, b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    features = info.get("info", {}).get("features", {}) if isinstance(info, dict) and isinstance(info.get("info", {}), dict) else {}
+    return features if isinstance(features, dict) else {}
+
+
+def media_types(features: Features) -> dict[str, str]:
+    """Return the columns that hold pictures, videos or audio, alone or in lists."""
+    found = {name: _media_in(feature) for name, feature in features.items()}
+    return {name: kind for name, kind in found.items() if kind}
+
+
+def _media_in(feature: object) -> str:
+    if isinstance(feature, Mapping) and feature.get("_type") in MEDIA:
+        return str(feature["_type"])
+    if isinstance(feature, Mapping) and "feature" in feature:
+        return _media_in(feature["feature"])
+    return _media_in(feature[0]) if isinstance(feature, list) and feature else ""
+
+
+def name_labels(value: object, feature: object) -> object:
+    """Replace the numbers of class labels by their names, at any depth. -1, which `datasets` has for no label, becomes None."""
+    if isinstance(feature, list) and feature:
+        feature = {"_type": "List", "feature": feature[0]}
+    if not isinstance(feature, Mapping) or value is None:
+        return value
+    names = feature.get("names")
+    if feature.get("_type") == "ClassLabel" and isinstance(names, list) and isinstance(value, int):
+        return names[value] if 0 <= value < len(names) else None if value == -1 else value
+    if isinstance(value, list) and "feature" in feature:
+        return [name_labels(item, feature["feature"]) for item in value]
+    if isinstance(value, dict):
+        inner = feature.get("feature") if feature.get("_type") == "Sequence" else feature
+        return {key: name_labels(item, inner.get(key)) for key, item in value.items()} if isinstance(inner, Mapping) else value
+    return value

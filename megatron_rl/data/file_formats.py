@@ -1,0 +1,60 @@
+"""Formats of data files: which suffixes are read, and errors that name the format of other files."""
+
+from pathlib import Path
+
+FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".tsv", ".csv")
+"""Suffixes that are read, in any case. Of a folder the first of these that it has: what else lies there tells of the data, and is none."""
+LISTED = "Parquet (.parquet), Arrow (.arrow), JSON lines (.jsonl, .ndjson), JSON (.json), tables (.tsv, .csv)"
+_TEXT = (".jsonl", ".ndjson", ".json", ".tsv", ".csv")
+COMPRESSED = {
+    ".gz": "gunzip", ".tgz": "tar -xzf", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", ".lz4": "unlz4", ".zip": "unzip",
+    ".7z": "7z x", ".tar": "tar -xf", ".rar": "unrar x",
+}  # fmt: skip
+"""Suffix -> the command that unpacks such a file."""
+UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".tmp")
+_PICKLE = ("is a pickle, which could run code", "write it as Parquet or JSON lines")
+_SHEET = ("is a spreadsheet", "save it as CSV in UTF-8")
+_SQLITE = ("is a SQLite database", "export it as CSV or JSON lines")
+_COLUMNS = ("is a format of pandas that is not read", "write it as Parquet")
+OTHERS = {
+    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), _SHEET),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib"), _PICKLE),
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3"), _SQLITE),
+    **dict.fromkeys((".feather", ".orc", ".h5", ".hdf5"), _COLUMNS),
+}
+"""Suffix -> what a file is, and what to do with it."""
+_MAGIC = {
+    b"\x1f\x8b": ("is compressed (gzip)", "unpack it: gunzip"),
+    b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", "unpack it: unzstd"),
+    b"BZh": ("is compressed (bzip2)", "unpack it: bunzip2"),
+    b"\xfd7zXZ": ("is compressed (xz)", "unpack it: unxz"),
+    b"PK\x03\x04": ("is a zip archive or an Excel file", "unpack it, or save it as CSV"),
+    b"PAR1": ("is a Parquet file", "call it .parquet"),
+    b"ARROW1": ("is an Arrow file", "call it .arrow"),
+    b"SQLite format 3": _SQLITE,
+    b"\xff\xfe": ("is in UTF-16", "write it in UTF-8"),
+    b"\xfe\xff": ("is in UTF-16", "write it in UTF-8"),
+    b"\x80\x04\x95": _PICKLE,
+    b"version https://git-lfs": ("is a pointer of Git LFS, not the data", "get the data: git lfs pull"),
+}
+"""First bytes of files that bear the name of a text format -> what they are, and what to do."""
+
+
+class NoRows(ValueError):
+    """What keeps a file from being read, in words."""
+
+
+def check_format(path: Path) -> None:
+    """Raise NoRows for a file whose suffix or first bytes are those of a format that is not read, with what to do about it."""
+    suffix = path.suffix.casefold()
+    if suffix in COMPRESSED:
+        raise NoRows(f"is compressed; unpack it: {COMPRESSED[suffix]} {path.name}")
+    if suffix in OTHERS:
+        raise NoRows("; ".join(OTHERS[suffix]))
+    if suffix not in FORMATS:
+        raise NoRows(f"ends in {suffix or 'no suffix'}; read are {LISTED}: convert or rename it")
+    with path.open("rb") as file:
+        first = file.read(32)
+    found = next((told for magic, told in _MAGIC.items() if first.startswith(magic)), None)
+    if found and (suffix in _TEXT or b"git-lfs" in first):
+        raise NoRows(f"{found[0]} in spite of its name; {found[1]}")

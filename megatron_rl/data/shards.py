@@ -1,0 +1,86 @@
+"""Which files of a folder are of its data set: what `datasets` wrote down in save_to_disk, and whether all shards are there.
+
+save_to_disk writes state.json beside the shards of a data set, whose `_data_files` lists them, and dataset_dict.json above several splits.
+Shards of an earlier save may lie beside them.
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.config import require
+
+STATE, SPLITS = "state.json", "dataset_dict.json"
+NOT_DATA = {STATE, SPLITS, "dataset_info.json", "dataset_infos.json"}
+"""JSON files that describe a data set."""
+_SHARD = re.compile(r"(?P<prefix>.*?)-(?P<number>\d{2,6})-of-(?P<total>\d{2,6})(-[0-9a-f]{8,16})?")
+_MOST_NAMED = 5
+
+
+def saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
+    """Return the splits of a DatasetDict that was saved in the folder; nothing where it holds none.
+
+    Raises:
+        ValueError: the folder of a split is missing.
+    """
+    path = folder / SPLITS
+    splits = _read(path, key=key, name=name).get("splits", []) if path.is_file() else []
+    splits = [split for split in splits if isinstance(split, str)] if isinstance(splits, list) else []
+    for split in splits:
+        remedy = f"{SPLITS} lists the split {split}, and there is no folder {folder / split}; save it anew"
+        require((folder / split).is_dir(), key, name, remedy)
+    return splits
+
+
+def saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, list[Path]]:
+    """Return the files that state.json names, for each of the folders that has one with `_data_files`.
+
+    Raises:
+        ValueError: one of the files is missing.
+    """
+    found = {}
+    for folder in folders:
+        path = folder / STATE
+        state = _read(path, key=key, name=name) if path.is_file() else {}
+        listed = state.get("_data_files")
+        if not isinstance(listed, list):
+            continue
+        names = [str(each.get("filename", "")) for each in listed if isinstance(each, Mapping)]
+        missing = [each for each in names if not (folder / each).is_file()]
+        listed = ", ".join(missing[:_MOST_NAMED])
+        require(not missing, key, name, f"{path} lists files that are not there: {listed}; copy or save it anew")
+        found[folder] = [folder / each for each in names]
+    return found
+
+
+def check_shards(files: Sequence[Path], *, key: str, name: str) -> None:
+    """Raise ValueError unless the files NAME-NNNNN-of-MMMMM of each name are all there, once, and of one M."""
+    sets: dict[tuple[Path, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for file in files:
+        if shard := _SHARD.fullmatch(file.stem):
+            sets[file.parent, shard["prefix"], file.suffix][shard["total"]].append(shard["number"])
+    for (folder, prefix, suffix), by_total in sets.items():
+        if len(by_total) > 1:
+            given = ", ".join(f"{len(numbers)} of {int(total)}" for total, numbers in sorted(by_total.items()))
+            remedy = "remove those that are no longer of the data"
+            require(False, key, name, f"{folder} holds shards of several sets called {prefix}: {given}; {remedy}")
+        ((total, numbers),) = by_total.items()
+        twice = ", ".join(f"{prefix}-{number}-of-{total}" for number, count in Counter(numbers).items() if count > 1)
+        require(not twice, key, name, f"{folder} holds {twice} more than once; remove what is no longer of the data")
+        there = {int(number) for number in numbers}
+        first = 1 if int(total) in there else 0  # some tools count shards from 1
+        missing = sorted({*range(first, int(total) + first)} - there)
+        told = ", ".join(f"{prefix}-{number:0{len(total)}d}-of-{total}{suffix}" for number in missing[:_MOST_NAMED])
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        remedy = f"{folder} lacks {told}{more}; get them, or name the files that are to be read"
+        require(not missing, key, name, remedy)
+
+
+def _read(path: Path, *, key: str, name: str) -> Mapping[str, object]:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{key}={name}: {path} is no JSON ({error}); save the data set anew") from error
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,272 @@
+"""Which files of a folder are read, and formats that are not. Oracles: `datasets` itself, files written by other libraries."""
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+import re
+import sqlite3
+import tempfile
+import zipfile
+from pathlib import Path
+
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from megatron_rl.data.files import files_of
+from megatron_rl.data.questions import questions
+from megatron_rl.data.rows import open_rows
+from tests.support.tables import png, write
+
+ROWS = [{"question": f"q{number}", "answer": str(number)} for number in range(6)]
+datasets.disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies go to a folder of the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+def answers(*names: object) -> list[str]:
+    return [example.payload["answer"] for example in questions([str(name) for name in names], images_root="", name="train")]
+
+
+def fails(name: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^task.data.train={re.escape(str(name))}: {said}"):
+        answers(name)
+
+
+def test_a_folder_that_was_saved_twice_is_read_as_datasets_does(tmp_path: Path) -> None:
+    """Shards of the first save lie beside those of the second."""
+    table, saved = datasets.Dataset.from_list(ROWS), tmp_path / "saved"
+    table.save_to_disk(saved, num_shards=3)
+    table.select(range(2)).save_to_disk(saved, num_shards=1)
+    assert len(list(saved.glob("*.arrow"))) == 4
+    assert answers(saved) == [str(answer) for answer in datasets.load_from_disk(saved)["answer"]] == ["0", "1"]
+    (saved / "data-00000-of-00001.arrow").unlink()
+    fails(saved, f"{saved}/state.json lists files that are not there: data-00000-of-00001.arrow; copy or save it anew$")
+
+
+def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None:
+    """A split of an earlier save lies beside; splits have names of their own."""
+    saved = tmp_path / "saved"
+    table = datasets.Dataset.from_list(ROWS)
+    (table.select(range(3))).save_to_disk(saved / "old")
+    datasets.DatasetDict({"train_sft": table.select([1, 2]), "easy": table.select([3])}).save_to_disk(saved)
+    assert answers(f"{saved}:train_sft") == ["1", "2"] and answers(f"{saved}:easy") == ["3"]
+    assert sorted(datasets.load_from_disk(saved)) == ["easy", "train_sft"]
+    fails(saved, f"holds the splits train_sft, easy; take one of them, {saved}:train_sft$")
+    fails(f"{saved}:old", "has no files of the split old$")
+    (saved / "easy").rename(saved / "hard")
+    fails(f"{saved}:easy", f"dataset_dict.json lists the split easy, and there is no folder {saved}/easy; save it anew$")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["train-00000-of-00002"], "lacks train-00001-of-00002.jsonl; get them, or name the files that are to be read$"),
+        (["train-00001-of-00009"], "lacks train-00000-of-00009.jsonl, train-0.* and 3 more; get"),
+        (
+            ["train-00000-of-00002", "train-00001-of-00002", "train-00000-of-00001"],
+            "holds shards of several sets called train: 1 of 1,",
+        ),
+        (["a-00000-of-00001-0123456789abcdef", "a-00000-of-00001-fedcba9876543210"], "holds a-00000-of-00001 more than once; "),
+        (["train-00000-of-00002", "train-00001-of-00002"], ""),
+        (["train-00001-of-00002", "train-00002-of-00002"], ""),  # counted from 1
+        (["a-00000-of-00001", "b-00000-of-00002", "b-00001-of-00002"], ""),
+        (["a-00000-of-00002-0123456789abcdef", "a-00001-of-00002-fedcba9876543210"], ""),
+        (["part-7", "part-9"], ""),
+    ],
+)
+def test_shards_are_all_there_and_of_one_set(names: list[str], said: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, name in enumerate(names):
+        write(folder / f"{name}.jsonl", ROWS[number : number + 1])
+    if said:
+        fails(folder, f"{folder} {said}")
+        assert answers(folder / f"{names[0]}.jsonl") == ["0"], "what is named itself is read"
+    else:
+        assert len(answers(folder)) == len(names)
+
+
+def test_a_file_is_not_read_by_two_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(
+        ValueError, match=rf"^task.data.train={tmp_path}: .*a.jsonl is read by the name {path} already; give one of the two$"
+    ):
+        answers(path, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".PARQUET", ".JSONL", ".Json", ".CSV", ".TSV", ".Arrow", ".ndjson"])
+def test_suffixes_in_capitals(suffix: str, tmp_path: Path) -> None:
+    small = suffix.casefold()
+    path = tmp_path / f"data{small}"
+    if small in (".csv", ".tsv"):
+        path.write_text("question,answer\nq0,0\n".replace(",", {".csv": ",", ".tsv": "\t"}[small]))
+    elif small == ".arrow":
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, pa.Table.from_pylist(ROWS[:1]).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(ROWS[:1]))
+    else:
+        write(path, ROWS[:1])
+    path = path.rename(tmp_path / f"data{suffix}")
+    assert answers(path) == answers(tmp_path) == ["0"]
+
+
+def packed(path: Path) -> Path:
+    """A file of rows in the format of its suffix."""
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    if path.suffix in opened:
+        with opened[path.suffix](path, "wb") as file:
+            file.write(lines)
+    elif path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("data.jsonl", lines)
+    elif path.suffix == ".db":
+        sqlite3.connect(path).execute("create table t (question)")
+    elif path.suffix == ".pkl":
+        path.write_bytes(pickle.dumps(ROWS))
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a.jsonl.gz", "is compressed; unpack it: gunzip a.jsonl.gz$"), ("a.jsonl.bz2", "is compressed; unpack it: bunzip2"),
+        ("a.json.xz", "is compressed; unpack it: unxz"), ("a.csv.zst", "is compressed; unpack it: unzstd a.csv.zst"),
+        ("a.zip", "is compressed; unpack it: unzip a.zip"), ("a.TAR", "is compressed; unpack it: tar -xf a.TAR"),
+        ("a.pkl", "is a pickle, which could run code; write it as Parquet or JSON lines$"), ("a.xlsx", "is a spreadsheet; save it as CSV"),
+        ("a.db", "is a SQLite database; export it as CSV"), ("a.txt", "ends in .txt; read are Parquet .*convert or rename it$"),
+        ("a", "ends in no suffix; read are Parquet"), ("a.yaml", "ends in .yaml; read are "),
+    ],
+)  # fmt: skip
+def test_formats_that_are_not_read_are_named(name: str, said: str, tmp_path: Path) -> None:
+    fails(packed(tmp_path / name), said)
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "said"),
+    [
+        ("a.gz", "a.jsonl", r"is compressed \(gzip\) in spite of its name; unpack it: gunzip$"),
+        ("a.bz2", "a.csv", r"is compressed \(bzip2\)"), ("a.xz", "a.json", r"is compressed \(xz\)"),
+        ("a.zip", "a.csv", "is a zip archive or an Excel file"), ("a.db", "a.json", "is a SQLite database"),
+        ("a.pkl", "a.jsonl", "is a pickle, which could run code"),
+    ],
+)  # fmt: skip
+def test_content_that_is_not_what_the_suffix_says(made: str, name: str, said: str, tmp_path: Path) -> None:
+    fails(packed(tmp_path / made).rename(tmp_path / name), said)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le"])
+def test_utf_16_is_named(encoding: str, tmp_path: Path) -> None:
+    """With a byte order mark, and without one."""
+    (tmp_path / "a.csv").write_bytes("question,answer\nq,1\n".encode(encoding))
+    fails(tmp_path / "a.csv", "is in UTF-16 in spite" if encoding == "utf-16" else "its first row holds NUL bytes; is it in UTF-16")
+
+
+def test_a_folder_with_compressed_data_is_refused(tmp_path: Path) -> None:
+    """An archive of pictures beside the rows is not data, and neither is another format."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "a.jsonl", ROWS)
+    packed(folder / "images.zip"), packed(folder / "old.csv.gz")
+    assert len(answers(folder)) == 6
+    (folder / "c.jsonl.incomplete").write_text("")
+    fails(folder, "c.jsonl.incomplete is a download that did not end; get it anew, or remove it$")
+    (folder / "c.jsonl.incomplete").unlink()
+    packed(folder / "b.jsonl.gz")
+    fails(folder, f"b.jsonl.gz is compressed, which is not read; unpack it: gunzip {folder}/b.jsonl.gz$")
+    (folder / "a.jsonl").unlink(), (folder / "b.jsonl.gz").unlink(), (folder / "old.csv.gz").unlink()
+    fails(folder, "has no files that end in .parquet, .* it has files that end in .zip$")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "question;answer\nq;1\n", "its first row is separated by ';'"),
+        ("a.csv", "question\tanswer\nq\t1\n", "its first row is separated by "),
+        ("a.tsv", "question,answer\nq,1\n", "its first row is separated by ','"),
+        ("a.csv", " question ,question\nq,1\n", "its first row must name the columns, each once"),
+    ],
+)
+def test_tables_that_are_separated_by_something_else(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    fails(tmp_path / name, said)
+
+
+def test_answers_of_a_table_stay_text(tmp_path: Path) -> None:
+    """Oracle: the text itself. Blanks around the names of columns are not of the names."""
+    given = ["007", "1e5", "NA", "nan", "None", "true", "1,000", "-0", "2024-01-02"]
+    (tmp_path / "a.csv").write_text("question , answer\n" + "".join(f'q,"{text}"\n' for text in given))
+    assert answers(tmp_path / "a.csv") == given
+
+
+def test_a_table_that_pandas_wrote_with_its_index(tmp_path: Path) -> None:
+    """Oracle: pandas, which names the column so when it reads it."""
+    frame = pd.DataFrame(ROWS)
+    frame.to_csv(tmp_path / "a.csv")
+    assert list(open_rows(tmp_path / "a.csv")) == pd.read_csv(tmp_path / "a.csv", dtype=str).to_dict("records")
+    assert answers(tmp_path / "a.csv") == [row["answer"] for row in ROWS]
+    (tmp_path / "b.csv").write_text("question,answer,\nq,1,\n")
+    fails(tmp_path / "b.csv", "its first row must name the columns, each once; it has question, answer, $")
+    (tmp_path / "c.csv").write_bytes("question,answer\n\u00e4,1\n".encode("latin-1"))
+    fails(tmp_path / "c.csv", r"the row that begins at byte 16 is none \(.*\); write the file in UTF-8$")
+
+
+def test_labels_are_read_by_their_names(tmp_path: Path) -> None:
+    """Oracle: `datasets`, which wrote the numbers. Where a column is a list or a mapping of labels, too."""
+    names = datasets.ClassLabel(names=["cat", "dog"])
+    other = {"all": datasets.Sequence(names), "s": {"kind": names, "n": datasets.Value("int8")}}
+    features = datasets.Features({"question": datasets.Value("string"), "answer": names, **other})
+    rows = [{"question": "?", "answer": each, "all": [0, each], "s": {"kind": each, "n": 1}} for each in (1, 0)]
+    table = datasets.Dataset.from_list(rows, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    for name in (tmp_path / "a.parquet", tmp_path / "saved"):
+        assert answers(name) == [names.int2str(each) for each in (1, 0)] == ["dog", "cat"]
+        first = open_rows(files_of(str(name), key="task.data")[0])[0]
+        assert first["all"] == ["cat", "dog"] and first["s"] == {"kind": "dog", "n": 1}
+
+
+def test_a_label_that_is_none_is_no_answer(tmp_path: Path) -> None:
+    features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.ClassLabel(names=["cat", "dog"])})
+    datasets.Dataset.from_list([{"question": "?", "answer": -1}], features=features).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"^a.parquet row 0: answer: is missing"):
+        answers(tmp_path / "a.parquet")
+
+
+NONSENSE = [b"no json", b"[1]", b'{"info": 3}', b'{"info": {"features": [1]}}', b'{"info": {"features": {"answer": 5}}}']
+
+
+@pytest.mark.parametrize("metadata", NONSENSE)
+def test_a_schema_that_says_nonsense_is_no_error(metadata: bytes, tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS[:1]).replace_schema_metadata({b"huggingface": metadata})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert answers(tmp_path / "a.arrow") == ["0"]
+
+
+def test_a_folder_of_imagefolder_is_read_as_it_is(tmp_path: Path) -> None:
+    """metadata.csv beside its pictures, also where splits are folders. Oracle: `datasets` on the same folder."""
+    for split, color in (("train", "red"), ("test", "blue")):
+        (tmp_path / "flat" / split).mkdir(parents=True)
+        (tmp_path / "flat" / split / "0.png").write_bytes(png(color))
+    (tmp_path / "flat" / "train" / "metadata.csv").write_text("file_name,question,answer\n0.png,Which color?,red\n")
+    (tmp_path / "flat" / "test" / "metadata.csv").write_text("file_name,question,answer\n0.png,Which color?,blue\n")
+    with pytest.raises(ValueError, match=r"holds the splits test, train"):
+        answers(tmp_path / "flat")
+    theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "flat" / "train"), cache_dir=str(tmp_path / "hf"))["train"]
+    (ours,) = questions([str(tmp_path / "flat" / "train")], images_root="", name="train")
+    assert ours.payload["images"][0].open().tobytes() == theirs[0]["image"].convert("RGB").tobytes()
+    assert ours.payload["question"] == "<image>\nWhich color?" and ours.payload["extra"] == {}
+    (tmp_path / "flat" / "train" / "0.png").unlink()
+    with pytest.raises(ValueError, match=r"^metadata.csv row 0: file_name: no such file .*train/0.png"):
+        answers(tmp_path / "flat" / "train")
