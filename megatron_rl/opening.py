@@ -1,6 +1,6 @@
 """What a run says of its prompts before the first step: the first one as the policy reads it, and those that have no room."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import indent
 
 from megatron_rl.config import Settings
@@ -8,7 +8,7 @@ from megatron_rl.data.prompts import Prompts, around
 from megatron_rl.data.questions import Questions
 from megatron_rl.data.survey import survey
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.types import Context
+from megatron_rl.types import Context, Example
 from megatron_rl.world import on_main_rank
 
 SHOWN_CHARACTERS = 500
@@ -28,6 +28,7 @@ def _look(settings: Settings, prompt: Context, *, fleet: Fleet, tell: Callable[[
     short = words if len(words) <= 2 * SHOWN_CHARACTERS else f"{words[:SHOWN_CHARACTERS]} ... {words[-SHOWN_CHARACTERS:]}"
     tell(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
     questions = {split: fleet.task.examples(split) for split in ("train", "eval")}
+    tell_column_warnings(questions, tell=tell)
     if all(isinstance(of_split, Questions) for of_split in questions.values()):
         tell_blanked(questions, fleet=fleet, tell=tell)
         tell_misfits(settings, questions, prompt, fleet=fleet, tell=tell)
@@ -43,6 +44,13 @@ def tell_blanked(questions: dict[str, Questions], *, fleet: Fleet, tell: Callabl
             tell(f"warning: task.data.{split}: {len(names)} questions name special tokens, written with a blank, as '< {rest}'; {remedy}")
 
 
+def tell_column_warnings(examples: Mapping[str, Sequence[Example]], *, tell: Callable[[str], None]) -> None:
+    """Name the columns that are not read, of each split that is read from files."""
+    for split, of_split in examples.items():
+        for line in of_split.warnings if isinstance(of_split, Questions) else ():
+            tell(f"warning: task.data.{split}: {line}")
+
+
 def tell_misfits(
     settings: Settings, questions: dict[str, Questions], prompt: Context, *, fleet: Fleet, tell: Callable[[str], None]
 ) -> None:
@@ -53,6 +61,7 @@ def tell_misfits(
         found = survey(of_split, look=prompts.look)
         for line in found.warnings[:SHOWN_MISFITS]:
             tell(f"warning: task.data.{split}: {line}")
-        if found.num_warnings > SHOWN_MISFITS:
-            tell(f"warning: task.data.{split}: and {found.num_warnings - SHOWN_MISFITS} more; launch/doctor.py lists them")
+        num_more = len(found.warnings[SHOWN_MISFITS:]) + found.num_more_warnings
+        if num_more:
+            tell(f"warning: task.data.{split}: and {num_more} more; launch/doctor.py lists them")
         prompts.require_played(split, num=len(of_split), told="".join(found.warnings[:1]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl.algo.algorithms import Algorithm
 from megatron_rl.config import Settings
 from megatron_rl.gallery import Gallery
-from megatron_rl.opening import tell_prompts
+from megatron_rl.opening import tell_column_warnings, tell_prompts
 from megatron_rl.parts import Staying, Trained, build_fleet, episode_settings, round_settings
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
@@ -111,6 +111,7 @@ def _train(settings: Settings, parts: Parts, fleet: Fleet | Replay, audience: Au
 def supervise(settings: Settings, parts: Parts) -> Fleet:
     policy, run = parts.policy, parts.run
     own = {"task": parts.task, "renderer": parts.renderer, "checkpoints": parts.checkpoints, "stop": parts.stop}
+    tell_column_warnings({"eval": parts.task.examples("eval")}, tell=run.tell)
     warm_start(settings, policy=policy, run=run, **own)
     fleet = parts.open_fleet(settings)
     with run.spans("sync"):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.opening import tell_blanked, tell_prompts
+from megatron_rl.data.questions import questions
+from megatron_rl.opening import tell_blanked, tell_column_warnings, tell_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import VqaTask
 from tests.support.one_process import world_of_one
@@ -82,3 +83,16 @@ def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_
     tell_blanked(questions, fleet=fleet_of(renderer), tell=lines.append)
     told = "2 questions name special tokens, written with a blank, as '< |box_start|>'"
     assert lines == [f"warning: task.data.train: {told}; task.data.allow_grounding_tokens=true keeps those of grounding"]
+
+
+def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> None:
+    """Of every split that comes from files, slices of one too, as `task.data.max_eval` makes them."""
+    row = {"question": "?", "answer": "a", "weight": 0}
+    train = questions([str(write(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
+    lines: list[str] = []
+    tell_column_warnings({"train": train, "eval": train[:1], "dealt": [train[0]]}, tell=lines.append)
+    assert [line.partition(": the policy")[0] for line in lines[::2]] == [
+        "warning: task.data.train: 0 images in 3 rows", "warning: task.data.eval: 0 images in 3 rows",
+    ]  # fmt: skip
+    weighed = "q.jsonl: column weight weighs or masks what is learned and is not read: every row counts alike"
+    assert [line.partition(",")[0] for line in lines[1::2]] == [f"warning: task.data.{split}: {weighed}" for split in ("train", "eval")]

@@ -150,9 +150,13 @@ def tell_questions(found: Survey, report: Report, *, split: str, longest: int | 
     sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in found.sources.most_common())
     length = "" if longest is None else f", longest question {longest} tokens"
     report.say(f"data.{split}", f"{found.num_rows} rows, {found.num_images} images{length}; {sources}")
-    for kept, count, all_told in ((report.errors, found.num_errors, found.errors), (report.warnings, found.num_warnings, found.warnings)):
-        kept += [f"task.data.{split}: {line}" for line in all_told]
-        kept += [f"task.data.{split}: and {count - len(all_told)} more rows"] if count > len(all_told) else []
+    warnings = [*found.column_warnings, *found.warnings]
+    for kept, lines, num_more in (
+        (report.errors, found.errors, found.num_more_errors),
+        (report.warnings, warnings, found.num_more_warnings),
+    ):
+        kept += [line if line.startswith("task.data.") else f"task.data.{split}: {line}" for line in lines]
+        kept += [f"task.data.{split}: and {num_more} more rows"] if num_more else []
     unknown = [source for source in found.sources if source and not is_known(source)]
     if unknown:
         told = "no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge"

@@ -13,11 +13,11 @@ from decimal import Decimal
 import numpy as np
 
 from megatron_rl.data.answer_text import comparison_form, last_boxed
+from megatron_rl.data.column_names import ANSWER_COLUMNS
 from megatron_rl.data.images import shortened
 from megatron_rl.data.options import options_in
 from megatron_rl.data.records import Record
 
-ANSWER_COLUMNS = ("answer", "solution")
 LONGEST_ANSWER = 1000
 """A reply's answer of so many characters or more is void (rewards/answer.py), and so is one with a tag of an agent's protocol."""
 DOUBTFUL_LENGTH = 200

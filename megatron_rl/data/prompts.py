@@ -4,7 +4,7 @@ from typing import Protocol
 
 from megatron_rl.config import Settings, require
 from megatron_rl.data.records import PLACE
-from megatron_rl.data.survey import Size, survey
+from megatron_rl.data.survey import Size
 from megatron_rl.types import Context, Example
 
 HIDDEN = "pyvision_gym_wo_image_hint"
@@ -68,5 +68,5 @@ class Prompts:
 def around(example: Example, prompt: Context, settings: Settings, measures: Measures) -> int:
     """Tokens that the task and the chat template write around a question, told by the prompt that they made of this one."""
     alone = Prompts(settings, measures)
-    survey([example], look=alone.look)
+    alone.look(example, [image.size() for image in example.payload["images"]])
     return len(prompt.token_ids) - alone.longest

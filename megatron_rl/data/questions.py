@@ -4,7 +4,7 @@ Those of the agents' training files:  prompt, data_source, ability, env_name, re
     index, ...}, and pictures in images (bytes, paths or hashes) or mm_hint {hint_path, hint_type}, which may also show videos.
 Raw validation records:  {id, question, answer, ability, data_source, image_path}.
 The user's own:  {question, answer}, with image, images or neither. For question also problem (R1-V), prompt (TRL: text or messages) or
-    messages (ms-swift); for answer also solution. Other names are chosen by task.data.columns.
+    messages (ms-swift); for answer also solution; for pictures see column_names.py. Other names are chosen by task.data.columns.
 
 An example's payload, whatever the shape: question (a picture's place is written <image>; pictures that have none come first), answer (out
 of <answer> and \\boxed), system (of messages that hold the question), images (a tuple of StoredImage), videos (of StoredClip), data_source,
@@ -15,18 +15,20 @@ ability, env_name, index, extra (every other column and every other key of extra
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
-from megatron_rl.data.answers import ANSWER_COLUMNS, reference_answer
+from megatron_rl.data.answers import reference_answer
+from megatron_rl.data.chat_prompt import ChatPrompt, parse_messages, read_chat
 from megatron_rl.data.clips import StoredClip, stored_clips
+from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
+from megatron_rl.data.columns import MissingColumn, listed_values, picture_columns
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
+from megatron_rl.data.unread import Examined, find_unread
 from megatron_rl.types import Example
 
-IMAGE_COLUMNS = ("images", "image", "image_path")
-QUESTION_COLUMNS, MESSAGE_COLUMNS = ("question", "problem"), ("prompt", "messages")
 READ = {
     "id", "data_source", "ability", "env_name", "reward_model", "extra_info", "mm_hint", "system",
-    *QUESTION_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS, *IMAGE_COLUMNS,
+    *QUESTION_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS,
 }  # fmt: skip
 READ_EXTRA = {"question", "answer", "index"}
 SEES_VIDEOS = "only the code of task=visual_python task.protocol=pyvision sees"
@@ -35,8 +37,10 @@ SEES_VIDEOS = "only the code of task=visual_python task.protocol=pyvision sees"
 class Questions(Sequence[Example]):
     """Examples that are read when they are asked for. A slice is a view."""
 
-    def __init__(self, records: Records, *, name: str, places: range | None = None) -> None:
+    def __init__(self, records: Records, *, name: str, places: range | None = None, warnings: Sequence[str] = ()) -> None:
         self.records, self.name = records, name
+        self.warnings = warnings
+        """About columns that are not read, where every row was looked at."""
         self._places = range(len(records)) if places is None else places
 
     def __len__(self) -> int:
@@ -44,11 +48,31 @@ class Questions(Sequence[Example]):
 
     def __getitem__(self, index: int | slice) -> "Example | Questions":
         if isinstance(index, slice):
-            return Questions(self.records, name=self.name, places=self._places[index])
-        place = self._places[index]
+            return Questions(self.records, name=self.name, places=self._places[index], warnings=self.warnings)
+        return self._example(self._places[index])[0]
+
+    @property
+    def chosen(self) -> Mapping[str, str]:
+        """Our names of columns -> those that task.data.columns gives."""
+        return self.records.chosen
+
+    def where(self, index: int) -> str:
+        """Return file and row without reading it: `train.jsonl row 17`."""
+        return self.records.where(self._places[index])
+
+    def examine(self, index: int) -> Examined:
+        """Return an example, and what its row holds that is not read."""
+        example, record = self._example(self._places[index])
+        hint = record.mapping(record.row.get("mm_hint", {}), "mm_hint")
+        hints = {f"mm_hint.{key}": value for key, value in hint.items() if key not in ("hint_path", "hint_type")}
+        unread = _unread_values(record) | hints
+        findings = find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))
+        return Examined(example, tuple(findings), record.columns)
+
+    def _example(self, place: int) -> tuple[Example, Record]:
         record = self.records[place]
         payload = payload_of(record, place=place)
-        return Example(id=f"{self.name}/{place}", payload=payload, where=record.where, source=str(payload["data_source"]))
+        return Example(id=f"{self.name}/{place}", payload=payload, where=record.where, source=str(payload["data_source"])), record
 
 
 def open_questions(
@@ -69,12 +93,9 @@ def questions(
     found = survey(opened)
     found.require_sound()
     require(videos or not found.video, f"task.data.{name}", list(paths), f"{found.video}, which {SEES_VIDEOS}")
-    given = columns or ColumnSettings()
-    files = ", ".join(paths)
-    require(not given.images or found.num_images > 0, "task.data.columns.images", given.images, f"no row of {files} has pictures there")
-    has_sources = {*found.sources} != {""}
-    require(not given.data_source or has_sources, "task.data.columns.data_source", given.data_source, f"no row of {files} has that column")
-    return opened
+    chosen = opened.chosen.get("images")
+    require(not chosen or found.num_images > 0, "task.data.columns.images", chosen, f"no row of {', '.join(paths)} has pictures there")
+    return Questions(opened.records, name=name, warnings=found.column_warnings)
 
 
 def split_of(data: DataSettings, split: str, *, read: Read | None = None, videos: bool = False) -> Questions:
@@ -92,90 +113,95 @@ def payload_of(record: Record, *, place: int) -> dict[str, object]:
     """ValueError, naming file, row and field: something is missing, of the wrong type, or does not fit together."""
     row = record.row
     extra = record.mapping(row.get("extra_info", {}), "extra_info")
+    asked = _question(record, extra)
     videos = _videos(record)
-    images = () if videos else _images(record) or _shown_in_messages(record, extra)
+    images = () if videos else _placed(record, asked, _images(record))
     index = extra.get("index", row.get("id", place))
     if not isinstance(index, str | int):
         raise record.error("index", f"must be text or a whole number, is {type(index).__name__}")
-    rest = {key: value for key, value in row.items() if key not in READ} | {key: extra[key] for key in extra if key not in READ_EXTRA}
-    question, system = _question(record, extra, num_images=len(images))
+    _require_answer(record, extra)
     return {
-        "question": question,
-        "system": system,
+        "question": _with_places(record, asked.question, num_images=len(images)),
+        "system": asked.system,
         "answer": reference_answer(record, extra),
         "images": images,
         "videos": videos,
         **{key: record.text(row.get(key, ""), key) for key in ("data_source", "ability", "env_name")},
         "index": index,
-        "extra": rest,
+        "extra": {name.removeprefix("extra_info."): value for name, value in _unread_values(record).items()},
         **({"official": record.official} if record.official else {}),
     }
 
 
-def _question(record: Record, extra: Mapping[str, object], *, num_images: int) -> tuple[str, str]:
-    """And what the system says where both are read from messages, or stands in a column beside them."""
+def _unread_values(record: Record) -> dict[str, object]:
+    """Return what is not read of a row, by column; keys of extra_info as `extra_info.KEY`."""
+    extra = record.mapping(record.row.get("extra_info", {}), "extra_info")
+    pictures = picture_columns(record)
+    empty = [key for key, value in record.row.items() if is_picture_column(key) and value in ("", [], {})]
+    own = {key: value for key, value in record.row.items() if key not in (*READ, *pictures, *empty)}
+    return own | {f"extra_info.{key}": value for key, value in extra.items() if key not in READ_EXTRA}
+
+
+def _question_column(record: Record) -> str:
+    """Return which column gives the question, "" where none does."""
+    if "question" in record.mapping(record.row.get("extra_info", {}), "extra_info"):
+        return "extra_info.question"
+    return next((name for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row), "")
+
+
+def _question(record: Record, extra: Mapping[str, object]) -> ChatPrompt:
+    """Read the question, the system message and the pictures that stand in messages."""
     system = record.text(record.row.get("system", ""), "system")
-    given = next((name for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row), "")
-    if "question" in extra:
-        text = record.text(extra["question"], "extra_info.question")
-    elif not given:
-        raise record.error("question", "is missing: a row has extra_info.question, question, problem, prompt or messages")
-    elif given in MESSAGE_COLUMNS and isinstance(record.row[given], list):
-        text, said = _asked(record, given)
-        system = system or said
-    else:
-        text = record.text(record.row[given], given)
+    name = _question_column(record)
+    if not name:
+        raise MissingColumn(record, "question")
+    value = extra["question"] if name == "extra_info.question" else parse_messages(record, record.row[name], name)
+    if not isinstance(value, list):
+        return ChatPrompt(record.text(value, name), system)
+    asked = read_chat(record, value, name)
+    if system and asked.system and system != asked.system:
+        raise record.error("system", f"is given in this column and as a message of {name}; keep one of them")
+    asked.system = asked.system or system
+    return asked
+
+
+def _placed(record: Record, asked: ChatPrompt, listed: Sequence[StoredImage]) -> tuple[StoredImage, ...]:
+    """Return the pictures of a question in the order of their places: those of messages, and those of a column for the other places."""
+    num_open = asked.images.count(None)
+    if num_open == len(asked.images):
+        return tuple(listed)
+    if num_open != len(listed):
+        raise record.error("question", f"has {num_open} {PLACE} without a picture in the messages, and a column has {len(listed)} pictures")
+    remaining = iter(listed)
+    return tuple(next(remaining) if image is None else image for image in asked.images)
+
+
+def _with_places(record: Record, text: str, *, num_images: int) -> str:
+    """Return the question with a place for each picture: at its front, unless it has them."""
     num_places = text.count(PLACE)
     if num_places not in (0, num_images):
         raise record.error("question", f"has {num_places} {PLACE} for {num_images} pictures")
     if not text.replace(PLACE, "").strip():
         raise record.error("question", "is empty")
-    return text if num_places else f"{PLACE}\n" * num_images + text, system
+    return text if num_places else f"{PLACE}\n" * num_images + text
 
 
-def _asked(record: Record, name: str) -> tuple[str, str]:
-    """What the user asks in messages, and what the system says before. Of an answer of the assistant behind it nothing is read."""
-    messages = [record.mapping(message, name) for message in record.items(record.row[name], name)]
-    roles = [message.get("role") for message in messages]
-    if "user" not in roles:
-        raise record.error(name, "has no message of the user")
-    last = len(roles) - 1 - roles[::-1].index("user")
-    if "assistant" in roles[:last]:
-        raise record.error(name, "has turns of the assistant before the question; a question is one message of the user")
-    system = next((_text_of(record, message, name) for message in messages[:last] if message.get("role") == "system"), "")
-    return _text_of(record, messages[last], name), system
-
-
-def _text_of(record: Record, message: Mapping[str, object], name: str) -> str:
-    """A message's words; its parts become text with places."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return record.text(content, name)
-    parts = [record.mapping(part, name) for part in content]
-    return "".join(PLACE if part.get("type") in ("image", "image_url") else record.text(part.get("text"), name) for part in parts)
-
-
-def _shown_in_messages(record: Record, extra: Mapping[str, object]) -> tuple[StoredImage, ...]:
-    """Pictures that stand in the question's message itself, where it has parts: as `image`, or as OpenAI's image_url."""
-    name = next((name for name in MESSAGE_COLUMNS if isinstance(record.row.get(name), list)), "")
-    if not name or "question" in extra or any(column in record.row for column in QUESTION_COLUMNS):
-        return ()
-    asked = [message for message in record.row[name] if isinstance(message, Mapping) and message.get("role") == "user"]
-    content = asked[-1].get("content") if asked else None
-    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    values = [
-        part["image"] if "image" in part else record.mapping(part["image_url"], name).get("url")
-        for part in parts
-        if {"image", "image_url"} & part.keys()
-    ]
-    return tuple(record.image(value, name) for value in values)
+def _require_answer(record: Record, extra: Mapping[str, object]) -> None:
+    """Raise MissingColumn for a row without an answer."""
+    model = record.mapping(record.row.get("reward_model", {}), "reward_model")
+    if "ground_truth" in model or "answer" in extra or any(name in record.row for name in ANSWER_COLUMNS):
+        return
+    messages = [value for name in MESSAGE_COLUMNS if isinstance(value := record.row.get(name), list)]
+    roles = [message.get("role") for message in messages[0] if isinstance(message, Mapping)] if messages else []
+    hint = "the assistant's message is not read as the answer; write it into a column" if roles[-1:] == ["assistant"] else ""
+    raise MissingColumn(record, "answer", hint=hint)
 
 
 def _videos(record: Record) -> tuple[StoredClip, ...]:
     hint = record.mapping(record.row.get("mm_hint", {}), "mm_hint")
     if hint.get("hint_type", "image") == "image":
         return ()
-    pictures = [name for name in IMAGE_COLUMNS if record.row.get(name, "") not in ("", [])]
+    pictures = picture_columns(record)
     if hint["hint_type"] != "video" or pictures:
         raise record.error("mm_hint", f"hint_type is image, or video without {', '.join(pictures) or 'pictures'}; is {hint['hint_type']}")
     return stored_clips(hint, folder=record.folder, where=f"{record.where}: mm_hint.hint_path", roots=record.roots)
@@ -184,13 +210,9 @@ def _videos(record: Record) -> tuple[StoredClip, ...]:
 def _images(record: Record) -> tuple[StoredImage, ...]:
     row = record.row
     hint = record.mapping(row.get("mm_hint", {}), "mm_hint")
-    if "video_path" in row:
-        raise record.error("video_path", "is not read; name a video in mm_hint: {hint_type: video, hint_path: clip.mp4}")
-    given = {name: row[name] for name in IMAGE_COLUMNS if row.get(name, "") not in ("", [])} or (
-        {"mm_hint.hint_path": hint["hint_path"]} if "hint_path" in hint else {}
-    )
-    if len(given) > 1:
-        raise record.error(" and ".join(given), "name the pictures twice; keep one of these columns")
+    given = {name: listed_values(row[name]) for name in picture_columns(record)}
+    if not given and "hint_path" in hint:
+        given = {"mm_hint.hint_path": listed_values(hint["hint_path"])}
     return tuple(
         record.image(value, f"{name}[{number}]" if isinstance(values, list) else name)
         for name, values in given.items()

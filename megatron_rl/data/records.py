@@ -1,10 +1,13 @@
 """Rows of several files as one sequence, and the checks that name file, row and field."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_rl.config import ColumnSettings, require
+from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
 from megatron_rl.data.files import files_of, homes_of
 from megatron_rl.data.images import StoredImage, stored_image
 from megatron_rl.data.rows import JsonRow, open_rows
@@ -24,12 +27,8 @@ CONTROL = (
 """Qwen's own tokens: in the words of a transcript's assistant they would be read as the conversation's."""
 
 REQUIRED = ("question", "answer")
-INSTEAD = {
-    "question": ("prompt", "messages", "problem"),
-    "answer": ("reward_model", "solution"),
-    "images": ("image", "image_path", "mm_hint"),
-}
-"""Column -> others that would be read for the same."""
+INSTEAD = {"question": (*QUESTION_COLUMNS, *MESSAGE_COLUMNS), "answer": ("reward_model", *ANSWER_COLUMNS), "images": ("mm_hint",)}
+"""Column -> others that would be read for the same; `images`: all columns of pictures too."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +42,10 @@ class Record:
     """Where relative paths of pictures start."""
     roots: tuple[Path, ...] = ()
     """Folders below which a row may name pictures, beside that one."""
+    features: Mapping[str, str] = field(default_factory=dict)
+    """Types of `datasets` of the file's columns, where its schema has them: Image, Video, Audio."""
+    columns: tuple[str, ...] = ()
+    """Names of the row's columns as they are in the file."""
     official: Mapping[str, object] = field(default_factory=dict)
     """What a published benchmark scores a reply by (published/items.py). Never a row's own word."""
 
@@ -54,6 +57,8 @@ class Record:
             value.encode()
         except UnicodeEncodeError as error:
             raise self.error(name, f"is not Unicode ({error.reason})") from error
+        if "\0" in value:
+            raise self.error(name, "holds a NUL character; is the file in UTF-16? write it in UTF-8")
         found = [token for token in CONTROL if token in value]
         if found:
             raise self.error(name, f"holds {found[0]}; a picture's place is written {PLACE}, other tokens are the chat template's to write")
@@ -91,24 +96,53 @@ class Records(Sequence[Record]):
         self, paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), key: str = "task.data",
         columns: ColumnSettings | None = None, read: Read | None = None,
     ) -> None:  # fmt: skip
-        self._files = [(path, open_rows(path, key=key)) for name in paths for path in files_of(name, key=key)]
-        self._folder, self._columns, self._read = images_root, chosen_names(columns) if columns else {}, read
+        found = [(name, path) for name in paths for path in files_of(name, key=key)]
+        _check_named_once(found, key=key)
+        labels = _labels([path for _, path in found])
+        self._files = [(path, label, open_rows(path, key=key)) for (_, path), label in zip(found, labels, strict=True)]
+        self._folder, self._read = images_root, read
+        self.chosen = chosen_names(columns) if columns else {}
+        """Our names -> those of the files, where task.data.columns names them."""
         self._roots = (*map(Path, image_roots), *(home for name in paths for home in homes_of(name, key=key)))
         require(len(self) > 0, key, list(paths), "has no rows")
 
     def __len__(self) -> int:
-        return sum(len(rows) for _, rows in self._files)
+        return sum(len(rows) for _, _, rows in self._files)
+
+    def where(self, index: int) -> str:
+        """Return file and row without reading it: `train.jsonl row 17`."""
+        within = range(len(self))[index]
+        for _, label, rows in self._files:
+            if within < len(rows):
+                return f"{label} row {within}"
+            within -= len(rows)
+        raise AssertionError(f"row {index} of {len(self)} lies in no file")
 
     def __getitem__(self, index: int) -> Record:
         within = range(len(self))[index]
-        for path, rows in self._files:
+        for path, label, rows in self._files:
             if within < len(rows):
-                folder = Path(self._folder) if self._folder else path.parent
-                record = Record(rows[within], f"{path.name} row {within}", path, folder, (path.parent, *self._roots))
-                record = renamed(record, self._columns)
+                folder, row = Path(self._folder) if self._folder else path.parent, rows[within]
+                record = Record(row, f"{label} row {within}", path, folder, (path.parent, *self._roots), rows.features, tuple(row))
+                record = renamed(record, self.chosen)
                 return record if self._read is None else self._read(record)
             within -= len(rows)
         raise AssertionError(f"row {index} of {len(self)} lies in no file")
+
+
+def _check_named_once(found: Sequence[tuple[str, Path]], *, key: str) -> None:
+    """Raise ValueError where two names stand for the same file: its rows would count twice."""
+    names: dict[str, str] = {}
+    for name, path in found:
+        other = names.setdefault(os.path.realpath(path), name)
+        require(other == name, key, name, f"{path} is read by the name {other} already; give one of the two")
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """Return the names of files in messages: with as many of their folders as tell them apart."""
+    names = Counter(path.name for path in paths)
+    common = os.path.commonpath([path.parent.absolute() for path in paths]) if paths else ""
+    return [path.name if names[path.name] < 2 else os.path.relpath(path.absolute(), common) for path in paths]
 
 
 def chosen_names(columns: ColumnSettings) -> dict[str, str]:
@@ -129,8 +163,8 @@ def renamed(record: Record, columns: Mapping[str, str]) -> Record:
     lacking = [theirs for ours, theirs in columns.items() if ours in REQUIRED and theirs not in row]
     if lacking:
         raise record.error(lacking[0], f"is missing, and task.data.columns names it; the row has {', '.join(row)}")
-    instead = {*columns.values(), *(name for ours in columns for name in INSTEAD.get(ours, ()))}
-    kept = {name: value for name, value in row.items() if name not in instead}
+    instead = {*columns, *columns.values(), *(name for ours in columns for name in INSTEAD.get(ours, ()))}
+    kept = {name: value for name, value in row.items() if name not in instead and not ("images" in columns and is_picture_column(name))}
     if isinstance(kept.get("extra_info"), Mapping):
         kept["extra_info"] = {name: value for name, value in kept["extra_info"].items() if name not in columns}
     return replace(record, row=kept | chosen)

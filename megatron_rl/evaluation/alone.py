@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from megatron_rl.gallery import Gallery
 from megatron_rl.jsonl import replace_bytes, replace_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.progress import Progress
+from megatron_rl.opening import tell_column_warnings
 from megatron_rl.parts import Staying, build_fleet, episode_settings
 from megatron_rl.published.benchmarks import official_interval
 from megatron_rl.rollout.fleet import Fleet
@@ -78,6 +79,7 @@ def _live(settings: Settings, own: Own, *, world: World, stop: Stop) -> dict[str
                     urls = closing.enter_context(serving(settings, world, go_on=stop.check_start))
                     task = build_task(addressed(settings.task, urls, run=folder), own)
                 examples = task.examples(settings.evaluation.split)
+                on_main_rank(lambda: tell_column_warnings({settings.evaluation.split: examples}, tell=partial(print, file=sys.stderr)))
                 player = cache(lambda: _player(settings, task, source, world=world, stop=stop, closing=closing))
                 rollouts = list(_played(settings, examples, player, world=world, stop=stop))
             except Stopped:

@@ -24,10 +24,11 @@ from safetensors.torch import load_file, save_file
 import sandbox.doctor
 from megatron_rl.algo.corrections import uncorrected
 from megatron_rl.cli import doctor
-from megatron_rl.cli.doctor import examine, look_at_judges, look_at_sandbox
+from megatron_rl.cli.doctor import examine, look_at_judges, look_at_sandbox, tell_questions
 from megatron_rl.cli.report import Report, show
-from megatron_rl.config import Settings
-from megatron_rl.data.questions import questions
+from megatron_rl.config import ColumnSettings, Settings
+from megatron_rl.data.questions import open_questions, questions
+from megatron_rl.data.survey import survey
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import ANSWER
@@ -107,6 +108,28 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
         "bad.jsonl row 2: bbox [5, 5, 5, 9] is empty",
         "data_source mine: no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge",
     ]
+
+
+def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    """A file in which pictures have another name, and one without answers: a line each."""
+    for name in ("red.png", "blue.png"):
+        (tmp_path / name).write_bytes(png())
+    rows = [{"question": "?", "answer": "a", "image": "red.png", "shot": "blue.png"}] * 2 + [
+        {"question": "?", "answer": "a", "look": "red.png"}
+    ]
+    report = Report()
+    for name, given in {"a.jsonl": rows, "b.jsonl": [{"question": "?", "label": "x"}] * 30}.items():
+        opened = open_questions([str(write(tmp_path / name, given))], images_root="", name="train", columns=ColumnSettings(id="number"))
+        tell_questions(survey(opened), report, split="train", longest=None)
+    shows = "looks like paths of pictures that exist and is not read"
+    assert report.errors == [
+        "task.data.columns.id=number: no row has that column; columns: question, answer, image, shot, look",
+        f"task.data.train: a.jsonl row 2: column look {shows} (1 of 3 rows): 'task.data.columns={{images: look}}'",
+        "task.data.train: b.jsonl: no answer (all 30 rows). Columns: question, label. Name yours: 'task.data.columns={answer: label}'",
+    ]
+    (warning,) = report.warnings
+    assert warning.startswith(f"task.data.train: a.jsonl row 0: column shot {shows} (2 of 3 rows): the row's other pictures are read; ")
+    assert dict(report.rows)["data.train"].startswith("30 rows, 0 images; ")
 
 
 def test_a_picture_that_is_cut_off_is_found(sound: list[str], tmp_path: Path) -> None:

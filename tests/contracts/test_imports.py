@@ -85,8 +85,8 @@ MAY_IMPORT = {
         "wire", *DATA,
     },
     "evaluation": {
-        "choices", "evaluate", "gallery", "jsonl", "models", "observe", "parts", "published", "rewards", "rollout", "run", "run_folder",
-        "servers", "services", "start", "stop", "tasks", "watch", "weights", *DATA,
+        "choices", "evaluate", "gallery", "jsonl", "models", "observe", "opening", "parts", "published", "rewards", "rollout", "run",
+        "run_folder", "servers", "services", "start", "stop", "tasks", "watch", "weights", *DATA,
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and stages."""

@@ -128,7 +128,7 @@ def test_paths_start_beside_the_file_that_names_them(tmp_path: Path) -> None:
     found = questions([str(tmp_path / name / "own.jsonl") for name in ("one", "two")], images_root="", name="eval")
     assert [example.payload["images"][0].open().getpixel((0, 0)) for example in found] == [(255, 0, 0), (0, 0, 255)]
     assert [example.id for example in found] == ["eval/0", "eval/1"]
-    assert found[1].payload["images"][0].where == "own.jsonl row 0: image"
+    assert found[1].payload["images"][0].where == "two/own.jsonl row 0: image"
 
 
 def test_where_a_question_shows_its_pictures(tmp_path: Path) -> None:
@@ -246,6 +246,7 @@ def test_files_without_rows(tmp_path: Path) -> None:
 def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
     rows = [training_row(data_source="known") for _ in range(3)] + [training_row(data_source="new")]
     rows += [{"question": "?", "answer": ""} for _ in range(30)]
+    rows += [{"question": "?", "answer": "a", "image": f"{number}.png"} for number in range(20)]
     rows[1]["images"] = [{"bytes": png()[:20]}]
     boxes = [[5, 5, 5, 9], [0, 0, 30, 20], [0, 0, 31, 20], [-1, 0, 2, 2], "x", [1, 2, 3]]
     rows[2]["extra_info"] = {"question": "?", "bboxes": boxes}
@@ -253,20 +254,23 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
         open_questions([str(write(tmp_path / "train.json", rows))], images_root="", name="train"),
         look=lambda example, sizes: [f"{example.payload['data_source']}, {sizes}"],
     )
-    assert (found.num_rows, found.num_images, found.num_errors, len(found.errors), found.num_warnings) == (34, 3, 31, 20, 8)
+    assert (found.num_rows, found.num_images, found.num_errors, len(found.errors), found.num_warnings) == (54, 3, 51, 20, 8)
+    assert found.num_more_errors == 2, "of 22 kinds"
     assert found.sources == {"known": 2, "new": 1}
-    assert found.errors[0].startswith("train.json row 1: images[0]: ") and found.errors[1] == "train.json row 4: answer: is empty"
+    assert (
+        found.errors[0].startswith("train.json row 1: images[0]: ")
+        and found.errors[1] == "train.json row 4: answer: is empty (and 29 more rows)"
+    )
     assert found.warnings == [
-        "train.json row 0: known, [(30, 20)]",
+        "train.json row 0: known, [(30, 20)] (and 1 more rows)",
         "train.json row 2: bboxes [5, 5, 5, 9] is empty",
         "train.json row 2: bboxes [0, 0, 31, 20] reaches out of the picture of 30x20 pixels",
         "train.json row 2: bboxes [-1, 0, 2, 2] reaches out of the picture of 30x20 pixels",
         "train.json row 2: bboxes x is not four numbers",
         "train.json row 2: bboxes [1, 2, 3] is not four numbers",
-        "train.json row 2: known, [(30, 20)]",
         "train.json row 3: new, [(30, 20)]",
     ]
-    with pytest.raises(ValueError, match=r"\(and 30 more rows; launch/doctor.py lists them\)$"):
+    with pytest.raises(ValueError, match=r"\(and 21 more problems; launch/doctor.py lists them\)$"):
         found.require_sound()
 
 

@@ -1,0 +1,144 @@
+"""Questions that are given as messages: what the policy is asked, what the system message is, and the pictures of both.
+
+Each message up to the first one of the assistant is read, or the row is refused. Messages of the
+user are joined in order, with a line break between them; messages of the roles system and developer
+are joined into the system message. The assistant's message behind the question is an answer, and is
+not read.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_rl.data.images import StoredImage, shortened
+from megatron_rl.data.records import PLACE, Record
+from megatron_rl.data.rows import without_nulls
+
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+"""Role as in the file (`from` of LLaMA-Factory too) -> role."""
+TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image", "image_url", "input_image")
+IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+"""Keys of a part that hold its picture."""
+HARMLESS_KEYS = {"id", "uuid", "timestamp", "created_at", "detail", "cache_control"}
+"""Keys of messages and parts that do not change what is asked."""
+_LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+LOSS_KEYS = {"loss", "weight", "train", "trainable", "loss_mask"}
+"""Keys that mask a message. False and 0 change nothing here: no token of a prompt is trained."""
+
+
+@dataclass(slots=True)
+class ChatPrompt:
+    question: str = ""
+    system: str = ""
+    images: list[StoredImage | None] = field(default_factory=list)
+    """A picture for each place of the question, in order; None: the next one of the row's picture column."""
+
+
+def parse_messages(record: Record, value: object, name: str) -> object:
+    """Return the messages where a text is JSON of them, else the value as it is.
+
+    Raises:
+        ValueError: the text begins like a list of messages and is no JSON.
+    """
+    if not isinstance(value, str) or not _LIST_OF_MESSAGES.match(value):
+        return value
+    try:
+        return without_nulls(json.loads(value))
+    except (ValueError, RecursionError) as error:
+        raise record.error(name, f"looks like messages and is no JSON ({error}); write it with json.dumps") from error
+
+
+def read_chat(record: Record, value: object, name: str) -> ChatPrompt:
+    """Read the messages of a prompt. Raises ValueError that names the message that cannot be used."""
+    messages = [record.mapping(message, f"{name}[{number}]") for number, message in enumerate(record.items(value, name))]
+    roles = [_role(record, message, f"{name}[{number}]") for number, message in enumerate(messages)]
+    if "user" not in roles:
+        raise record.error(name, "has no message of the user")
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    if "user" in roles[end:]:
+        raise record.error(name, "has turns of the assistant before the question; a question is what the user says before the first answer")
+    if "tool" in roles[:end]:
+        remedy = "write what it says into the user's message, or leave it out"
+        raise record.error(f"{name}[{roles.index('tool')}]", f"is a message of a tool, which is not read before an answer; {remedy}")
+    if "system" in roles[end:]:
+        raise record.error(name, "has a system message behind the assistant's, which is not read; move it to the front, or leave it out")
+    prompt = ChatPrompt()
+    texts: dict[str, list[str]] = {"system": [], "user": []}
+    for number, (message, role) in enumerate(zip(messages[:end], roles, strict=False)):
+        texts[role].append(_read_message(record, message, f"{name}[{number}]", prompt.images, is_user=role == "user"))
+    prompt.question, prompt.system = "\n".join(texts["user"]), "\n\n".join(texts["system"])
+    return prompt
+
+
+def _role(record: Record, message: Mapping[str, object], name: str) -> str:
+    role = message.get("role", message.get("from"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise record.error(f"{name}.role", f"{shortened(repr(role))} is none of {', '.join(ROLES)}")
+    return ROLES[role]
+
+
+def _read_message(record: Record, message: Mapping[str, object], name: str, images: list[StoredImage | None], *, is_user: bool) -> str:
+    """Return a message's text with a place for each picture, and add the pictures to `images`."""
+    known = {"role", "content"} if "role" in message else {"from", "value"}
+    unknown = {key: value for key, value in message.items() if key not in LOSS_KEYS or value}
+    _require_known(record, unknown, known, name)
+    content = message.get("content" if "role" in message else "value")
+    before = len(images)
+    text = _read_text(record, content, name, images) if isinstance(content, str) else _read_parts(record, content, name, images)
+    if len(images) > before and not is_user:
+        raise record.error(name, "has a picture in a system message; move it to the user's")
+    return text
+
+
+def _read_text(record: Record, text: object, name: str, images: list[StoredImage | None]) -> str:
+    read = record.text(text, name)
+    images += [None] * read.count(PLACE)
+    return read
+
+
+def _read_parts(record: Record, content: object, name: str, images: list[StoredImage | None]) -> str:
+    if not isinstance(content, list):
+        raise record.error(name, f"content must be text or a list of parts, is {type(content).__name__}")
+    words = []
+    for number, given in enumerate(content):
+        part, place = record.mapping(given, f"{name}.content[{number}]"), f"{name}.content[{number}]"
+        kind = part.get("type") or next((key for key in ("text", "image", "image_url") if key in part), None)
+        if kind in TEXT_PARTS:
+            _require_known(record, part, {"type", "text"}, place)
+            words.append(_read_text(record, part.get("text"), place, images))
+        elif kind in IMAGE_PARTS:
+            _require_known(record, part, {"type", "text", "index", *IMAGE_KEYS}, place)
+            if part.get("index", len(images)) != len(images):
+                raise record.error(f"{place}.index", f"is {part['index']}, and the part is picture {len(images)}; list pictures in order")
+            images.append(_read_picture(record, part, place))
+            words.append(PLACE)
+        else:
+            remedy = f"types are {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}"
+            raise record.error(place, f"is a part of type {shortened(repr(kind))}, which is not read; {remedy}")
+    return "".join(words)
+
+
+def _read_picture(record: Record, part: Mapping[str, object], name: str) -> StoredImage | None:
+    """Return the picture of a part, None for one that only marks its place."""
+    given = {key: part[key] for key in IMAGE_KEYS if part.get(key, "") not in ("", {})}
+    if part.get("text"):
+        raise record.error(f"{name}.text", "stands in the part of a picture; give it a part of its own")
+    if len(given) > 1:
+        raise record.error(name, f"names its picture twice: {', '.join(given)}; keep one of them")
+    for key, value in given.items():
+        if key == "image_url" and isinstance(value, Mapping):
+            _require_known(record, value, {"url"}, f"{name}.image_url")
+            value = value.get("url")
+        return record.image({"bytes": value} if key in ("base64", "bytes") else value, f"{name}.{key}")
+    return None
+
+
+def _require_known(record: Record, given: Mapping[str, object], known: set[str], name: str) -> None:
+    """Raise ValueError for a filled key that is not read and may change what is asked."""
+    for key, value in given.items():
+        if key not in known and key not in HARMLESS_KEYS and value not in ("", [], {}):
+            raise record.error(f"{name}.{key}", f"is not read ({shortened(repr(value))}); leave this key out, or write it into the content")

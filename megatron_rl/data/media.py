@@ -1,0 +1,121 @@
+"""Tells pictures, videos and audio in the values of a row: by the type in the file's schema, by content, and by the column's name."""
+
+import base64
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.data.column_names import PICTURE_SUFFIXES
+from megatron_rl.data.images import MAGIC
+from megatron_rl.data.records import Record
+
+VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v", ".mpg", ".mpeg")
+AUDIO_SUFFIXES = (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac")
+OTHER_PICTURES = (".heic", ".heif", ".avif", ".jp2", ".ppm", ".svg")
+SUFFIXES = {"pictures": (*PICTURE_SUFFIXES, *OTHER_PICTURES), "videos": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
+FEATURES = {"Image": "pictures", "Video": "videos", "Audio": "audio"}
+"""Types of `datasets` -> what a column of that type holds."""
+_CONTAINERS = {b"WEBP": "pictures", b"AVI ": "videos", b"WAVE": "audio"}
+_MAGIC = {b"\x1aE\xdf\xa3": "videos", b"ID3": "audio", b"fLaC": "audio", b"OggS": "audio"}
+_MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
+LONGEST_PATH = 4096
+DEEPEST, MOST_ITEMS = 4, 64
+"""Levels and elements of a value that are looked at."""
+
+
+@dataclass(slots=True, frozen=True)
+class Media:
+    kind: str
+    """pictures, videos or audio."""
+    looks: str
+    is_there: bool = True
+    """False: names of files that do not exist."""
+
+
+def find_media(value: object, record: Record, name: str = "", *, depth: int = 0) -> Media | None:
+    """Return what kind of media a value holds, at any depth down to DEEPEST; None where it holds none."""
+    feature = record.features.get(name)
+    if feature in FEATURES and value not in ("", [], {}):
+        return Media(FEATURES[feature], f"has the type {feature} in the file's schema")
+    if isinstance(value, bytes):
+        kind = _kind_of_bytes(value)
+        return Media(kind, f"holds the bytes of {kind}") if kind else Media("pictures", "holds bytes") if value else None
+    if isinstance(value, str):
+        return _media_in_text(value, record)
+    if isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys():
+        return Media("audio", "holds decoded audio")
+    if depth >= DEEPEST or not isinstance(value, Mapping | list):
+        return None
+    if _are_pixels(value):
+        return Media("pictures", "looks like pixels, as lists of numbers")
+    items = list(value.values() if isinstance(value, Mapping) else value)[:MOST_ITEMS]
+    return next((media for item in items if (media := find_media(item, record, depth=depth + 1))), None)
+
+
+def _are_pixels(value: object) -> bool:
+    """Return True for lists of rows of pixels of 3 or 4 numbers, or of channels of rows of numbers."""
+    for _ in range(2):
+        if not isinstance(value, list) or len(value) < 2 or not isinstance(value[0], list):
+            return False
+        value = value[0]
+    return isinstance(value, list) and len(value) >= 3 and all(isinstance(each, int | float) for each in value[:8])
+
+
+def _kind_of_bytes(value: bytes) -> str:
+    if value.startswith(b"RIFF"):
+        return _CONTAINERS.get(value[8:12], "")
+    if value[4:8] == b"ftyp":
+        return "pictures" if value[8:12] in (b"avif", b"heic", b"mif1") else "videos"
+    known = next((kind for magic, kind in _MAGIC.items() if value.startswith(magic)), "")
+    return known or ("pictures" if value.startswith(MAGIC) else "")
+
+
+def _media_in_text(text: str, record: Record) -> Media | None:
+    """Recognize data: URLs, web addresses and names with a suffix of media, files that exist, and base64."""
+    head = text[:11].casefold()
+    for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):
+        if head.startswith(f"data:{word}/"[:11]):
+            return Media(kind, f"holds {kind} as data: URLs")
+    if len(text) <= LONGEST_PATH and "\n" not in text and text.strip():
+        is_url = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
+        bare = (re.split(r"[?#]", text)[0] if is_url else text).casefold()
+        kind = next((kind for kind, suffixes in SUFFIXES.items() if bare.endswith(suffixes)), "")
+        if is_url:
+            return Media(kind, f"looks like web addresses of {kind}") if kind else None
+        if kind or ("/" in text and " " not in text) or re.fullmatch("[0-9a-f]{64}", text):
+            found = _existing(record, text, kind)
+            if found or (kind and len(text.split()) <= 3):
+                return found or Media(kind, f"looks like names of {kind} that are not there", is_there=False)
+    return _media_in_base64(text)
+
+
+def _existing(record: Record, text: str, kind: str) -> Media | None:
+    """Return what a text names where that is a file, by its suffix or by its first bytes."""
+    if "\0" in text or not os.path.isfile(path := record.folder / text):
+        return None
+    if not kind:
+        try:
+            with path.open("rb") as file:
+                kind = _kind_of_bytes(file.read(12))
+        except OSError:
+            return None
+    return Media(kind, f"looks like paths of {kind} that exist") if kind else None
+
+
+def _media_in_base64(text: str) -> Media | None:
+    start = re.sub(r"\s", "", text[:64]).replace("-", "+").replace("_", "/")
+    if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/]{24,}={0,2}", start):
+        return None
+    content = base64.b64decode(start[:24])
+    kind = "" if content.startswith(b"BM") else _kind_of_bytes(content)
+    return Media(kind, f"holds {kind} in base64") if kind else None
+
+
+def named_media(name: str, value: object) -> Media | None:
+    """Take a column for what its name says, where its value may be a name or content of it."""
+    found = _MEDIA_NAME.fullmatch(name.removeprefix("extra_info.").casefold())
+    if not found or not isinstance(value, str | list | Mapping):
+        return None
+    kind = "videos" if found[1].startswith(("video", "clip")) else "audio"
+    return Media(kind, f"is named as {kind} are")

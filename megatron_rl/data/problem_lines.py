@@ -1,0 +1,87 @@
+"""Collects problems of rows and columns into lines for messages. Rows with the same problem share one line."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_rl.data.columns import MissingColumn, missing_remedy
+from megatron_rl.data.unread import Finding
+
+SHOWN = 20
+"""Lines that are kept; all rows are counted."""
+_WHERE = re.compile(r"(.*?) row (\d+): (.*)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows with the same problem."""
+
+    first: str
+    """The first of these rows. Example: `row 17`."""
+    hint: str = ""
+    num_rows: int = 0
+    files: dict[str, None] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict)
+    """Of a missing column: the columns that the rows have."""
+
+
+class ProblemLines:
+    """Problems by kind: a missing column, a column that is not read, or the message of a row, `train.jsonl row 3: answer: is empty`."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        """Rows with a problem; one that has two counts twice."""
+        self._groups: dict[str | Finding | tuple[str, str], _Group] = {}
+
+    def add_error(self, error: ValueError) -> None:
+        if not isinstance(error, MissingColumn):
+            return self.add_message(str(error))
+        group = self._add(error.name, error.where, hint=error.hint)
+        if group:
+            group.columns |= dict.fromkeys(error.columns)
+        return None
+
+    def add_message(self, message: str) -> None:
+        found = _WHERE.fullmatch(message)
+        self._add((found[1], found[3]) if found else ("", message), message.partition(": ")[0])
+
+    def add_finding(self, finding: Finding, where: str) -> None:
+        self._add(finding, where)
+
+    def lines(self, num_rows_of: Mapping[str, int]) -> list[str]:
+        """Return the lines, those of columns first. `num_rows_of`: file -> its rows, to tell whether all have a problem."""
+        columns_first = sorted(self._groups.items(), key=lambda item: isinstance(item[0], tuple))
+        return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
+
+    def num_left_out(self) -> int:
+        """Return the number of rows that are in no line."""
+        return self.num_rows - sum(group.num_rows for group in self._groups.values())
+
+    def _add(self, problem: str | Finding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:
+        """Count a row; None where there are enough groups already."""
+        self.num_rows += 1
+        file, _, row = where.rpartition(" row ")
+        group = self._groups.get(problem)
+        if group is None and len(self._groups) < SHOWN:
+            group = self._groups[problem] = _Group(f"row {row}", hint)
+        if group is not None:
+            group.num_rows += 1
+            group.files[file] = None
+        return group
+
+
+def _line(problem: str | Finding | tuple[str, str], group: _Group, num_rows: int) -> str:
+    file = next(iter(group.files))
+    is_all = num_rows == group.num_rows > 1
+    others = f" (and {len(group.files) - 1} more files)" if len(group.files) > 1 else ""
+    start = f"{file}{others}" if is_all else f"{file} {group.first}{others}"
+    more = f" (and {group.num_rows - 1} more rows)" if group.num_rows > 1 else ""
+    if isinstance(problem, Finding):
+        rows = "" if num_rows == group.num_rows else f" ({group.num_rows} of {num_rows} rows)"
+        return f"{start}: column {problem.column} {problem.looks}{rows}: {problem.remedy}"
+    if isinstance(problem, str):
+        remedy = missing_remedy(problem, group.columns, group.hint)
+        return f"{start}: no {problem} (all {num_rows} rows). {remedy}" if is_all else f"{start}: {problem}: is missing{more}. {remedy}"
+    if not file:
+        return problem[1]
+    return f"{file} {group.first}: {problem[1]}" + (f" (all {num_rows} rows)" if is_all else more)
