@@ -18,6 +18,8 @@ FEATURES = {"Image": "pictures", "Video": "videos", "Audio": "audio"}
 """Types of `datasets` -> what a column of that type holds."""
 _CONTAINERS = {b"WEBP": "pictures", b"AVI ": "videos", b"WAVE": "audio"}
 _MAGIC = {b"\x1aE\xdf\xa3": "videos", b"ID3": "audio", b"fLaC": "audio", b"OggS": "audio"}
+_HEAD = 12
+"""First bytes by which formats are told apart."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
 LONGEST_PATH = 4096
 DEEPEST, MOST_ITEMS = 4, 64
@@ -47,6 +49,9 @@ def find_media(value: object, record: Record, name: str = "", *, depth: int = 0)
         return Media("audio", "holds decoded audio")
     if depth >= DEEPEST or not isinstance(value, Mapping | list):
         return None
+    if isinstance(value, list) and len(value) > _HEAD and all(isinstance(each, int) and 0 <= each < 256 for each in value[:_HEAD]):
+        kind = _kind_of_bytes(bytes(value[:_HEAD]))
+        return Media(kind, f"holds the bytes of {kind} as numbers") if kind else None
     if _are_pixels(value):
         return Media("pictures", "looks like pixels, as lists of numbers")
     items = list(value.values() if isinstance(value, Mapping) else value)[:MOST_ITEMS]
@@ -97,13 +102,15 @@ def _existing(record: Record, text: str, kind: str) -> Media | None:
     if not kind:
         try:
             with path.open("rb") as file:
-                kind = _kind_of_bytes(file.read(12))
+                kind = _kind_of_bytes(file.read(_HEAD))
         except OSError:
             return None
     return Media(kind, f"looks like paths of {kind} that exist") if kind else None
 
 
 def _media_in_base64(text: str) -> Media | None:
+    if len(text) > 64 and re.fullmatch("[0-9a-fA-F]{64}", text[:64]) and (kind := _kind_of_bytes(bytes.fromhex(text[: 2 * _HEAD]))):
+        return Media(kind, f"holds {kind} as hexadecimal digits")
     start = re.sub(r"\s", "", text[:64]).replace("-", "+").replace("_", "/")
     if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/]{24,}={0,2}", start):
         return None

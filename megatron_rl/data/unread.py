@@ -54,6 +54,16 @@ _OTHER_MEANINGS = (
         "call it system, or write it into the question",
     ),
     (
+        ("objects",),
+        "names objects or boxes for places in the text",
+        "write them into the question and the answer, or remove the column",
+    ),
+    (
+        ("chat_template_kwargs", "tool_choice", "response_format"),
+        "looks like a setting of a request",
+        "the settings of the run are used for all rows; remove the column",
+    ),
+    (
         ("context", "passage", "hint", "history", "conversations", "query", "input"),
         "looks like a part of the prompt, which the question does not contain",
         "write it into the question, or remove the column",
@@ -65,8 +75,8 @@ NUMERIC = {"weight", "weights", "labels"}
 """Names that have another meaning where their values are words."""
 NO_CHANGE = (1, "1", "1.0", True, "true")
 """Weights that change nothing."""
-VIDEO_MARKS = ("<video>", "<audio>")
-_NO_VIDEO = "the policy reads it as a word; name a video in mm_hint, or remove the word"
+_MARKS = re.compile(r"<video>|<audio>|<image ?\d+>|<img\b|<bbox>|<ref-object>|data:image/|!\[[^\]]*\]\(")
+"""What stands for media or boxes in the questions of other tools."""
 READ_BY_TASKS = {"image_file_name", "bbox", "bboxes"}
 """Keys of `extra` that tasks and checks read."""
 MOST_CHOICES, LONGEST_CHOICE = 26, 200
@@ -101,16 +111,20 @@ def find_unread(record: Record, payload: Mapping[str, object], *, unread: Mappin
         asked_in: the column that gave the question.
     """
     for name, value in unread.items():
-        if name.removeprefix("extra_info.") in READ_BY_TASKS or value in ("", [], {}):
+        if name.removeprefix("extra_info.") in READ_BY_TASKS or _is_empty(value):
             continue
         media = find_media(value, record, name) or named_media(name, value)
         finding = _media_finding(media, name, value, payload, record) if media else _text_finding(name, value, payload)
         yield from [finding] if finding else []
     yield from _letter_columns(unread, payload)
     yield from _other_questions(record, payload, asked_in=asked_in)
-    for mark in VIDEO_MARKS:
-        if mark in str(payload["question"]) and not payload["videos"]:
-            yield Finding(asked_in, f"has the word {mark}, and the row shows no video or audio", _NO_VIDEO, False)
+    if (mark := _MARKS.search(str(payload["question"]))) and not payload["videos"]:
+        remedy = "the policy reads it as a word; write <image> where a picture is, name videos in mm_hint, or remove it"
+        yield Finding(asked_in, f"has {mark[0]} in its text, which shows nothing here", remedy, False)
+
+
+def _is_empty(value: object) -> bool:
+    return value in ("", {}, None) or (isinstance(value, list) and all(map(_is_empty, value)))
 
 
 def _unread(name: str, looks: str, remedy: str, *, is_error: bool) -> Finding:

@@ -106,10 +106,12 @@ MISSING = "names of pictures that are not there and is not read: 'task.data.colu
         (f"data:image/png;base64,{IN_BASE64}", "holds pictures as data: URLs and is not read"),
         (f"DATA:image/png;base64,{IN_BASE64}", "holds pictures as data: URLs and is not read"),
         ("https://x.org/a.JPG?w=3", "looks like web addresses of pictures and is not read: download them"),
+        (list(png("red")), "holds the bytes of pictures as numbers and is not read"),
+        (png("red").hex(), "holds pictures as hexadecimal digits and is not read"),
         ([[[0, 0, 255]] * 3] * 2, "looks like pixels, as lists of numbers and is not read"),
         ({"views": [{"front": "red.png"}]}, "looks like paths of pictures that exist and is not read"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path: Path) -> None:
     """An error where a row has no other picture, by file and number of rows; a warning beside one that is read."""
@@ -172,15 +174,18 @@ def test_keys_of_mm_hint_and_structs_that_hold_media(tmp_path: Path) -> None:
         assert error == f"q.jsonl row 0: column {column} {shows}: write them into a column images"
 
 
-@pytest.mark.parametrize("word", ["<video>", "<audio>"])
-def test_a_word_for_a_video_that_is_not_there(word: str, tmp_path: Path) -> None:
+WORDS = ["<video>", "<audio>", "<image 1>", "<image2>", "<img", "<bbox>", "<ref-object>", "data:image/", "![red]("]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_other_tools_for_media(word: str, tmp_path: Path) -> None:
     (warning,) = look(tmp_path, {"question": f"{word} What?", "image": "red.png"}).column_warnings
-    shows = f"has the word {word}, and the row shows no video or audio: the policy reads it as a word"
+    shows = f"has {word} in its text, which shows nothing here: the policy reads it as a word"
     assert warning.startswith(f"q.jsonl row 0: column question {shows}")
 
 
 def test_numbers_under_the_name_of_a_video_are_none(tmp_path: Path) -> None:
-    found = look(tmp_path, {"video": False, "audio": 0, "image": "red.png"})
+    found = look(tmp_path, {"video": False, "audio": 0, "videos": [None], "clips": ["", []], "image": "red.png"})
     assert (found.errors, found.column_warnings) == ([], [])
 
 
@@ -245,6 +250,7 @@ def test_options_in_their_forms() -> None:
         ({"reasoning_content": "So."}, "looks like a response's reasoning"),
         ({"system_prompt": "Be kind."}, "looks like a part of the prompt"),
         ({"context": "A text."}, "looks like a part of the prompt"), ({"extra_info": {"loss": 0}}, "weighs or masks"),
+        ({"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}}, "names objects"), ({"tool_choice": "auto"}, "looks like a setting"),
         ({"weight": "5 kg"}, ""), ({"weight": 1.0}, ""), ({"loss": None, "tools": []}, ""), ({"context": "what?"}, ""), ({"level": 3}, ""),
     ],
 )  # fmt: skip
