@@ -187,7 +187,8 @@ _CHOICES = ("looks like the choices of the answer, which the question does not c
 
 def _has_answer(value: object, options: Sequence[str], answer: str) -> bool:
     """Return True for a list of short texts of which one is the answer."""
-    short = isinstance(value, list) and 2 <= len(options) <= MOST_CHOICES and all(len(option) <= LONGEST_CHOICE for option in options)
+    is_list = isinstance(value, list) and 2 <= len(value) <= MOST_CHOICES and all(isinstance(item, str) for item in value)
+    short = is_list and all(len(option) <= LONGEST_CHOICE for option in options)
     return short and answer.strip().casefold() in (option.casefold() for option in options)
 
 

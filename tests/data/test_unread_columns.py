@@ -219,6 +219,7 @@ CHOICES = "looks like the choices of the answer, which the question does not con
         ({"options": [1, 2, 3]}, "options"), ({"options": [1, 2], "question": "Is it 2 or 1?"}, ""),
         ({"question": "Is it a CAT, or\n(B) a dog?", "options": ["a cat", "a dog"]}, ""), ({"options": ["A", "B", "C"]}, ""),
         ({"question": "A. a cat B. a dog", "A": "a cat", "B": "a dog"}, ""), ({"other": ["a cat", "a dog"]}, ""),
+        ({"things": [{"color": "b"}, {"color": "c"}]}, ""),
     ],
 )  # fmt: skip
 def test_choices_that_the_question_does_not_contain(row: dict, column: str, tmp_path: Path) -> None:
