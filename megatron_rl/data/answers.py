@@ -61,18 +61,19 @@ def unmatchable_reason(answer: str) -> str:
     return ""
 
 
-def doubt_about(answer: str, question: str) -> str:
-    """Return why a reference answer may not be what is meant, nothing where there is no doubt."""
+def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
+    """Return what is doubtful about a reference answer and the remedy; None where nothing is."""
     options = options_in(question)
+    listed = f"and the question's options are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())
     if options and answer.isdigit() and not is_option:
-        return f"answer: is {answer}, and the question's options are {', '.join(options)}: it may count from 0 or from 1; write the letter"
+        return f"is a number, {listed}", "it may count from 0 or from 1; write the letter"
     if options and re.fullmatch("[A-Z]", answer) and answer not in options:
-        return f"answer: is {answer}, and the question's options are {', '.join(options)}"
+        return f"is {answer}, {listed}", "correct the letter, or list all options"
     if "\n" in answer or len(answer) >= DOUBTFUL_LENGTH:
-        size = f"{len(answer)} characters in {len(answer.splitlines())} lines"
-        return f"answer: has {size}, which a reply must repeat word for word unless a judge is asked; write the short answer alone"
-    return ""
+        long = "has several lines" if "\n" in answer else f"has {DOUBTFUL_LENGTH} characters or more"
+        return long, "a reply must repeat it word for word unless a judge is asked; write the short answer alone"
+    return None
 
 
 def _as_text(record: Record, value: object) -> str:

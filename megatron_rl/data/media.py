@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.data.column_names import PICTURE_SUFFIXES
-from megatron_rl.data.images import MAGIC
+from megatron_rl.data.image_bytes import MAGIC
 from megatron_rl.data.records import Record
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v", ".mpg", ".mpeg")
@@ -32,7 +32,7 @@ class Media:
     """pictures, videos or audio."""
     looks: str
     is_there: bool = True
-    """False: names of files that do not exist."""
+    """False: names of files that do not exist, and web addresses."""
 
 
 def find_media(value: object, record: Record, name: str = "", *, depth: int = 0) -> Media | None:
@@ -49,6 +49,9 @@ def find_media(value: object, record: Record, name: str = "", *, depth: int = 0)
         return Media("audio", "holds decoded audio")
     if depth >= DEEPEST or not isinstance(value, Mapping | list):
         return None
+    if isinstance(value, Mapping) and value and value.keys() <= {"bytes", "path"}:
+        inner = [media for item in value.values() if (media := find_media(item, record, depth=depth + 1))]
+        return inner[0] if inner else Media("pictures", "holds files as datasets stores them")
     if isinstance(value, list) and len(value) > _HEAD and all(isinstance(each, int) and 0 <= each < 256 for each in value[:_HEAD]):
         kind = _kind_of_bytes(bytes(value[:_HEAD]))
         return Media(kind, f"holds the bytes of {kind} as numbers") if kind else None
@@ -73,7 +76,7 @@ def _kind_of_bytes(value: bytes) -> str:
     if value[4:8] == b"ftyp":
         return "pictures" if value[8:12] in (b"avif", b"heic", b"mif1") else "videos"
     known = next((kind for magic, kind in _MAGIC.items() if value.startswith(magic)), "")
-    return known or ("pictures" if value.startswith(MAGIC) else "")
+    return known or ("pictures" if value.startswith(tuple(MAGIC)) else "")
 
 
 def _media_in_text(text: str, record: Record) -> Media | None:
@@ -87,7 +90,7 @@ def _media_in_text(text: str, record: Record) -> Media | None:
         bare = (re.split(r"[?#]", text)[0] if is_url else text).casefold()
         kind = next((kind for kind, suffixes in SUFFIXES.items() if bare.endswith(suffixes)), "")
         if is_url:
-            return Media(kind, f"looks like web addresses of {kind}") if kind else None
+            return Media(kind, f"looks like web addresses of {kind}", is_there=False) if kind else None
         if kind or ("/" in text and " " not in text) or re.fullmatch("[0-9a-f]{64}", text):
             found = _existing(record, text, kind)
             if found or (kind and len(text.split()) <= 3):

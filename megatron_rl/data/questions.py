@@ -15,7 +15,7 @@ ability, env_name, index, extra (every other column and every other key of extra
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
-from megatron_rl.data.answers import reference_answer
+from megatron_rl.data.answers import doubt_about, reference_answer
 from megatron_rl.data.chat_prompt import ChatPrompt, parse_messages, read_chat
 from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
@@ -23,7 +23,7 @@ from megatron_rl.data.columns import MissingColumn, listed_values, picture_colum
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
-from megatron_rl.data.unread import Examined, find_unread
+from megatron_rl.data.unread import Examined, Finding, find_unread
 from megatron_rl.types import Example
 
 READ = {
@@ -66,7 +66,9 @@ class Questions(Sequence[Example]):
         hint = record.mapping(record.row.get("mm_hint", {}), "mm_hint")
         hints = {f"mm_hint.{key}": value for key, value in hint.items() if key not in ("hint_path", "hint_type")}
         unread = _unread_values(record) | hints
-        findings = find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))
+        findings = [*find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))]
+        doubt = None if record.official else doubt_about(str(example.payload["answer"]), str(example.payload["question"]))
+        findings += [Finding("answer", *doubt, is_error=False)] if doubt else []
         return Examined(example, tuple(findings), record.columns)
 
     def _example(self, place: int) -> tuple[Example, Record]:

@@ -8,15 +8,15 @@
 Beside each of them a column `system` (or system_prompt) is the first message, and pictures stand in one of IMAGE_COLUMNS.
 """
 
+import re
 from collections.abc import Mapping
 
+from megatron_rl.data.column_names import IMAGE_COLUMNS, NAME_COLUMNS, PICTURE_SUFFIXES
 from megatron_rl.data.images import StoredImage
-from megatron_rl.data.media_columns import PICTURE_SUFFIXES, find_media
+from megatron_rl.data.media import find_media, named_media
 from megatron_rl.data.records import Record
 from megatron_rl.data.transcript_messages import CALLS, FLAGS, RawMessage, is_empty, read_messages
 
-IMAGE_COLUMNS = ("images", "image", "image_path", "image_paths", "img", "image_file", "image_files", "file_name")
-"""Of these a row has one. `file_name` (of `datasets`' imagefolder) counts where it ends as a picture does."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 FORMS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -51,6 +51,8 @@ MASKS = (
     "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
 )  # fmt: skip
 """Columns that change what is learned of the whole row; so do those of FLAGS, unless they are 1."""
+PROVENANCE = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)")
+"""Columns that may name a file that is not there: where a row comes from."""
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 
@@ -79,7 +81,7 @@ def read_row(record: Record) -> tuple[str, list[RawMessage]]:
 
 def read_images(record: Record) -> tuple[str, list[StoredImage]]:
     """Return the column of pictures (empty: the row has none) and its pictures."""
-    given = [column for column in IMAGE_COLUMNS if _holds_pictures(record, column)]
+    given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         raise record.error(" and ".join(given), "each name pictures; keep one of these columns")
     if not given:
@@ -92,8 +94,9 @@ def read_images(record: Record) -> tuple[str, list[StoredImage]]:
 
 
 def _holds_pictures(record: Record, column: str) -> bool:
-    value = record.row.get(column, "")
-    return not is_empty(value) and (column != "file_name" or str(value).lower().endswith(PICTURE_SUFFIXES))
+    value, name = record.row[column], column.casefold()
+    is_name = name in NAME_COLUMNS and str(value).casefold().endswith(PICTURE_SUFFIXES)
+    return not is_empty(value) and (name in IMAGE_COLUMNS or is_name)
 
 
 def _check_columns(record: Record, read: set[str]) -> None:
@@ -110,9 +113,11 @@ def _check_columns(record: Record, read: set[str]) -> None:
     for column in ("label", "kto_tag"):
         if row.get(column, "") in (0, 1):
             raise record.error(column, "says whether a reply is good; keep the rows whose reply is, and leave this column out")
-    rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS, *IMAGE_COLUMNS}}
-    for column, found in find_media(rest, folder=record.folder):
-        raise record.error(column, f"holds {found}, which is not read; {_MEDIA}")
+    rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS} and not is_empty(value)}
+    for column in rest.keys() - {column for column in rest if _holds_pictures(record, column)}:
+        media = find_media(rest[column], record, column) or named_media(column, rest[column])
+        if media and (media.is_there or not PROVENANCE.fullmatch(column.casefold())):
+            raise record.error(column, f"{media.looks} and is not read; {_MEDIA}")
 
 
 def _read_alpaca(record: Record) -> list[RawMessage]:

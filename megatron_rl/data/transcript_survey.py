@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_rl.config import Settings
-from megatron_rl.data.survey import SHOWN, Size
+from megatron_rl.data.problem_lines import SHOWN
+from megatron_rl.data.survey import Size
 from megatron_rl.types import Message
 
 CheckLength = Callable[[Sequence[Message], Sequence[Size]], None]

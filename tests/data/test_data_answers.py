@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.answers import decimal_text, doubt_about
+from megatron_rl.data.answers import decimal_text
 from megatron_rl.data.questions import questions
 
 
@@ -79,16 +79,23 @@ def test_references_that_no_reply_matches_are_refused(answer: object, says: str,
 @pytest.mark.parametrize(
     ("answer", "question", "says"),
     [
-        ("2", "Which?\nA. red\nB. blue", "is 2, and the question's options are A, B: it may count from 0 or from 1; write the letter"),
-        ("E", "Which? (A) red (B) blue", "is E, and the question's options are A, B"),
-        ("The cat\nis red.", "Which?", "has 15 characters in 2 lines, which a reply must repeat word for word unless a judge is asked"),
-        ("x" * 200, "Which?", "has 200 characters in 1 lines"),
+        (
+            "2",
+            "Which?\nA. red\nB. blue",
+            "is a number, and the question's options are A, B: it may count from 0 or from 1; write the letter",
+        ),
+        ("E", "Which? (A) red (B) blue", "is E, and the question's options are A, B: correct the letter, or list all options"),
+        ("The cat\nis red.", "Which?", "has several lines: a reply must repeat it word for word unless a judge is asked; write the short"),
+        ("x" * 200, "Which?", "has 200 characters or more: "),
         ("2", "How many?\nA. 1\nB. 2", ""),
         ("2", "How many?", ""),
         ("B", "Which? (A) red (B) blue", ""),
         ("E", "Which letter?", ""),
     ],
 )
-def test_doubtful_references(answer: str, question: str, says: str) -> None:
-    found = doubt_about(answer, question)
-    assert says in found and bool(says) == bool(found)
+def test_doubtful_references_are_named(answer: str, question: str, says: str, tmp_path: Path) -> None:
+    """Once for all rows of a file, beside that there are no pictures."""
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(json.dumps({"question": question, "answer": answer}) for _ in range(3)))
+    _, *found = questions([str(path)], images_root="", name="train").warnings
+    assert len(found) == bool(says) and all(says in line and line.startswith("q.jsonl: column answer ") for line in found)
