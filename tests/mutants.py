@@ -1594,7 +1594,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an error of all ranks is printed by each",
         "megatron_rl/cli/door.py",
-        "seen_by_all=isinstance(error, SharedValueError | SharedOSError)",
+        "seen_by_all=is_dry or isinstance(error, SharedValueError | SharedOSError)",
         "seen_by_all=False",
         "tests/test_world.py -k known_as_such",
     ),
