@@ -191,7 +191,7 @@ NORM, EMBEDDING = "language.decoder.final_layernorm.weight", "language.embedding
     [
         (lambda state: state.pop(NORM), f"Missing: {NORM}"),
         (lambda state: state.update({NORM: state[NORM][:-1].clone()}), f"{NORM}: gives model.norm.weight the shape [127]"),
-        (lambda state: state.update({EMBEDDING: state[EMBEDDING][:-1].clone()}), "model.embed_tokens.weight the shape [1023"),
+        (lambda state: state.update({EMBEDDING: state[EMBEDDING][:-1].clone()}), "model.embed_tokens.weight has 1023 rows"),
         (lambda state: state.update({"language.decoder.layers.0.stranger": torch.ones(1)}), "unknown: language.decoder.layers.0.stranger"),
         (
             lambda state: state.update({"language.decoder.layers.0.input_layernorm.weight": torch.ones(128)}),
