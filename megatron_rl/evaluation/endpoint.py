@@ -21,7 +21,8 @@ from megatron_rl.rewards.client import as_servers_say, client_of
 from megatron_rl.rollout.conversation import ContextLimits
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
-from megatron_rl.rollout.renderer import key_of, pictures_of
+from megatron_rl.rollout.renderer import key_of
+from megatron_rl.rollout.transcript_pieces import pictures_of
 from megatron_rl.servers import Endpoint, Servers
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Context, End, Example, Image, Message, Rollout, Turn

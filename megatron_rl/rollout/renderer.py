@@ -26,7 +26,7 @@ from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.vocabulary import check_vocabulary
 from megatron_rl.rollout.processor import check_template, find_banned_ids, find_continuation_problem, load_processor
-from megatron_rl.rollout.transcript_pieces import split_transcript
+from megatron_rl.rollout.transcript_pieces import pictures_of, split_transcript
 from megatron_rl.types import Context, Image, Message
 
 T = TypeVar("T")
@@ -217,9 +217,8 @@ class Renderer:
             reply = self._ids(piece.reply)
             banned = next((token for token in reply if token in self._never_sampled), None)
             if banned is not None:
-                raise ValueError(
-                    f"a reply holds {self.tokenizer.decode([banned])}, which the policy never samples; write other words for it"
-                )
+                name = self.tokenizer.decode([banned])
+                raise ValueError(f"a reply holds {name}, which the policy never samples; write other words for it")
             context.extend(reply, logprobs=[0.0] * len(reply) if piece.is_learned else None)
         return context
 
@@ -287,11 +286,6 @@ class Renderer:
             expanded.extend([token] * repeats)
         assert next(remaining, None) is None, "the chat template placed fewer images than the messages hold"
         context.extend(expanded, images=tuple(images))
-
-
-def pictures_of(messages: Sequence[Message]) -> list[Picture]:
-    parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
-    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def _bytes_of(image: Image) -> int:

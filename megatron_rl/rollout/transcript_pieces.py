@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jinja2.exceptions import TemplateError
+from PIL.Image import Image as Picture
 
 from megatron_rl.types import Message
 
 Render = Callable[..., str]
-"""(messages, *, speak) -> their text; with `speak` it ends where the assistant's reply begins."""
+"""(messages, *, speak) -> their text; with `speak` it ends where the assistant's reply begins. ValueError: the template refuses them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,11 +36,8 @@ def split_transcript(messages: Sequence[Message], render: Render) -> list[Piece]
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        try:
-            before = render(messages[:index], speak=True)
-            after = render(messages[: index + 1], speak=False).removesuffix("\n")
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses it ({error})") from error
+        before = render(messages[:index], speak=True)
+        after = render(messages[: index + 1], speak=False).removesuffix("\n")
         if not (before.startswith(done) and after.startswith(before)):
             remedy = "write a row for each reply, with the earlier replies as the template leaves them (without <think>)"
             raise ValueError(f"messages[{index}]: the model's chat template rewrites messages before this reply; {remedy}")
@@ -51,3 +48,9 @@ def split_transcript(messages: Sequence[Message], render: Render) -> list[Piece]
         pieces.append(Piece(before.removeprefix(done), after.removeprefix(before), messages[answered + 1 : index], learned))
         done, answered = after, index
     return pieces
+
+
+def pictures_of(messages: Sequence[Message]) -> list[Picture]:
+    """Return the pictures of messages in order."""
+    parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.images import StoredImage
-from megatron_rl.rollout.renderer import pictures_of
+from megatron_rl.rollout.transcript_pieces import pictures_of
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS

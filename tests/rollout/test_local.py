@@ -18,7 +18,8 @@ from megatron_rl.rollout import local
 from megatron_rl.rollout.conversation import ContextLimits, Opening, TokenConversation
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.local import LocalEngine
-from megatron_rl.rollout.renderer import SMALL_PIXELS, Renderer, pictures_of, small_pixels
+from megatron_rl.rollout.renderer import SMALL_PIXELS, Renderer, small_pixels
+from megatron_rl.rollout.transcript_pieces import pictures_of
 from megatron_rl.types import Context, Image, Message, Turn
 
 STEP_S, RENDER_S = 0.005, 0.3

@@ -10,7 +10,6 @@ Read against vLLM 0.32.0: inputs/engine.py, v1/engine/llm_engine.py, v1/sample/l
 import logging
 import math
 import os
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.engine import Completion, ImageInput, Request, Sampling
+from megatron_rl.rollout.vllm.cache_misfit import cache_misfit
 from megatron_rl.rollout.vllm.pictures import keep_patches
 from megatron_rl.rollout.vllm.sampler import BANNED, SEED, EngineNoise, ban_and_seed, use_own_noise
 from megatron_rl.rollout.vllm.weights import Weights, keep_weights_plain
@@ -77,28 +77,13 @@ def _start_vllm(
             own = {"logits_processors": [ban_and_seed()], "additional_config": {BANNED: banned_ids}}
             llm = LLM(**arguments, **own, use_tqdm_on_load=False)
         except ValueError as error:
-            misfit = cache_misfit(str(error), settings, cuda=cuda)
-            if misfit:
+            if misfit := cache_misfit(str(error), settings, cuda=cuda):
                 raise ValueError(misfit) from error
             raise
     torch.set_num_threads = set_num_threads
     for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open now: nothing of it outlives them, however they end
         segment.unlink(missing_ok=True)
     return llm
-
-
-def cache_misfit(words: str, settings: EngineSettings, *, cuda: bool) -> str:
-    """Return our line for what vLLM 0.32.0 says of its KV cache (v1/core/kv_cache_utils.py, v1/worker/cpu_worker.py); '' for all else."""
-    key, value = ("gpu_memory_utilization", settings.gpu_memory_utilization) if cuda else ("kv_cache_mib", settings.kv_cache_mib)
-    needed = re.search(r"([\d.]+) GiB KV cache is needed", words)
-    if needed:  # vLLM says it to a hundredth of a GiB
-        least = math.ceil((float(needed[1]) + 0.005) * 1024)
-        remedy = f"raise it until the cache has {least} MiB" if cuda else f"raise it to {least}"
-        return f"engine.{key}={value}: too small for engine.max_model_len={settings.max_model_len}; {remedy}, or lower the latter"
-    free = re.search(r"Available memory on node .*?\(([\d.]+)/", words)
-    if free:
-        return f"engine.{key}={value}: is more than the {float(free[1]) * 1024:.0f} MiB of memory that are free here; lower it"
-    return ""
 
 
 def engine_arguments(
