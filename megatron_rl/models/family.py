@@ -9,3 +9,6 @@ from megatron_rl.models.spec import Family
 
 FAMILIES: Mapping[str, Family] = {"qwen2_5_vl": QWEN2_5_VL, "qwen2_vl": QWEN2_VL, "qwen3_vl": QWEN3_VL}
 """By model_type of config.json."""
+PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Names of transformers' classes (5.19) that cut pictures as the three families do."""

@@ -7,12 +7,10 @@ from jinja2 import TemplateError
 from transformers import AutoProcessor, ProcessorMixin
 
 from megatron_rl.config import require
+from megatron_rl.models.family import IMAGE_PROCESSORS, PROCESSORS
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.types import Message
 
-PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
-IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-"""Names of transformers' classes (5.19) that cut pictures as the three families do."""
 SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
 """The forms of an image processor's `size`, both in pixels of the whole picture."""
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)

@@ -58,7 +58,7 @@ MISTAKES = {
     "--stpes=3": "unrecognized arguments: --stpes=3; --help tells how to start",
     "--model.path 3b --learning_rate=1e-4": "unrecognized arguments: ...; write model.path=3b optim.lr=1e-4",
     "--xyzzy": "unrecognized arguments: --xyzzy; --help tells how to start",
-    "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl]": (
+    "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun": (  # a stage looks at its transcripts when it begins
         "sft.splits=correct: this task learns from files of conversations: "
         "'sft.splits=[transcripts]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
     ),

@@ -85,7 +85,8 @@ def test_all_are_composed_before_any_begins(bench: Path, capsys: pytest.CaptureF
         assert said.out == "" and said.err.splitlines() == [
             "error: optim.lr=fast: expects a number (task 1)",
             "error: algo=grop: no such algo; did you mean grpo? --help lists all (task 2)",
-            "error: select.drop=a,b: holds a comma; write 'select.drop=[a,b]' for a list, or 'select.drop=\"a,b\"' for one text (task 4)",
+            "error: select.drop=a,b: holds a comma; write 'select.drop=[a,b]'; "
+            "an entry that has one itself stands in double quotes (task 4)",
         ]
     assert not Path("runs").exists()
     write("grid: {run.seed: [3, 3]}")

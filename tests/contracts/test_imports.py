@@ -61,7 +61,8 @@ MAY_IMPORT = {
         "algo", "batch", "evaluate", "gallery", "minibatches", "noted", "policy", "recorded", "rollout", "run", "run_checks",
         "run_states", "step_metrics", "stop", "tasks", *DATA,
     },
-    "choices": {"algo", "models", "policy", "rewards", "tasks", *DATA},
+    "model_card": {"models", "config"},
+    "choices": {"algo", "models", "policy", "rewards", "tasks", "weights", *DATA},
     "cli": {
         "algo", "attempts", "choices", "configs", "data", "evaluation", "explain", "gpus", "jsonl", "models", "nodes", "observe", "plan",
         "policy", "published", "recorded", "rewards", "rollout", "run", "run_folder", "run_seen", "services", "start", "stop", "sweeps",
@@ -77,8 +78,8 @@ MAY_IMPORT = {
         "algo", "gallery", "opening", "parts", "policy", "recorded", "rollout", "run", "run_states", "sft", "stop", "tasks", "train", *DATA,
     },
     "start": {
-        "algo", "choices", "evaluate", "gallery", "gpus", "models", "nodes", "observe", "parts", "plan", "policy", "recorded", "rollout",
-        "run", "run_checks", "run_folder", "run_states", "services", "stages", "stop", "tasks", "watch", *DATA,
+        "algo", "choices", "evaluate", "gallery", "gpus", "model_card", "models", "nodes", "observe", "parts", "plan", "policy", "recorded",
+        "rollout", "run", "run_checks", "run_folder", "run_states", "services", "stages", "stop", "tasks", "watch", *DATA,
     },
     "explain": {
         "batch", "cpu", "evaluation", "jsonl", "minibatches", "models", "observe", "policy", "rollout", "run", "run_folder", "weights",
