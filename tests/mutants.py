@@ -1468,7 +1468,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a picture that is there is taken for the name of a source",
         "megatron_rl/data/transcript_forms.py",
-        "(media.is_there or not PROVENANCE.fullmatch(column.casefold()))",
+        "not (is_elsewhere and PROVENANCE.fullmatch(column.casefold()))",
         "not PROVENANCE.fullmatch(column.casefold())",
         "tests/data/test_data_transcript_refusals.py -k there",
     ),

@@ -32,7 +32,7 @@ class Media:
     """pictures, videos or audio."""
     looks: str
     is_there: bool = True
-    """False: names of files that do not exist, and web addresses."""
+    """False: names of files that do not exist."""
 
 
 def find_media(value: object, record: Record, name: str = "", *, depth: int = 0) -> Media | None:
@@ -90,7 +90,7 @@ def _media_in_text(text: str, record: Record) -> Media | None:
         bare = (re.split(r"[?#]", text)[0] if is_url else text).casefold()
         kind = next((kind for kind, suffixes in SUFFIXES.items() if bare.endswith(suffixes)), "")
         if is_url:
-            return Media(kind, f"looks like web addresses of {kind}", is_there=False) if kind else None
+            return Media(kind, f"looks like web addresses of {kind}") if kind else None
         if kind or ("/" in text and " " not in text) or re.fullmatch("[0-9a-f]{64}", text):
             found = _existing(record, text, kind)
             if found or (kind and len(text.split()) <= 3):

@@ -116,7 +116,8 @@ def _check_columns(record: Record, read: set[str]) -> None:
     rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS} and not is_empty(value)}
     for column in rest.keys() - {column for column in rest if _holds_pictures(record, column)}:
         media = find_media(rest[column], record, column) or named_media(column, rest[column])
-        if media and (media.is_there or not PROVENANCE.fullmatch(column.casefold())):
+        is_elsewhere = media is not None and (not media.is_there or "web addresses" in media.looks)
+        if media and not (is_elsewhere and PROVENANCE.fullmatch(column.casefold())):
             raise record.error(column, f"{media.looks} and is not read; {_MEDIA}")
 
 

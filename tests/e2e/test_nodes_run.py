@@ -67,16 +67,17 @@ def test_the_first_node_that_is_lost_ends_the_other(lost: Lost) -> None:
 
 @pytest.mark.parametrize("key", ["run.dir", "model.path"])
 def test_what_nodes_do_not_share_is_named(key: str, random_model: Path, tmp_path: Path) -> None:
-    """The same words on both, in folders of their own: run.dir=run is two folders; model.path=model two models, one a byte longer."""
+    """The same words on both, in folders of their own: run.dir=run is two folders; model.path=model two models, of which one's config.json
+    has a line more."""
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         shutil.copytree(random_model, folder / "model")
-    with (folders[1] / "model" / "model.safetensors").open("ab") as file:
-        file.write(b"\0")
+    with (folders[1] / "model" / "config.json").open("a") as file:
+        file.write("\n")
     given = {"run.dir": ("run.dir=run", f"model.path={random_model}"), "model.path": (f"run.dir={tmp_path}/run", "model.path=model")}
     lacks = {
         "run.dir": "run.dir=run: node 1 ({0}) does not see there what rank 0 wrote; put",
-        "model.path": "model.path=model: node 1 ({0}) has not the model/model.safetensors of node 0 ({0}); copy it, or put",
+        "model.path": "model.path=model: node 1 ({0}) has not the model/config.json of node 0 ({0}); copy it, or put",
     }
     line = f"error: {lacks[key].format(HOST)} it on a folder that all nodes share"
     nodes = ranks(TRAIN, *given[key], *TINY, folders=folders)

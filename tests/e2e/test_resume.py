@@ -94,9 +94,12 @@ def check_equal(resumed: Path, unbroken: Path) -> None:
 
 
 def content(file: Path) -> object:
-    """A file's bytes; of recorded rollouts the lines, or rows, without their clocks."""
+    """A file's bytes; of recorded rollouts the lines, or rows, without their clocks; of the model card all but its title, the folder's
+    name."""
     if file.suffix == ".parquet":
         return [repr(unclocked(to_record(each, lambda image: image.key))) for each in read_rollouts(file, pictures=False)]
+    if file.name == "README.md":
+        return [line for line in file.read_text().splitlines() if not line.startswith("# ")]
     return [unclocked(line) for line in read_lines(file)] if file.suffix == ".jsonl" else file.read_bytes()
 
 
