@@ -106,7 +106,7 @@ def _read(asked: Asked, world: World) -> tuple[Conditions, Step, Renderer, Model
     settings = settings_of(asked.run, model=asked.model, num_processes=world.size)
     key = "--model" if asked.model else "model.path"
     spec = read_spec(settings.model.path, key=key)
-    renderer = Renderer(settings.model, allow_grounding_tokens=settings.task.data.allow_grounding_tokens)
+    renderer = Renderer(settings.model, allow_grounding_tokens=settings.allow_grounding_tokens)
     return settings, read_step(asked.run, asked.step), renderer, spec
 
 

@@ -84,6 +84,7 @@ class Conditions:
     """Weights of version 0."""
     trains_parts: bool
     """Only some of the weights move: others are frozen, or an adapter is trained."""
+    allow_grounding_tokens: bool
 
 
 def settings_of(run: Path, *, model: str = "", num_processes: int = 1) -> Conditions:
@@ -106,6 +107,7 @@ def settings_of(run: Path, *, model: str = "", num_processes: int = 1) -> Condit
             dtype="bfloat16" if "bfloat16" in (given["dtype"], engine["dtype"]) else "float32",
             steps=int(found["run"]["steps"]), max_staleness=sys.maxsize if stays else int(found["run"]["max_staleness"]),
             start=start or chosen.path, trains_parts=bool(given["frozen"] or found["lora"]["rank"]),
+            allow_grounding_tokens=bool(found["task"]["data"]["allow_grounding_tokens"]),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{run / CONFIG}: cannot be read ({_short(error)}); give the folder of a run of this version") from error
