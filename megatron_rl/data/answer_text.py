@@ -14,10 +14,10 @@ _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
 """The last line of a GSM8K solution."""
 _IGNORABLE = re.compile(
-    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0"
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u20e3\u3164\ufe00-\ufe0f\ufeff\uffa0"
     "\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
-"""Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0) and interlinear annotations."""
+"""Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0), interlinear annotations, the key around an emoji's digit."""
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2018\u2019\u201a\u201b\u02b9\u02bc\u02c8\u2032\u2035\u00b4", "'")
     | dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033\u2036\u301d\u301e\u301f", '"')
@@ -27,6 +27,10 @@ _CHARACTERS = str.maketrans(
 _RAISED = {**{chr(code): digit for code, digit in zip((0x2070, 0xB9, 0xB2, 0xB3, *range(0x2074, 0x207A)), "0123456789", strict=True)}}
 _RAISED |= {"\u207a": "+", "\u207b": "-", "\u207d": "(", "\u207e": ")", "\u207f": "n", "\u2071": "i"}
 _LOWERED = {chr(0x2080 + digit): str(digit) for digit in range(10)} | {"\u208a": "+", "\u208b": "-", "\u208d": "(", "\u208e": ")"}
+for _code in range(0x2B0, 0x2100):  # of letters: NFKC would make 2x of 2 to the power of x
+    _kind, _, _letter = unicodedata.decomposition(chr(_code)).partition("> ")
+    if _kind in ("<super", "<sub") and len(_letter) == 4 and chr(int(_letter, 16)).isalpha():
+        (_RAISED if _kind == "<super" else _LOWERED)[chr(_code)] = chr(int(_letter, 16))
 _SCRIPTS = re.compile(f"(?P<raised>[{''.join(_RAISED)}]+)|(?P<lowered>[{''.join(_LOWERED)}]+)")
 _FRACTION = re.compile("(?:(?P<whole>\\d)\\s?)?(?P<fraction>[\u00bc-\u00be\u2150-\u215e\u2189])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[\u2009\u202f]|\\,|\{,\})\d{3})+(?![\d,])")
@@ -36,7 +40,9 @@ _TEXT_COMMANDS = {
     "textstyle", "rm", "bf", "it", "sf", "tt", "left", "right", "bigl", "bigr", "Bigl", "Bigr",
 }  # fmt: skip
 _LATEX = re.compile(r"\\([A-Za-z]+)\*?\s*|\\.|[{}]|[^\\{}]+|\\", re.DOTALL)
-_SPACE = re.compile(r"\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~|\s")
+_INVISIBLE_DELIMITER = re.compile(r"\\(?:left|right)\s*\.|\\!\s*")
+"""`\\left.` and `\\right.`, and LaTeX's negative space (`11,\\! 111`)."""
+_SPACE = re.compile(r"\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~|\s")
 _BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[{*])")
 _SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
 _ESCAPED = re.compile(r"\\([$%&#_])")
@@ -44,7 +50,11 @@ _FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_\{?(\d+)\}?")
 """Of `h_2o`, which is `h2o`."""
 _BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
 """The blank of `5 cm`, `50 %` and `$ 5`, which is not always written."""
-_END = re.compile(r"(?:[.,;\u3002]|(?<=[^\W\d_])!)+\Z")
+_ORDINAL = re.compile(r"(?<=\d)\^\{?(st|nd|rd|th)\}?(?!\w)")
+_MEGA = re.compile(r"(?<=\d)\s*M(?=(?:W|V|A|Hz|J|N|Pa|g|m|s|eV|\u03a9)(?!\w))")
+"""A prefix that differs from `m`, a thousandth, in its case alone."""
+_STOPS = ".,;\u3002"
+_WORD_END = re.compile(r"[^\W\d_]{2}\Z")
 _GROUP = re.compile(r"\{([^{},;]+)\}")
 _ENCLOSING = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"))
 _QUOTES = (('"', '"'), ("'", "'"))
@@ -60,15 +70,15 @@ def normalize(text: str) -> str:
     text = _SCRIPTS.sub(_write_script, _FRACTION.sub(_write_fraction, text.translate(_CHARACTERS)))
     text = _IGNORABLE.sub("", unicodedata.normalize("NFKC", text)).translate(_CHARACTERS)
     if "\\" in text or "~" in text:
-        text = _SPACE.sub(" ", _without_text_commands(text))
+        text = _SPACE.sub(" ", _without_text_commands(_INVISIBLE_DELIMITER.sub("", text)))
     text = _SINGLE_SCRIPT.sub(r"\1\2", _BOLD.sub(r"\1", text))
     return _strip_enclosing(" ".join(text.split()), _ENCLOSING)
 
 
 def comparison_form(text: str) -> str:
     """Return the form in which words are compared: without case, quotation marks and dollars around it, and a stop at the end."""
-    text = unicodedata.normalize("NFKC", _ESCAPED.sub(r"\1", normalize(text)).casefold())
-    text = _FORMULA_INDEX.sub(r"\1", _BEFORE_UNIT.sub("", text))
+    text = unicodedata.normalize("NFKC", _MEGA.sub("mega", _ESCAPED.sub(r"\1", normalize(text))).casefold())
+    text = _ORDINAL.sub(r"\1", _FORMULA_INDEX.sub(r"\1", _BEFORE_UNIT.sub("", text)))
     return _without_end(_strip_enclosing(_without_end(text), (*_ENCLOSING, *_QUOTES)))
 
 
@@ -104,7 +114,14 @@ def balanced(body: str) -> str | None:
 
 
 def _without_end(text: str) -> str:
-    return _END.sub("", text.strip("$ ")).strip("$ ")
+    """Drop stops at the end, and `!` behind a word; `n!` and `5...` are other values than `n` and `5`."""
+    text = text.strip("$ ")
+    body = text.rstrip(_STOPS + "!")
+    if "!" in text[len(body) :] and not _WORD_END.search(body[-2:]):
+        body = text.rstrip(_STOPS)
+    if body[-1:].isdigit() and ".." in text[len(body) :]:
+        return text
+    return body.strip("$ ")
 
 
 def _join_thousands(found: re.Match[str]) -> str:

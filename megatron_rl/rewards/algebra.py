@@ -61,15 +61,20 @@ _JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s
 """A letter before a digit (`A12`, `No 7`), or a number before a number (math-verify adds the two: `1 2` would be 3, and `1 1/2` 1)."""
 _SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])")
 """A sum, difference or inequality, which codes and quantities are not; a sign at the front makes none."""
-_UNREADABLE = re.compile(r"[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|(?:\A|[^A-Za-z}\]_^\\])\{[^{}]*\}\s*[{\d]|\d\s*\{")
-"""Two signs in a row, a ratio or a time inside of something else, a number with an index (`101_2`, which math-verify reads as 101), groups
-in a row (`{3}{3}`, which it adds)."""
+_UNREADABLE = re.compile(r"[^ -~]|\.\s*\.|\\[lc]?dots|[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|(?:\A|[^A-Za-z}\]_^\\])\{[^{}]*\}\s*[{\d]|\d\s*\{")
+"""Characters that math-verify drops (`5\u2295`), dots that go on, two signs in a row, a ratio or a time inside of something else, a number
+with an index (`101_2`, which it reads as 101), groups in a row (`{3}{3}`, which it adds)."""
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
 """Of numbers alone (`1=1`, `3>2`): math-verify takes any two true statements, and any two false ones, for the same."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
 """Letters that stand behind a number as variables and not as a unit: `3x`, `2ab`."""
+
+
+_DEGREES_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\n]*\\circ")
+"""math-verify reads 30^\\circ as 30, of which the sine is -0.99."""
+_PARTS = re.compile(r"[,;](?!\d{3}(?!\d))|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 
 
 class Algebra:
@@ -82,7 +87,7 @@ class Algebra:
 
     async def equal(self, truth: str, answer: str) -> bool | None:
         """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises LastingFault."""
-        if not (is_mathematics(truth) and is_mathematics(answer)):
+        if not (is_mathematics(truth) and is_mathematics(answer)) or {_brackets(truth), _brackets(answer)} == {"set", "pair"}:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, to_latex(truth), to_latex(answer))
 
@@ -141,9 +146,19 @@ def is_mathematics(text: str) -> bool:
     inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or digit_label(text) or _UNREADABLE.search(inside):
         return False
+    if _DEGREES_OF_AN_ANGLE.search(inside) or any(digit_label(part) for part in _PARTS.split(text)):
+        return False
     if _RELATION.search(inside) and not re.search("[A-Za-z]", _COMMAND.sub("", inside)):
         return False
     return not any(len(letters) > 2 for letters in _LETTERS.findall(inside)) and not _is_label(inside)
+
+
+def _brackets(text: str) -> str:
+    """Return `set` for {a, b}, `pair` for (a, b) and intervals, which math-verify takes for the set; nothing for other texts."""
+    inside = to_latex(text).strip("$ ")
+    if "," not in inside:
+        return ""
+    return "set" if inside.startswith(("\\{", "{")) else "pair" if inside.startswith(("(", "[")) else ""
 
 
 def _is_label(text: str) -> bool:

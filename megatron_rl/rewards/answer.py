@@ -5,11 +5,11 @@ Every rule works on the extracted answer: what a reply says on the way to it is 
 linear in their length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
 
-from megatron_rl.data.answer_text import BOX, balanced, comparison_form, count_boxes, last_boxed, unboxed
+from megatron_rl.data.answer_text import BOX, balanced, comparison_form, count_boxes, last_boxed, normalize, unboxed
 from megatron_rl.data.answers import LONGEST_ANSWER, PROTOCOL_TAG
 from megatron_rl.data.options import options_in
 from megatron_rl.rewards.labels import same_label
@@ -92,11 +92,17 @@ def decide(truth: str, answer: str, *, question: str = "") -> bool | None:
     Equal texts are right; of two choices (with the options that the question lists), two labels of digits such as times and dates, two
     numbers and two lists of numbers the same ones are.
     """
-    if same_text(truth, answer):
-        return True
     options = options_in(question)
+    if same_text(truth, answer) and (normalize(truth) == normalize(answer) or not _has_twins(truth, options)):
+        return True
     rules = (partial(same_choice, options=options), same_label, same_number, same_numbers)
     return next((verdict for rule in rules if (verdict := rule(truth, answer)) is not None), None)
+
+
+def _has_twins(text: str, options: Mapping[str, str]) -> bool:
+    """Return whether several options differ from a text in case or marks alone, as `BB` and `bb` do."""
+    forms = [comparison_form(option) for option in options.values()]
+    return forms.count(comparison_form(text)) > 1
 
 
 def _spoken(reply: str) -> str:

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from megatron_rl.data.answer_text import normalize
 
 LONGEST_LABEL = 60
+_DECORATION = re.compile(r"\\?%|\xb0|\^?\\circ(?![A-Za-z])|\\text|[$\[\]{}]")
+"""Beside digits and marks of a label: of `3-5%`, `30\xb0-60\xb0`, `[3-2]`."""
+_SIZE = re.compile(r"\d[\d.,]*(?:\s*(?:[xX\xd7]|\\times)\s*\d[\d.,]*){1,2}", re.ASCII)
+_CODE = re.compile(r"(?=[^A-Z]*[A-Z])[A-Z\d]+(?:[-/.:][A-Z\d]+){2,}", re.ASCII)
+"""`0-8044-2957-X`, `A-12-34`."""
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d)(?::(\d\d))?)?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE | re.ASCII)
 _YEAR_FIRST = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})", re.ASCII)
 _YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2(\d{4})", re.ASCII)
@@ -40,7 +45,9 @@ def digit_label(text: str) -> DigitLabel | None:
         return DigitLabel("date", tuple(int(date[part]) for part in (1, 3, 4)))
     if date := _YEAR_LAST.fullmatch(label):
         return DigitLabel("date, year last", tuple(int(date[part]) for part in (1, 3, 4)))
-    if not _DIGITS_ONLY.fullmatch(label) or _MIXED_NUMBER.fullmatch(label) or not (_RANGE.fullmatch(label) or _MARKS.search(label)):
+    bare = _DECORATION.sub("", label).replace("\\", "").strip()
+    is_range = _DIGITS_ONLY.fullmatch(bare) and not _MIXED_NUMBER.fullmatch(bare) and (_RANGE.fullmatch(bare) or _MARKS.search(bare))
+    if not is_range and not (_CODE.fullmatch(label) and re.search(r"\d", label, re.ASCII)):
         return None
     return DigitLabel("code", (_SEPARATOR.sub(r"\1", " ".join(label.split())),))
 
@@ -48,8 +55,12 @@ def digit_label(text: str) -> DigitLabel | None:
 def same_label(truth: str, answer: str) -> bool | None:
     """Return whether two labels are the same; None where one is no label, or where their kinds leave it open (`7:30` and `7:30 pm`).
 
-    Two different codes are left open, too: a judge may know that a ratio of 1:2 is one of 2:4.
+    Two different codes are left open, too: a judge may know that a ratio of 1:2 is one of 2:4. Sizes are compared in their order:
+    `1920 x 1080` is `1920\xd71080` and not `1080\xd71920`; beside any other text a size is a product.
     """
+    size, other_size = _size(truth), _size(answer)
+    if size and other_size:
+        return size == other_size
     wanted, given = digit_label(truth), digit_label(answer)
     if wanted is None or given is None:
         return None
@@ -62,3 +73,9 @@ def same_label(truth: str, answer: str) -> bool | None:
         is_open = is_same_hour and rest == other_rest and min(int(hours), int(other_hours)) <= 12
         return wanted.value == given.value or (None if is_open else False)
     return False if len(kinds) == 1 and wanted.kind != "code" else None
+
+
+def _size(text: str) -> tuple[str, ...]:
+    """Return the sides of a size such as `3 x 4` or `3\\times4`; nothing for other texts."""
+    size = normalize(text).strip("\"'`$ .") if len(text) <= 2 * LONGEST_LABEL else ""
+    return tuple(re.findall(r"\d[\d.]*", size.replace(",", ""))) if _SIZE.fullmatch(size) else ()

@@ -10,12 +10,23 @@ from dataclasses import dataclass
 
 from megatron_rl.data.answer_text import comparison_form, normalize
 from megatron_rl.data.options import LETTERS
+from megatron_rl.rewards.labels import same_label
+from megatron_rl.rewards.numbers import same_number
 
 LONGEST_CHOICE = 200
 """Characters of a text that is looked at as several letters."""
 _CHOICE = re.compile(r"(?:[(\[]([A-Za-z])[)\]][.:]?|([A-Z])[:)]|([a-z])\))(?:\s|\Z)|([A-Z])\.?\Z")
 _ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
-_BETWEEN = re.compile(r"\s*(?:[,;&/+]\s*(?:and\s)?|\s(?:and\s)?)\s*")
+_NAMED_IN_WORDS = re.compile(r"(?<!\w)[A-Z](?!\w)|[(\[][a-z][)\]]|(?<!\w)[a-z]\)")
+_BETWEEN = re.compile(r"\s*(?:[,;&]\s*(?:and\s)?|\s(?:and\s)?)\s*")
+_BETWEEN_OF_OPTIONS = re.compile(r"\s*(?:[,;&/+]\s*(?:and\s)?|\s(?:and\s)?)\s*")
+"""Without options `A/B` and `A + B` are formulas."""
+_NUMBER_WORD = re.compile(
+    r"\d|(?<!\w)(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|none|single|double|triple|once|twice|half|pair|dozen"
+    r"|first|second|third|fourth|fifth|last|[IVX]+)(?!\w)",
+    re.IGNORECASE,
+)
+"""In an option's text: a number as an answer may then be a value and no place."""
 _OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z])(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
 """`B - red`, `b. red`, `B (red)`: a choice where these are the words of that option."""
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
@@ -25,7 +36,7 @@ def choice(text: str) -> str | None:
     """Return the letter of `B`, `(B)`, `B.`, `(b)`, `B) a dog`; None for other texts (`B. Obama`), and where the rest names a letter."""
     text = normalize(text)
     found = _CHOICE.match(text)
-    if not found or re.search(r"(?<!\w)[A-Z](?!\w)", text[found.end() :]):
+    if not found or _NAMED_IN_WORDS.search(text, found.end()):
         return None
     return next(letter for letter in found.groups() if letter).upper()
 
@@ -39,7 +50,7 @@ def choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
     text = text.upper() if options else text
     if text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
         text = text[1:-1]
-    found = [_ONE_OF_SEVERAL.fullmatch(part) for part in _BETWEEN.split(text)]
+    found = [_ONE_OF_SEVERAL.fullmatch(part) for part in (_BETWEEN_OF_OPTIONS if options else _BETWEEN).split(text)]
     if len(found) < 2 or None in found:
         return None
     return frozenset(next(letter for letter in each.groups() if letter).upper() for each in found if each)
@@ -73,23 +84,26 @@ class _Chosen:
 
 
 def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
-    if several := choice_set(text, options):
-        return _Chosen(several)
-    text = normalize(text)
+    several, text = choice_set(text, options), normalize(text)
+    forms = {letter: comparison_form(option) for letter, option in options.items()}
     marked_option = _OPTION_IN_FULL.fullmatch(text)
-    letter = marked_option[1].upper() if marked_option else ""
-    if marked_option and letter in options and comparison_form(marked_option[2]) in {comparison_form(options[letter]), ""}:
+    letter, words = (marked_option[1].upper(), comparison_form(marked_option[2])) if marked_option else ("", "")
+    if letter in forms and (words == forms[letter] != "" or (not words and not several)):
         return _Chosen(frozenset(letter))
+    if several:
+        return _Chosen(several)
     marked = _DOTTED.sub(r"\1)", text, count=1) if options else text
     if letter := choice(marked):
-        return _Chosen(frozenset(letter), comparison_form(_CHOICE.sub("", marked, count=1)))
-    form = comparison_form(text)
-    named = [letter for letter, option in options.items() if comparison_form(option) == form != ""]
+        words = comparison_form(_CHOICE.sub("", marked, count=1))
+        is_contradiction = words != "" and words in forms.values() and words != forms.get(letter)
+        return None if is_contradiction else _Chosen(frozenset(letter), words)
+    named = [letter for letter, form in forms.items() if form == comparison_form(text) != ""]
+    named = named or [letter for letter, option in options.items() if same_label(option, text) or same_number(option, text)]
     return _Chosen(frozenset(named)) if len(named) == 1 else None
 
 
 def _chosen_by_place(text: str, options: Mapping[str, str]) -> _Chosen | None:
     place = normalize(text).removesuffix(".").strip("()")
     is_place = place.isascii() and place.isdigit() and len(place) < 3 and 0 < int(place) <= len(options)
-    is_place = is_place and not any(re.search(r"\d", option) for option in options.values())
+    is_place = is_place and not any(_NUMBER_WORD.search(option) for option in options.values())
     return _Chosen(frozenset(LETTERS[int(place) - 1])) if is_place else None

@@ -5,6 +5,7 @@ every minus sign, full-width digit and thin space is read alike.
 """
 
 import re
+import unicodedata
 from collections import Counter
 from decimal import ROUND_HALF_UP, Decimal
 from fractions import Fraction
@@ -25,11 +26,26 @@ _FRACTION = re.compile(r"(\d{1,30})\s*/\s*(\d{1,30})|\\[dt]?frac\{(\d{1,30})\}\{
 _LEADING_ZERO = re.compile(r"0\d")
 _SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative)|plus|positive)\Z", re.IGNORECASE)
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
-_UNREADABLE_BEFORE = re.compile(r"(?:[\xb1\u2213<>\u2264\u2265\u2260^_/*\u221a\u221b!]|\\(?!approx|sim)[A-Za-z]+\{?)\Z")
-_UNREADABLE_AFTER = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5]|[eEkKMB](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|\u221e)"
+_UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
+"""`-USD 5` is one, too."""
+_OTHER_VALUE_BEFORE = re.compile(
+    r"(?<!\w)(?:not|no|never|than|least|most|up to|over|under|below|above|twice|double|triple|half|(?:half|third|quarter|root|power) of"
+    r"|sqrt|root|log|ln|sin|cos|tan|exp)\Z",
+    re.IGNORECASE,
 )
+"""Of `less than 5`, `not 5`, `half of 5` and `sqrt(5)`."""
+_UNREADABLE_AFTER = re.compile(
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5+\xb1\u2030\u2031]|[eEkKMBi](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|\u221e"
+    r"|-\s*(?:[^\W\d_](?![^\W\d_])|\Z)"
+    r"|(?i:dozens?|score|lakhs?|crores?|mil|mn|bn|tn|squared|cubed|factorial|to the power|or (?:more|less|fewer)|and an? [htq]\w*)\b)"
+    r"|!|[\u0300-\u036f]"
+)
+"""Makes another value of a number: an operator, a factorial, a factor in words, the bar of a repeating decimal."""
+_OPENING = " $\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba([{\"'`\\"
+"""What may stand between a sign and its number: currencies, brackets, quotation marks."""
+_READABLE_SYMBOLS = "+-=~\u2248\u223c\u2243\u2245\u2261\u2234\u2190\u2192\u21d2\u27f9\u27f6"
 _UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
+_PERCENT = re.compile(r"(?<=[\d.])\s*(?:\\?[%\uff05]|percent|per cent|pct)[\s.$]*\Z", re.IGNORECASE)
 _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
@@ -67,8 +83,16 @@ def exact_number(text: str) -> Fraction | None:
 def same_number(truth: str, answer: str) -> bool | None:
     """Return whether two texts are numbers of the same value; None where one is not a number and nothing else.
 
-    A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593 and 3.14159265.
+    A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593 and 3.14159265. A percentage
+    equals its number and its fraction: 22.5% and 22.5, 22.5% and 0.225.
     """
+    bare, other_bare = _PERCENT.sub("", truth), _PERCENT.sub("", answer)
+    if (bare, other_bare) != (truth, answer):
+        wanted, given = exact_number(bare), exact_number(other_bare)
+        if wanted is None or given is None:
+            return None
+        is_share = wanted == given / 100 if bare == truth else given == wanted / 100 if other_bare == answer else False
+        return wanted == given or is_share
     wanted, given = exact_number(truth), exact_number(answer)
     if wanted is None or given is None:
         return None
@@ -78,14 +102,15 @@ def same_number(truth: str, answer: str) -> bool | None:
 def same_numbers(truth: str, answer: str) -> bool | None:
     """Return whether two lists of numbers are the same; None where one is no list, or where their brackets mean different things.
 
-    In braces the order and repetitions do not count; without brackets on both sides the order does not count; else both do.
+    In braces the order and repetitions do not count; without brackets on both sides the order does not count; else both do. A set is
+    no pair and no interval.
     """
     (kind, wanted), (other_kind, given) = _list_of(truth), _list_of(answer)
-    if not wanted or not given or "{}" in {kind, other_kind} - {"", "{}"} or len(wanted) == len(given) == 1:
+    if not wanted or not given or len(wanted) == len(given) == 1:
         return None
     kinds = {kind, other_kind}
     if "{}" in kinds:
-        return set(wanted) == set(given) if kinds <= {"{}", ""} else None
+        return kinds <= {"{}", ""} and set(wanted) == set(given)
     if kinds == {""}:
         return Counter(wanted) == Counter(given)
     return wanted == given if len(kinds - {""}) == 1 else None
@@ -93,20 +118,37 @@ def same_numbers(truth: str, answer: str) -> bool | None:
 
 def _sign_at_end(before: str) -> int | None:
     """Return the sign of a number behind this text, None where it has one that cannot be read."""
-    body = before.rstrip(" $\u20ac\xa3\xa5([")
+    body, symbols = before.rstrip(_OPENING), _symbols_at_end(before)
     if not body:
         return 1
+    if any(map(_is_operator, symbols)) or (set(symbols) & set("+-") and body[-1] not in "+-"):
+        return None
     if body[-1] in "+-":
         words = body[:-1].rstrip()
         is_apart, is_joined = len(words) < len(body) - 1, before[len(body) : len(body) + 1] != " "
-        if words and (words[-1] in "+-\xb1\u2213" or ((words[-1].isalnum() or words[-1] in ")]}%") and not (is_apart and is_joined))):
+        is_signed = words.rstrip(_OPENING)[-1:] in ("+", "-")
+        if words and (is_signed or ((words[-1].isalnum() or words[-1] in ")]}%") and not (is_apart and is_joined))):
             return None  # `--5`, `A-5` and `total - 5`; `is -5` and `x = - 5` are signs
         return -1 if body[-1] == "-" else 1
     if word := _SIGN_WORDS.search(body):
         return None if _PLUS_OR_MINUS.search(body) else -1 if word[1] else 1
-    if _UNREADABLE_BEFORE.search(body) or (body == before and body[-1].isalpha()):
+    if _UNREADABLE_BEFORE.search(body) or _OTHER_VALUE_BEFORE.search(body) or (body == before and body[-1].isalpha()):
         return None
     return 1
+
+
+def _symbols_at_end(text: str) -> str:
+    start = len(text)
+    while start and not (text[start - 1].isalnum() or text[start - 1] == "_"):
+        start -= 1
+    return text[start:]
+
+
+def _is_operator(character: str) -> bool:
+    """Return whether a symbol changes or hides the sign of what follows: `|`, `<`, a root, a dash or line that is no minus sign."""
+    if character in _READABLE_SYMBOLS:
+        return False
+    return unicodedata.category(character) in ("Sm", "Pd") or "\u2500" <= character <= "\u257f" or character == "\u23af"
 
 
 def _signed_literal(text: str) -> tuple[int, str]:

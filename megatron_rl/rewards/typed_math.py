@@ -29,6 +29,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d+)(?:\s+|\s+and\s+)(\d+)/(\d+)(?![\w./])", re.ASCII)
 _EXPONENT = re.compile(r"\^\s*(?:\(([^()]*)\)|([-+]?\s*\d+))")
 _RELATIONS = (("<=", "\\le "), (">=", "\\ge "), ("!=", "\\ne "), ("==", "="), ("**", "^"))
+_FRACTION_OF_DIGITS = re.compile(r"(\\[dtc]?frac)\s+(\d)\s+(\d)(?!\d)", re.ASCII)
 _INDEX = re.compile(r"(?<=[A-Za-z])_(\w)")
 _PRODUCT_OF_GROUPS = re.compile(r"(?<=\))\s*(?=\()|(?<=\))\s*(?=\d)")
 
@@ -41,6 +42,7 @@ def to_latex(text: str) -> str:
     text = normalize(text).removesuffix(".")
     for typed, command in _RELATIONS:
         text = text.replace(typed, command)
+    text = _FRACTION_OF_DIGITS.sub(r"\1{\2}{\3}", text)
     text = _SCIENTIFIC.sub(r"(\1\\cdot 10^{\2})", _MIXED_NUMBER.sub(_write_mixed, text))
     text = _PERCENT.sub(r"\\%", _DEGREES.sub(r"^\\circ ", text))
     text = text.translate(_SYMBOLS)

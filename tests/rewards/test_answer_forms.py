@@ -88,6 +88,22 @@ SAME = [
     *[("\\sqrt{2}", "\u221a2"), ("\\sqrt{2}", "sqrt(2)"), ("2\\sqrt{3}", "2*sqrt(3)"), ("2\\pi", "2\u03c0"), ("\\frac{\\pi}{2}", "pi/2")],
     *[("x^2", "x\u00b2"), ("x^2", "x**2"), ("x^{10}", "x^10"), ("1024", "2^10"), ("90^\\circ", "90\u00b0"), ("90", "90 degrees")],
     *[("1.5", "1 1/2"), ("1.5", "1\u00bd"), ("1000", "1{,}000"), ("1000", "1\\,000"), ("50\\%", "50 percent"), ("x \\le 5", "x <= 5")],
+    # raised letters, ordinals, keys, negative space, a label in full, sizes, percentages of decimals, units
+    *[
+        ("1st", "1\u02e2\u1d57"),
+        ("10th", "10^{\\text{th}}"),
+        ("5", "5\ufe0f\u20e3"),
+        ("11,\\! 111,\\! 111", "11111111"),
+        ("x=5", "x\uff1d5"),
+    ],
+    *[("1920 x 1080", "1920\u00d71080"), ("3\u00d74", "3 \\times 4"), ("12", "3\u00d74"), ("22.45", "22.45%"), ("0.28", "28 percent")],
+    *[("5 MM", "5 mm"), ("5 MW", "5MW"), ("1/2", "\\frac 1 2"), ("-1.5", "-1 1/2"), ("(5,\\infty)", "x>5"), ("|x|", "\\left|x\\right|")],
+    *[
+        ("0-8044-2957-X", "0\u20138044\u20132957\u2013X"),
+        ("red", "red..."),
+        ("y=2x", "2x=y"),
+        ("3-5%", "3\u20135 %"),
+    ],
     *[("{1,2}", "\\{2, 1\\}"), ("(-\\infty,3]", "(-\u221e, 3]"), ("\\pm 3", "\u00b13"), ("5!", "120"), ("x+y", "y + x"), ("6", "(2)(3)")],
 ]
 DIFFERENT = [
@@ -123,10 +139,30 @@ DIFFERENT = [
         ("A+", "A"),
         ("n/a", "a/n"),
         ("5 km", "5 m"),
+        ("5 mW", "5 MW"),
+        ("5 mg", "5 Mg"),
         ("1 000", "1"),
         ("0.5", "50"),
         ("red", "red, blue"),
         ("2\\pi", "2"),
+    ],
+]
+DIFFERENT += [
+    # raised letters that NFKC lowers, characters and dots that math-verify drops, delimiters of LaTeX that are not there
+    *[("2x", "2\u02e3"), ("xy", "x\u02b8"), ("2a", "2\u1d43"), ("5", "5\u2295"), ("5", "\u22955"), ("5", "5\u2026"), ("5", "5\\ldots")],
+    *[("5", "\\ldots 5"), ("0.5", "\\left.5\\right."), ("n!", "n"), ("0.3", "0.3..."), ("5", "5%%"), ("22.45%", "2245"), ("5%", "6%")],
+    # codes, sizes and ranges that arithmetic would equate
+    *[("0-8044-2957-X", "0-2957-8044-X"), ("0-8044-2957-X", "-11001-X"), ("A-12-34", "A-34-12"), ("12-A-3", "9-A"), ("3\u20135%", "-2%")],
+    *[("1920\u00d71080", "1080\u00d71920"), ("3\u00d74", "2\u00d76"), ("1-2, 3-4", "-1, -1"), ("[3-2]", "1"), ("\\{3-2\\}", "1")],
+    # letters that are formulas or stand beside other letters
+    *[("V/R", "R/V"), ("A/B", "B/A"), ("A+B", "A B"), ("A", "(a) 5 and (b) 6"), ("A", "a) 5, b) 6")],
+    # sets are no pairs and no intervals; degrees are no radians
+    *[
+        ("(1,2)", "\\{1,2\\}"),
+        ("[1,2]", "\\{1,2\\}"),
+        ("(a,b)", "\\{a,b\\}"),
+        ("-0.98803162409", "\\sin 30^\\circ"),
+        ("sin(30)", "sin(30\u00b0)"),
     ],
 ]
 
@@ -176,6 +212,15 @@ def test_options_are_read_from_the_question() -> None:
     assert options_in("A. B\nB. C\nC. A")["B"] == "C" and same_choice("B", "B", options=options_in("A. B\nB. C")) is True
     assert same_choice("B", "(B)", options={"A": "B", "B": "C"}) is True and same_choice("B", "(A)", options={"A": "B", "B": "C"}) is False
     assert same_choice("B", "2", options={"A": "1", "B": "3"}) is None, "a number may be an option's text"
+    assert same_choice("B", "2", options={"A": "two", "B": "three"}) is None, "also in words"
+    assert options_in("\uff08A\uff09red\uff08B\uff09blue") == options_in("A\uff0ered\nB\u3001blue") == {"A": "red", "B": "blue"}
+    times, letters, cases = {"A": "2:20", "B": "0.5"}, {"A": "C", "B": "A", "C": "B"}, "Which?\nA. BB\nB. Bb\nC. bb"
+    assert same_choice("A", "02:20", options=times) is same_choice("B", "1/2", options={"B": "1/2"}) is True
+    assert same_choice("B", ".50", options=times) is same_choice("A", "(A) C", options=letters) is True
+    assert (
+        decide("bb", "BB", question=cases) is not True
+        and decide("bb", "bb", question=cases) is decide("C", "C) bb", question=cases) is True
+    )
 
 
 def test_golden_solutions() -> None:
@@ -231,6 +276,7 @@ def test_values_and_not_their_forms_are_compared() -> None:
 
 def test_numeric_sources_read_signs_and_exponents() -> None:
     right = [("-5", "\u22125"), ("-5", "minus 5"), ("-5", "x = - 5"), ("0.001", "1e-3"), ("2000000", "2 million")]
+    right += [("-5", "-$5"), ("-5", "-{5}"), ("-5", "-\u20b95"), ("5", "\u2192 5"), ("5", "USD 5"), ("5", "a 5-seat sofa"), ("5", "5 m!")]
     wrong = [("5", "\u22125"), ("5", "- 5"), ("5", "minus 5"), ("5", "\u00b15"), ("5", "5e9"), ("5", "5k"), ("5", "A5"), ("5", "< 5")]
     wrong += [
         ("5", "\u221a5"),
@@ -240,6 +286,28 @@ def test_numeric_sources_read_signs_and_exponents() -> None:
         ("5", "5 billion"),
         ("10", "9:50"),
         ("5", "total - 5"),
+        *[
+            ("5", "\u207b5"),
+            ("5", "\u208b5"),
+            ("5", "-{5}"),
+            ("5", "-\\$5"),
+            ("5", "-USD 5"),
+            ("5", "-\u20b95"),
+            ("5", "-'5'"),
+            ("5", "-|5|"),
+        ],
+        *[("-5", "|-5|"), ("-5", "-(-5)"), ("5", "\u25005"), ("5", "\u2e3a5"), ("5", "\u00ac5"), ("5", "\u221c5"), ("5", "5\u2030")],
+        *[
+            ("5", "5 dozen"),
+            ("5", "not 5"),
+            ("5", "less than 5"),
+            ("5", "at most 5"),
+            ("5", "half of 5"),
+            ("5", "sqrt(5)"),
+            ("5", "5 squared"),
+        ],
+        *[("5", "5+"), ("5", "5-"), ("5", "5!"), ("5", "5 - x"), ("5", "5i"), ("5", "5 bn"), ("5", "5 or more"), ("5", "5 and a half")],
+        ("0.3", "0.3\u0304"),
         ("-5", "--5"),
         ("-5", "+-5"),
     ]

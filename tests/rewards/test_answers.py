@@ -216,7 +216,7 @@ def test_readers_are_total(pieces: list[str]) -> None:
     assert number(text) is None or "3" in text
     assert unboxed(text) in text
     assert relative_accuracy("3", text) in {step / 10 for step in range(11)}
-    assert same_text(text, text) or not text.strip("\n\"'`$. ")
+    assert same_text(text, text) or not any(map(str.isalnum, text))
 
 
 @given(st.decimals(min_value=-(10**12), max_value=10**12, places=5), st.booleans())
