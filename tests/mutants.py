@@ -64,8 +64,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a number behind two signs is one",
         "megatron_rl/rewards/numbers.py",
-        'words[-1] in "+-\\xb1\\u2213" or ',
-        "",
+        "(is_signed or (",
+        "((",
         "tests/rewards/test_answer_forms.py -k numeric_sources",
     ),
     Mutant(
@@ -74,6 +74,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "(_SCALES[scale[1].casefold()] if scale else 1)",
         "1",
         "tests/rewards/test_answer_forms.py -k numeric_sources",
+    ),
+    Mutant(
+        "a line is no minus sign",
+        "megatron_rl/rewards/numbers.py",
+        'unicodedata.category(character) in ("Sm", "Pd") or ',
+        "",
+        "tests/rewards/test_answer_forms.py -k numeric_sources",
+    ),
+    Mutant(
+        "a size is the same in the other order",
+        "megatron_rl/rewards/labels.py",
+        "return size == other_size",
+        "return sorted(size) == sorted(other_size)",
+        "tests/rewards/test_answer_forms.py -k forms_of_one_answer",
+    ),
+    Mutant(
+        "an option that differs in case alone is the same",
+        "megatron_rl/rewards/answer.py",
+        "normalize(truth) == normalize(answer) or not _has_twins(truth, options)",
+        "True",
+        "tests/rewards/test_answer_forms.py -k options",
+    ),
+    Mutant(
+        "a number and the group behind it are added",
+        "megatron_rl/rewards/typed_math.py",
+        'r"(?<=[)\\d])',
+        'r"(?<=\\))',
+        "tests/rewards/test_algebra.py -k test_algebra",
     ),
     Mutant(
         "times are arithmetic",

@@ -24,7 +24,7 @@ _VALUE = re.compile(rf"{_DIGITS}(?:[eE]({_EXPONENT})(?!\w)|{_TIMES}{_TEN_TO_THE}
 _POWER_OF_TEN = re.compile(_TEN_TO_THE, re.ASCII)
 _FRACTION = re.compile(r"(\d{1,30})\s*/\s*(\d{1,30})|\\[dt]?frac\{(\d{1,30})\}\{(\d{1,30})\}", re.ASCII)
 _LEADING_ZERO = re.compile(r"0\d")
-_SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative)|plus|positive)\Z", re.IGNORECASE)
+_SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative|neg\.?)|plus|positive)\Z", re.IGNORECASE)
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
 """`-USD 5` is one, too."""

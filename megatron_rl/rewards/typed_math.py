@@ -30,8 +30,11 @@ _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d+)(?:\s+|\s+and\s+)(\d+)/(\d+)(?![\w
 _EXPONENT = re.compile(r"\^\s*(?:\(([^()]*)\)|([-+]?\s*\d+))")
 _RELATIONS = (("<=", "\\le "), (">=", "\\ge "), ("!=", "\\ne "), ("==", "="), ("**", "^"))
 _FRACTION_OF_DIGITS = re.compile(r"(\\[dtc]?frac)\s+(\d)\s+(\d)(?!\d)", re.ASCII)
-_INDEX = re.compile(r"(?<=[A-Za-z])_(\w)")
-_PRODUCT_OF_GROUPS = re.compile(r"(?<=\))\s*(?=\()|(?<=\))\s*(?=\d)")
+_INDEX = re.compile(r"(?<=[A-Za-z])\s*_(\d+|\w)")
+_PRODUCT_OF_GROUPS = re.compile(
+    r"(?<=[)\d])\s*(?=\()|(?<=\))\s*(?=\d)|(?<=\d)\s*(?=\\(?:[dt]?binom|max|min|gcd|lcm|sum|prod|int|lim|lceil)(?![A-Za-z]))"
+)
+"""math-verify adds a number and the group behind it: `3(4)` would be 7."""
 
 
 def to_latex(text: str) -> str:
