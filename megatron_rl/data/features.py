@@ -4,7 +4,10 @@ Example: {"info": {"features": {"image": {"_type": "Image"}, "label": {"names": 
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import pyarrow as pa
 
 MEDIA = ("Image", "Video", "Audio")
 _KEY = b"huggingface"
@@ -35,6 +38,17 @@ def _media_in(feature: object) -> str:
     if isinstance(feature, Mapping) and "feature" in feature:
         return _media_in(feature["feature"])
     return _media_in(feature[0]) if isinstance(feature, list) and feature else ""
+
+
+def repeated_name(fields: Iterable[pa.Field]) -> str:
+    """Return a name that two columns, or two fields of one struct, have in common; "" where there is none."""
+    fields = list(fields)
+    twice = [name for name, count in Counter(field.name for field in fields).items() if count > 1]
+    return next(iter(twice), "") or next((name for field in fields if (name := repeated_name(_fields_of(field.type)))), "")
+
+
+def _fields_of(kind: pa.DataType) -> list[pa.Field]:
+    return [kind.field(number) for number in range(kind.num_fields)]
 
 
 def name_labels(value: object, feature: object) -> object:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".tsv", ".csv")
-"""Suffixes that are read, in any case. Of a folder the first of these that it has: what else lies there tells of the data, and is none."""
+"""Suffixes that are read, in any case."""
+KINDS = ((".parquet",), (".arrow",), (".jsonl", ".ndjson"), (".json",), (".tsv", ".csv"))
+"""Of a folder the files of the first of these kinds that it has are read: what else lies there describes the data."""
 LISTED = "Parquet (.parquet), Arrow (.arrow), JSON lines (.jsonl, .ndjson), JSON (.json), tables (.tsv, .csv)"
 _TEXT = (".jsonl", ".ndjson", ".json", ".tsv", ".csv")
 COMPRESSED = {

@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megatron_rl.config import require
-from megatron_rl.data.file_formats import COMPRESSED, FORMATS, UNFINISHED
+from megatron_rl.data.file_formats import COMPRESSED, FORMATS, KINDS, UNFINISHED
 from megatron_rl.data.shards import NOT_DATA, check_shards, saved_files, saved_splits
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -31,7 +31,8 @@ def files_of(name: str, *, key: str) -> list[Path]:
     saved = saved_splits(folder, key=key, name=name)
     within = [found.relative_to(folder) for found in _data_files(folder, key=key, name=name) if _is_of_splits(found, folder, saved)]
     _check_others(folder, within, key=key, name=name)
-    files = [found for found in within if _format(found) == min(map(_format, within), key=FORMATS.index)]
+    kind = next((kind for kind in KINDS if any(_format(found) in kind for found in within)), ())
+    files = [found for found in within if _format(found) in kind]
     splits = saved or sorted({word for found in files for word in _words(found)} & set(SPLITS))
     choose = f"holds the splits {', '.join(splits)}; take one of them, {path}:{splits[0] if splits else ''}"
     require(bool(split) or len(splits) < 2, key, name, choose)

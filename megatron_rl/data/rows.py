@@ -23,8 +23,9 @@ import pyarrow as pa
 
 from megatron_rl.config import require
 from megatron_rl.data import parquet_copy
-from megatron_rl.data.features import Features, media_types, name_labels, parse_features
+from megatron_rl.data.features import Features, media_types, name_labels, parse_features, repeated_name
 from megatron_rl.data.file_formats import check_format
+from megatron_rl.data.images import shortened
 from megatron_rl.data.keyed_rows import is_keyed, keyed_spans
 from megatron_rl.data.tables import SEPARATORS, NoRows, TableRows, stamp
 
@@ -89,7 +90,9 @@ class JsonRows(Sequence[JsonRow]):
             file.seek(start)
             text = file.read(end - start)
         try:
-            row = without_nulls(json.loads(text))
+            row = without_nulls(json.loads(text, object_pairs_hook=_unique_keys))
+        except _RepeatedKey as error:
+            raise ValueError(f"{self.path.name} row {index}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path.name} row {index}: is no JSON ({error})") from error
         if not isinstance(row, dict):
@@ -103,6 +106,7 @@ class ParquetRows(Sequence[JsonRow]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = pa.ipc.open_file(pa.OSFile(str(_arrow_copy(path))))
+        _check_names(self._reader.schema)
         self._features = parse_features(self._reader.schema.metadata)
         self.features = media_types(self._features)
 
@@ -130,6 +134,7 @@ class ArrowRows(Sequence[JsonRow]):
             self._table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
             if self._table.num_rows > 8 * source.size():  # columns of nulls alone, or of one run, take no bytes
                 raise NoRows(f"says that {source.size()} bytes are {self._table.num_rows} rows; write it anew")
+            _check_names(self._table.schema)
             self._table.validate(full=True)  # offsets that lead out of a column would be followed
             self._features = parse_features(self._table.schema.metadata)
             self.features = media_types(self._features)
@@ -262,8 +267,28 @@ def _table(flat: bytes, table: int, field: int) -> int:
 
 def _row_of(found: pa.Table | pa.RecordBatch, features: Features) -> JsonRow:
     """Return the one row of a slice, class labels by their names."""
-    (row,) = found.to_pylist()
+    (row,) = found.to_pylist(maps_as_pydicts="lossy")  # a map is a mapping, as in JSON
     return without_nulls({name: name_labels(value, features.get(name)) for name, value in row.items()})
+
+
+def _check_names(schema: pa.Schema) -> None:
+    name = repeated_name(schema)
+    if name:
+        raise NoRows(f"has the column {name} twice; rename one of the two, or leave it out")
+
+
+class _RepeatedKey(ValueError):
+    """A JSON object has a key twice."""
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the object that a JSON text holds. Raises _RepeatedKey where one value would replace another."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise _RepeatedKey(f"{shortened(twice)}: the key stands there twice; keep one of the two")
+    return found
 
 
 def without_nulls(value: object) -> object:

@@ -15,7 +15,8 @@ from megatron_rl.config import require
 STATE, SPLITS = "state.json", "dataset_dict.json"
 NOT_DATA = {STATE, SPLITS, "dataset_info.json", "dataset_infos.json"}
 """JSON files that describe a data set."""
-_SHARD = re.compile(r"(?P<prefix>.*?)-(?P<number>\d{2,6})-of-(?P<total>\d{2,6})(-[0-9a-f]{8,16})?")
+_SHARD = re.compile(r"(?P<prefix>.*?)(?P<number>(?<!\d)\d{1,6})(?P<of>[-_]of[-_])(?P<total>\d{1,6})([-_][0-9a-f]{8,16})?")
+"""Example: train-00000-of-00002, d_1_of_8."""
 _MOST_NAMED = 5
 
 
@@ -44,6 +45,8 @@ def saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, l
     for folder in folders:
         path = folder / STATE
         state = _read(path, key=key, name=name) if path.is_file() else {}
+        remedy = f"{path} lists indices, which older versions of datasets wrote and which are not read; flatten_indices() and save it anew"
+        require(not state.get("_indices_data_files"), key, name, remedy)
         listed = state.get("_data_files")
         if not isinstance(listed, list):
             continue
@@ -57,22 +60,22 @@ def saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, l
 
 def check_shards(files: Sequence[Path], *, key: str, name: str) -> None:
     """Raise ValueError unless the files NAME-NNNNN-of-MMMMM of each name are all there, once, and of one M."""
-    sets: dict[tuple[Path, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    sets: dict[tuple[Path, str, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         if shard := _SHARD.fullmatch(file.stem):
-            sets[file.parent, shard["prefix"], file.suffix][shard["total"]].append(shard["number"])
-    for (folder, prefix, suffix), by_total in sets.items():
+            sets[file.parent, shard["prefix"], shard["of"], file.suffix][shard["total"]].append(shard["number"])
+    for (folder, prefix, of, suffix), by_total in sets.items():
         if len(by_total) > 1:
             given = ", ".join(f"{len(numbers)} of {int(total)}" for total, numbers in sorted(by_total.items()))
             remedy = "remove those that are no longer of the data"
-            require(False, key, name, f"{folder} holds shards of several sets called {prefix}: {given}; {remedy}")
+            require(False, key, name, f"{folder} holds shards of several sets called {prefix.rstrip('-_.')}: {given}; {remedy}")
         ((total, numbers),) = by_total.items()
-        twice = ", ".join(f"{prefix}-{number}-of-{total}" for number, count in Counter(numbers).items() if count > 1)
+        twice = ", ".join(f"{prefix}{number}{of}{total}" for number, count in Counter(numbers).items() if count > 1)
         require(not twice, key, name, f"{folder} holds {twice} more than once; remove what is no longer of the data")
         there = {int(number) for number in numbers}
         first = 1 if int(total) in there else 0  # some tools count shards from 1
         missing = sorted({*range(first, int(total) + first)} - there)
-        told = ", ".join(f"{prefix}-{number:0{len(total)}d}-of-{total}{suffix}" for number in missing[:_MOST_NAMED])
+        told = ", ".join(f"{prefix}{number:0{min(map(len, numbers))}d}{of}{total}{suffix}" for number in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         remedy = f"{folder} lacks {told}{more}; get them, or name the files that are to be read"
         require(not missing, key, name, remedy)

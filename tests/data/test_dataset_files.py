@@ -14,6 +14,7 @@ from pathlib import Path
 import datasets
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.data.files import files_of
@@ -30,6 +31,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrow copies go to a folder of the test's own."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+def write_arrow(path: Path, table: pa.Table) -> None:
+    """As Parquet, or as Arrow's file format."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+        return
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
 
 
 def answers(*names: object) -> list[str]:
@@ -81,6 +91,11 @@ def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None
         (["a-00000-of-00001", "b-00000-of-00002", "b-00001-of-00002"], ""),
         (["a-00000-of-00002-0123456789abcdef", "a-00001-of-00002-fedcba9876543210"], ""),
         (["part-7", "part-9"], ""),
+        (["d_00000_of_00002"], "lacks d_00001_of_00002.jsonl; get them"),
+        (["d-1-of-3", "d-2-of-3"], "lacks d-0-of-3.jsonl; get them"),
+        (["d.00001-of-00002"], "lacks d.00000-of-00002.jsonl; get them"),
+        (["00000-of-00002"], "lacks 00001-of-00002.jsonl; get them"),
+        (["d-1-of-2", "d-2-of-2"], ""),
     ],
 )
 def test_shards_are_all_there_and_of_one_set(names: list[str], said: str, tmp_path: Path) -> None:
@@ -93,6 +108,61 @@ def test_shards_are_all_there_and_of_one_set(names: list[str], said: str, tmp_pa
         assert answers(folder / f"{names[0]}.jsonl") == ["0"], "what is named itself is read"
     else:
         assert len(answers(folder)) == len(names)
+
+
+def test_files_of_one_kind_are_read_together(tmp_path: Path) -> None:
+    """JSON lines by both of their suffixes, and both kinds of tables. Files of a later kind describe the data."""
+    rows = [json.dumps(row) + "\n" for row in ROWS]
+    texts = {
+        "lines": {"a.jsonl": rows[0], "b.ndjson": rows[1], "c.json": "[]"},
+        "tables": {"a.csv": "question,answer\nq,0\n", "b.tsv": "question\tanswer\nq\t1\n", "c.txt": ""},
+    }
+    for folder, files in texts.items():
+        (tmp_path / folder).mkdir()
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(text)
+        assert answers(tmp_path / folder) == ["0", "1"]
+
+
+def test_an_old_view_that_was_saved_is_refused(tmp_path: Path) -> None:
+    """datasets before 1.9 wrote all rows and, in a file of their own, which of them count."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    write_arrow(folder / "dataset.arrow", pa.Table.from_pylist(ROWS))
+    state = {"_data_files": [{"filename": "dataset.arrow"}], "_indices_data_files": [{"filename": "indices.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    fails(folder, f"{folder}/state.json lists indices, which .*; flatten_indices")
+    (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": None}))
+    assert answers(folder) == [row["answer"] for row in ROWS]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_column_that_a_file_has_twice_is_refused(suffix: str, tmp_path: Path) -> None:
+    struct = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
+    for columns, name in (({"question": ["?"], "answer": ["1"]}, "image"), ({"question": ["?"], "s": struct}, "a")):
+        names, arrays = [*columns, *["image"] * 2][: 4 if name == "image" else 2], [*map(pa.array, columns.values())]
+        table = pa.Table.from_arrays([*arrays, *[pa.array(["x"])] * (len(names) - 2)], names=names)
+        path = tmp_path / f"{name}{suffix}"
+        write_arrow(path, table)
+        fails(path, f"has the column {name} twice; rename one of the two, or leave it out$")
+
+
+def test_a_key_that_a_row_has_twice_is_refused(tmp_path: Path) -> None:
+    for text in ('{"question": "?", "answer": "1", "answer": "2"}', '{"question": "?", "extra_info": {"answer": 1, "answer": 2}}'):
+        (tmp_path / "a.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="^a.jsonl row 0: answer: the key stands there twice; keep one of the two$"):
+            answers(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_map_is_a_mapping(suffix: str, tmp_path: Path) -> None:
+    """Arrow's type map, as Spark and DuckDB write it."""
+    kind = pa.map_(pa.string(), pa.string())
+    table = pa.table({"question": ["?"], "reward_model": pa.array([[("ground_truth", "7")]], kind), "x": pa.array([[("a", "b")]], kind)})
+    path = tmp_path / f"a{suffix}"
+    write_arrow(path, table)
+    assert answers(path) == ["7"]
+    assert open_rows(path)[0]["x"] == {"a": "b"}
 
 
 def test_a_file_is_not_read_by_two_names(tmp_path: Path) -> None:
