@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.data.images import StoredImage, shortened
+from megatron_rl.data.media_places import PARTS_AS_TEXT
 from megatron_rl.data.records import PLACE, Record
 from megatron_rl.data.rows import without_nulls
 
@@ -25,7 +26,8 @@ IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 """Keys of a part that hold its picture."""
 HARMLESS_KEYS = {"id", "uuid", "timestamp", "created_at", "detail", "cache_control"}
 """Keys of messages and parts that do not change what is asked."""
-_LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+_KEYS = {"role", "content", "from", "value"}
+_LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{[^{}\[\]]{0,200}?["'](role|content|from|value)["']\s*:""")
 LOSS_KEYS = {"loss", "weight", "train", "trainable", "loss_mask"}
 """Keys that mask a message. False and 0 change nothing here: no token of a prompt is trained."""
 
@@ -41,15 +43,27 @@ class ChatPrompt:
 def parse_messages(record: Record, value: object, name: str) -> object:
     """Return the messages where a text is JSON of them, else the value as it is.
 
+    JSON of a list, of one message, of {"messages": [...]}, or of a text that is one of these.
+
     Raises:
         ValueError: the text begins like a list of messages and is no JSON.
     """
-    if not isinstance(value, str) or not _LIST_OF_MESSAGES.match(value):
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{", '"'):
         return value
     try:
-        return without_nulls(json.loads(value))
+        found = json.loads(value)
     except (ValueError, RecursionError) as error:
+        if not _LIST_OF_MESSAGES.match(value):
+            return value
         raise record.error(name, f"looks like messages and is no JSON ({error}); write it with json.dumps") from error
+    if isinstance(found, str):
+        inner = parse_messages(record, found, name)
+        return value if isinstance(inner, str) else inner
+    if isinstance(found, Mapping):
+        is_message = {"role", "content"} <= found.keys() or {"from", "value"} <= found.keys()
+        found = [found] if is_message else found["messages"] if found.keys() == {"messages"} else []
+    are_mappings = isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
+    return without_nulls(found) if are_mappings and any(_KEYS & each.keys() for each in found) else value
 
 
 def read_chat(record: Record, value: object, name: str) -> ChatPrompt:
@@ -66,6 +80,10 @@ def read_chat(record: Record, value: object, name: str) -> ChatPrompt:
         raise record.error(f"{name}[{roles.index('tool')}]", f"is a message of a tool, which is not read before an answer; {remedy}")
     if "system" in roles[end:]:
         raise record.error(name, "has a system message behind the assistant's, which is not read; move it to the front, or leave it out")
+    for number in range(end, len(messages)):
+        if _shows_picture(messages[number].get("content", messages[number].get("value"))):
+            remedy = "only the pictures of the question are read: leave this message and its picture out"
+            raise record.error(f"{name}[{number}]", f"shows a picture behind the question; {remedy}")
     prompt = ChatPrompt()
     texts: dict[str, list[str]] = {"system": [], "user": []}
     for number, (message, role) in enumerate(zip(messages[:end], roles, strict=False)):
@@ -87,11 +105,19 @@ def _read_message(record: Record, message: Mapping[str, object], name: str, imag
     unknown = {key: value for key, value in message.items() if key not in LOSS_KEYS or value}
     _require_known(record, unknown, known, name)
     content = message.get("content" if "role" in message else "value")
+    if isinstance(content, str) and PARTS_AS_TEXT.match(content):
+        raise record.error(name, "its content is a list of parts written as text; write the list itself")
     before = len(images)
     text = _read_text(record, content, name, images) if isinstance(content, str) else _read_parts(record, content, name, images)
     if len(images) > before and not is_user:
         raise record.error(name, "has a picture in a system message; move it to the user's")
     return text
+
+
+def _shows_picture(content: object) -> bool:
+    if isinstance(content, list):
+        return any(isinstance(part, Mapping) and part.get("type", "") in IMAGE_PARTS for part in content)
+    return isinstance(content, str) and PLACE in content
 
 
 def _read_text(record: Record, text: object, name: str, images: list[StoredImage | None]) -> str:

@@ -21,6 +21,7 @@ from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
 from megatron_rl.data.columns import MissingColumn, listed_values, picture_columns
 from megatron_rl.data.images import StoredImage
+from megatron_rl.data.media_places import PARTS_AS_TEXT
 from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
 from megatron_rl.data.unread import Examined, Finding, find_unread
@@ -154,10 +155,14 @@ def _question_column(record: Record) -> str:
 def _question(record: Record, extra: Mapping[str, object]) -> ChatPrompt:
     """Read the question, the system message and the pictures that stand in messages."""
     system = record.text(record.row.get("system", ""), "system")
+    if PLACE in system:
+        raise record.error("system", f"has {PLACE}, and the system message shows no pictures; move it to the question")
     name = _question_column(record)
     if not name:
         raise MissingColumn(record, "question")
     value = extra["question"] if name == "extra_info.question" else parse_messages(record, record.row[name], name)
+    if isinstance(value, str) and PARTS_AS_TEXT.match(value):
+        raise record.error(name, "is a list of parts written as text; write the words, and pictures into a column images")
     if not isinstance(value, list):
         return ChatPrompt(record.text(value, name), system)
     asked = read_chat(record, value, name)

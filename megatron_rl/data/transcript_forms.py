@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from megatron_rl.data.column_names import IMAGE_COLUMNS, NAME_COLUMNS, PICTURE_SUFFIXES
+from megatron_rl.data.columns import listed_values
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.media import find_media, named_media
 from megatron_rl.data.records import Record
@@ -87,7 +88,7 @@ def read_images(record: Record) -> tuple[str, list[StoredImage]]:
     if not given:
         return "", []
     (column,) = given
-    value = record.row[column]
+    value = listed_values(record.row[column])
     if isinstance(value, list):
         return column, [record.image(image, f"{column}[{number}]") for number, image in enumerate(value)]
     return column, [record.image(value, column)]

@@ -6,6 +6,7 @@ Every key of a message is read, known to be without effect, or refused.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.data.chat_prompt import parse_messages
 from megatron_rl.data.images import shortened
 from megatron_rl.data.records import Record
 
@@ -59,7 +60,7 @@ class RawMessage:
 
 def read_messages(record: Record, column: str, *, is_learned: bool = True) -> list[RawMessage]:
     """Return the messages of a column. `is_learned` holds for replies without a flag of their own."""
-    given = record.row[column]
+    given = parse_messages(record, record.row[column], column)
     if not isinstance(given, list):
         raise record.error(column, f"must be a list of messages with role and content (or from and value), is {type(given).__name__}")
     return [_read_message(record, message, f"{column}[{number}]", is_learned=is_learned) for number, message in enumerate(given)]

@@ -4,10 +4,10 @@
 Without any such place the pictures come first in the first message that is not the system's, as in questions.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.data.images import StoredImage, shortened
+from megatron_rl.data.media_places import PARTS_AS_TEXT, find_media_place, find_object_place
 from megatron_rl.data.records import PLACE, Record
 from megatron_rl.data.transcript_messages import RawMessage, is_empty
 
@@ -26,15 +26,6 @@ PART_REMEDIES = {
     **dict.fromkeys(("refusal", "thinking", "reasoning", "tool_use", "tool_call", "tool_result"), f"is not read; {_PUT}"),
 }
 """Type of a part -> what its error says."""
-_PLACES = re.compile(
-    r"<\|?(?:image|img|video|audio)(?:[ _-]?(?:\d+|pad|start|end|placeholder|soft_token|context|here))?\|?>"
-    r"|<im_(?:start|end|patch)>|<(?:start|end)_of_image>|\[IMG\]",
-    re.IGNORECASE,
-)
-"""How files of several trainers mark a place of media: those of LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, ms-swift."""
-_TAGS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
-"""ms-swift's places, which its column `objects` fills; closed by </..> they are the words of a reply."""
-_PARTS_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"']type[\"']\s*:\s*[\"'](text|image|image_url|video|audio)[\"']")
 
 
 def read_parts(record: Record, messages: Sequence[RawMessage], images: Sequence[StoredImage], *, column: str) -> list[list[Part]]:
@@ -84,7 +75,7 @@ def _fill(record: Record, part: Part, images: Iterator[StoredImage], *, column: 
 def _read_content(record: Record, message: RawMessage) -> Iterator[Part]:
     content, field = message.content, message.field
     if isinstance(content, str):
-        if _PARTS_AS_TEXT.match(content):
+        if PARTS_AS_TEXT.match(content):
             raise record.error(field, "its content is a list of parts written as text; write the list itself")
         yield from _split_text(record, content, field, message.role)
         return
@@ -147,15 +138,11 @@ def _check_role(record: Record, role: str, field: str) -> None:
 def _split_text(record: Record, value: object, field: str, role: str) -> Iterator[Part]:
     """Yield the text's pieces and a place for each <image> between them."""
     text = record.text(value, field)
-    for found in _PLACES.finditer(text):
-        if found[0] != PLACE:
-            known = f"a picture's place is written {PLACE}, and videos and audio are not read"
-            raise record.error(
-                field, f"holds {found[0]}, which stands for media: {known}; where it is a mere word, write it in another way"
-            )
-    for found in _TAGS.finditer(text):
-        if f"</{found[1]}>" not in text:
-            raise record.error(field, f"holds {found[0]}, whose place nothing fills; write out what stands there")
+    if place := find_media_place(text):
+        known = f"a picture's place is written {PLACE}, and videos and audio are not read"
+        raise record.error(field, f"holds {place}, which stands for media: {known}; where it is a mere word, write it in another way")
+    if place := find_object_place(text):
+        raise record.error(field, f"holds {place}, whose place nothing fills; write out what stands there")
     if PLACE in text:
         _check_role(record, role, f"{field} ({PLACE})")
     first, *others = text.split(PLACE)

@@ -4,15 +4,16 @@ A column is told by its type in the file's schema (`datasets` features), by its 
 in the payload's `extra`.
 """
 
-import ast
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.data.column_names import MESSAGE_COLUMNS, QUESTION_COLUMNS
+from megatron_rl.data.columns import literal
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.media import Media, find_media, named_media
+from megatron_rl.data.media_places import find_media_place, find_object_place
 from megatron_rl.data.records import Record
 from megatron_rl.types import Example
 
@@ -75,8 +76,8 @@ NUMERIC = {"weight", "weights", "labels"}
 """Names that have another meaning where their values are words."""
 NO_CHANGE = (1, "1", "1.0", True, "true")
 """Weights that change nothing."""
-_MARKS = re.compile(r"<video>|<audio>|<image ?\d+>|<img\b|<bbox>|<ref-object>|data:image/|!\[[^\]]*\]\(")
-"""What stands for media or boxes in the questions of other tools."""
+_MARKUP = re.compile(r"<img\b|data:image/|!\[[^\]]*\]\(")
+"""Pictures in HTML and Markdown."""
 READ_BY_TASKS = {"image_file_name", "bbox", "bboxes"}
 """Keys of `extra` that tasks and checks read."""
 MOST_CHOICES, LONGEST_CHOICE = 26, 200
@@ -118,9 +119,11 @@ def find_unread(record: Record, payload: Mapping[str, object], *, unread: Mappin
         yield from [finding] if finding else []
     yield from _letter_columns(unread, payload)
     yield from _other_questions(record, payload, asked_in=asked_in)
-    if (mark := _MARKS.search(str(payload["question"]))) and not payload["videos"]:
+    question = str(payload["question"])
+    mark = find_media_place(question) or find_object_place(question) or next(iter(_MARKUP.findall(question)), "")
+    if mark and not payload["videos"]:
         remedy = "the policy reads it as a word; write <image> where a picture is, name videos in mm_hint, or remove it"
-        yield Finding(asked_in, f"has {mark[0]} in its text, which shows nothing here", remedy, False)
+        yield Finding(asked_in, f"has {mark} in its text, which shows nothing here", remedy, False)
 
 
 def _is_empty(value: object) -> bool:
@@ -201,7 +204,7 @@ def _are_shown(options: Sequence[str], question: str) -> bool:
 def option_texts(value: object) -> list[str]:
     """Return the options of a list, a mapping with a list of texts, or a text of one of these, without their letters."""
     if isinstance(value, str):
-        value = _literal(value) or re.split(r"\n|;|\|", value)
+        value = (literal(value) if value.lstrip().startswith(("[", "{")) else None) or re.split(r"\n|;|\|", value)
     if isinstance(value, Mapping):
         lists = [item for name, item in value.items() if isinstance(item, list) and name in ("text", "choices", "options")]
         value = lists[0] if lists else list(value.values())
@@ -209,14 +212,6 @@ def option_texts(value: object) -> list[str]:
         found = [next(iter(item.values()), "") if isinstance(item, Mapping) and item else item for item in value]
         return [text for item in found if isinstance(item, str | int | float) and (text := _LABEL.sub("", str(item)).strip())]
     return []
-
-
-def _literal(text: str) -> object:
-    """Return the list or mapping that a text is in Python's or JSON's notation, None where it is none."""
-    try:
-        return ast.literal_eval(text.strip()) if text.lstrip().startswith(("[", "{")) else None
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
 
 
 def _letter_columns(names: Mapping[str, object], payload: Mapping[str, object]) -> Iterator[Finding]:

@@ -59,6 +59,15 @@ def asked(messages: object, tmp_path: Path, *, columns: ColumnSettings | None = 
         ([user("q?", tool_calls=[], reasoning_content=None)], "q?", "", []),
         (json.dumps([said("system"), user([SHOWN, TEXT])]), "<image>Which?", "A", ["red"]),
         ("[1, 2] is a list of what?", "[1, 2] is a list of what?", "", []),
+        (json.dumps([{"id": 1} | user("q?")]), "q?", "", []),
+        (json.dumps(user("q?")), "q?", "", []),
+        (json.dumps({"messages": [said("system"), user("q?")]}), "q?", "A", []),
+        (json.dumps(json.dumps([user([SHOWN, TEXT])])), "<image>Which?", "", ["red"]),
+        ('"To be" is by whom?', '"To be" is by whom?', "", []),
+        ('"To be"', '"To be"', "", []),
+        ('{"a": 1}', '{"a": 1}', "", []),
+        ('[{"a": 1}] has how many keys?', '[{"a": 1}] has how many keys?', "", []),
+        ("[]", "[]", "", []),
     ],
 )
 def test_messages_are_joined_in_order(messages: object, question: str, system: str, colors: list[str], tmp_path: Path) -> None:
@@ -94,6 +103,9 @@ def test_messages_are_joined_in_order(messages: object, question: str, system: s
         ([user([{"type": "image_url", "image_url": {"url": "red.png", "crop": 3}}, TEXT])], r"content\[0\].image_url.crop: is not read"),
         ([{"role": "system", "content": [SHOWN]}, user("q?")], r"messages\[0\]: has a picture in a system message"),
         ("[{'role': 'user', 'content': 'q?'}]", "messages: looks like messages and is no JSON"),
+        ("[{'id': 3, 'role': 'user', 'content': 'q?'}]", "messages: looks like messages and is no JSON"),
+        ([user(json.dumps([SHOWN, TEXT]))], r"messages\[0\]: its content is a list of parts written as text; write the list itself"),
+        (json.dumps([SHOWN, TEXT]), "messages: is a list of parts written as text; write the words"),
     ],
 )
 def test_what_does_not_reach_the_policy_is_refused(messages: object, error: str, tmp_path: Path) -> None:
@@ -111,6 +123,20 @@ def test_pictures_of_messages_and_of_a_column(tmp_path: Path) -> None:
             asked(places, tmp_path, images=images)
     with pytest.raises(ValueError, match="question: has 0 <image> without a picture in the messages, and a column has 1 pictures"):
         asked([user([SHOWN_BLUE, TEXT])], tmp_path, images=["red.png"])
+
+
+@pytest.mark.parametrize("content", ["<image>", "Here: <image>", [{"type": "image"}], [SHOWN, TEXT]])
+def test_a_picture_that_answers_is_not_shown(content: object, tmp_path: Path) -> None:
+    """The column's picture would otherwise stand before the question."""
+    for role in ("assistant", "tool"):
+        talk = [user("Draw a cat."), said("assistant"), said(role, content)]
+        with pytest.raises(ValueError, match=r"messages\[2\]: shows a picture behind the question; only the pictures of the question"):
+            asked(talk, tmp_path, images=["red.png"])
+
+
+def test_a_picture_in_the_column_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="system: has <image>, and the system message shows no pictures"):
+        asked([user("q?")], tmp_path, system="<image> is a map.", images=["red.png"])
 
 
 def test_parts_that_are_numbered(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Forms and flags of other trainers' transcripts. Oracles: messages by hand, one meaning in every form, pixels we painted."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,8 @@ READ = {
     "messages in conversations": ({"conversations": [USER, REPLY]}, PLAIN),
     "from and value in messages": ({"messages": TALK}, PLAIN),
     "conversation": ({"conversation": TALK}, PLAIN),
+    "a list as text": ({"messages": json.dumps([USER, REPLY])}, PLAIN),
+    "pictures as text": ({"images": "['red.png']", "messages": [USER, REPLY]}, SHOWN),
     "alpaca": ({"instruction": "Which?", "input": "", "output": "Red."}, PLAIN),
     "alpaca with input": (
         {"instruction": "Which?", "input": "Red or blue", "output": "Red."},

@@ -1,0 +1,27 @@
+"""Words in texts that stand for media or objects in the files of other trainers, and that nothing fills here."""
+
+import re
+
+from megatron_rl.data.records import PLACE
+
+PARTS_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"']type[\"']\s*:\s*[\"'](text|image|image_url|input_text|input_image|video|audio)[\"']")
+"""The start of a list of content parts that was written as text."""
+_MEDIA = re.compile(
+    r"<\|?(?:images?|img|videos?|audios?)(?:[ _-]?(?:\d+|pad|start|end|begin|placeholder|soft_token|tokens?|context|here))?\|?>"
+    r"|<\|media_\w+\|>|<im_(?:start|end|patch)>|<\|?(?:start|begin|end)_of_(?:image|video|audio)\|?>|<fake_token_around_image>"
+    r"|\[(?:IMG|IMAGE)\]|(?<=<image>)(?:\./)?</image>",
+    re.IGNORECASE,
+)
+"""Places of LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, GLM, Kimi, Idefics, MiniCPM, DeepSeek and ms-swift."""
+_OBJECTS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
+"""ms-swift's places, which its column `objects` fills; closed by </..> they are the words of a reply."""
+
+
+def find_media_place(text: str) -> str:
+    """Return the first place of media in another notation than PLACE, "" where there is none."""
+    return next((found[0] for found in _MEDIA.finditer(text) if found[0] != PLACE), "")
+
+
+def find_object_place(text: str) -> str:
+    """Return the first place of an object, "" where there is none."""
+    return next((found[0] for found in _OBJECTS.finditer(text) if f"</{found[1]}>" not in text), "")
