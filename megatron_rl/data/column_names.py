@@ -16,7 +16,7 @@ PICTURE_SUFFIXES = SUFFIXES[1:]
 NUMBERED = re.compile(r"(image|img|picture|photo)(_path|_url|_file|_bytes)?_?(\d+)")
 """Columns image_0, image_1, ... are one list of pictures."""
 LIKELY = {
-    "question": ("questions", "query", "instruction", "input", "text", "user", "q", "conversations", "conversation"),
+    "question": ("questions", "query", "instruction", "input", "text", "user", "q", "message", "conversations", "conversation"),
     "answer": (
         "label", "labels", "answers", "target", "ground_truth", "groundtruth", "gt", "gold", "final_answer", "correct_answer", "output",
         "response", "reference", "class", "a",

@@ -3,9 +3,10 @@
 import ast
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron_rl.data.column_names import IMAGE_COLUMNS, LIKELY, NAME_COLUMNS, NUMBERED, PICTURE_SUFFIXES
+from megatron_rl.data.media import find_media
 from megatron_rl.data.records import Record
 
 _IMAGEFOLDER = "metadata"
@@ -16,8 +17,18 @@ class MissingColumn(ValueError):
     """A row has no value for `name` ("question" or "answer"). The columns let a survey write one line for a whole file."""
 
     def __init__(self, record: Record, name: str, *, hint: str = "") -> None:
-        self.where, self.name, self.columns, self.hint = record.where, name, record.columns or tuple(record.row), hint
-        super().__init__(f"{record.where}: {name}: is missing. {missing_remedy(name, self.columns, hint)}")
+        self.where, self.name, self.columns = record.where, name, record.columns or tuple(record.row)
+        self.hint = hint or _hint_of_rows(record)
+        super().__init__(f"{record.where}: {name}: is missing. {missing_remedy(name, self.columns, self.hint)}")
+
+
+def _hint_of_rows(record: Record) -> str:
+    """Return what to do with a JSON file that is one object around its rows, as COCO and VQA v2 publish theirs."""
+    lists = [name for name, value in record.row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)]
+    rows = [name for name in lists if not {"role", "from", "type"} & record.row[name][0].keys()]
+    is_one = record.path.suffix.casefold() == ".json" and record.where.endswith(" row 0")
+    remedy = f"the rows may be in {' or '.join(rows)}: write that list, joined with its answers, to a file of its own"
+    return remedy if is_one and rows else ""
 
 
 def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
@@ -46,6 +57,9 @@ def picture_columns(record: Record) -> list[str]:
         elif numbered := NUMBERED.fullmatch(name.casefold()):
             groups.setdefault(f"{numbered[1]}{numbered[2]}_N", []).append((int(numbered[3]), name))
     if len(groups) > 1:
+        there = {key: group for key, group in groups.items() if existing_columns(record, [name for _, name in group])}
+        groups = there if len(there) == 1 else groups
+    if len(groups) > 1:
         columns = [name for group in groups.values() for _, name in sorted(group)]
         keep = f"keep one of these columns, or choose it: 'task.data.columns={{images: {columns[0]}}}'"
         raise record.error(" and ".join(columns), f"name the pictures twice; {keep}")
@@ -53,6 +67,19 @@ def picture_columns(record: Record) -> list[str]:
         ((*group,),) = groups.values()
         return [name for _, name in sorted(group)]
     return [name for name in filled if name.casefold() in NAME_COLUMNS and _names_pictures(record, record.row[name])][:1]
+
+
+def existing_columns(record: Record, columns: Iterable[str]) -> list[str]:
+    """Return the columns without those that are one web address, or the name of one file that does not exist.
+
+    These say where a picture comes from, if another column has it.
+    """
+    return [name for name in columns if not _is_absent(record, name)]
+
+
+def _is_absent(record: Record, name: str) -> bool:
+    media = find_media(record.row[name], record, name) if isinstance(record.row[name], str) else None
+    return media is not None and not media.is_there
 
 
 def _names_pictures(record: Record, value: object) -> bool:

@@ -5,7 +5,7 @@ Example: {"info": {"features": {"image": {"_type": "Image"}, "label": {"names": 
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import pyarrow as pa
 
@@ -27,17 +27,23 @@ def parse_features(metadata: Mapping[bytes, bytes] | None) -> Features:
 
 
 def media_types(features: Features) -> dict[str, str]:
-    """Return the columns that hold pictures, videos or audio, alone or in lists."""
-    found = {name: _media_in(feature) for name, feature in features.items()}
-    return {name: kind for name, kind in found.items() if kind}
+    """Return the columns, and the fields of structs as `column.field`, that hold pictures, videos or audio, alone or in lists."""
+    return {path: kind for name, feature in features.items() for path, kind in _media_in(feature, name)}
 
 
-def _media_in(feature: object) -> str:
-    if isinstance(feature, Mapping) and feature.get("_type") in MEDIA:
-        return str(feature["_type"])
-    if isinstance(feature, Mapping) and "feature" in feature:
-        return _media_in(feature["feature"])
-    return _media_in(feature[0]) if isinstance(feature, list) and feature else ""
+def _media_in(feature: object, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(feature, list) and feature:
+        yield from _media_in(feature[0], path)
+    if not isinstance(feature, Mapping):
+        return
+    kind = feature.get("_type")
+    if isinstance(kind, str) and kind in MEDIA:
+        yield path, kind
+    elif isinstance(kind, str):
+        yield from _media_in(feature.get("feature"), path)
+    else:
+        for name, inner in feature.items():
+            yield from _media_in(inner, f"{path}.{name}")
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str:

@@ -42,6 +42,9 @@ _OTHERS = {
     b"\x93NUMPY": f"is an array of NumPy; {READ}: save it as one",
     b"\x1aE\xdf\xa3": "is a video (Matroska or WebM)",
     b"\x89HDF": f"is HDF5; {READ}: save its pictures",
+    b"\x80\x03": f"is a pickle of Python; {READ}: save it as one",
+    b"\x80\x04": f"is a pickle of Python; {READ}: save it as one",
+    b"\x80\x05": f"is a pickle of Python; {READ}: save it as one",
     b"PAR1": "is a Parquet file, not a picture",
     b"b'": "is the text that Python prints for bytes (b'...'): write base64 instead",
     b'b"': 'is the text that Python prints for bytes (b"..."): write base64 instead',
@@ -77,7 +80,7 @@ def describe(head: bytes) -> str:
         return f"is {what}; {_CONVERT}" if "video" not in what else f"is {what}, not a picture"
     if head[128:132] == b"DICM":
         return f"is a DICOM; {_CONVERT}"
-    if head.startswith(b"RIFF"):
+    if head.startswith(b"RIFF") and head[8:12] != b"WEBP":
         return f"is {'a video (AVI)' if head[8:11] == b'AVI' else 'a RIFF file'}, not a picture"
     if re.match(rb"P[1-7]\s", head):
         return f"is a PPM, PGM, PBM or PAM; {_CONVERT}"

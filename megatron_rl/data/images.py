@@ -223,6 +223,8 @@ def _remedy_of(value: str, folder: Path) -> str:
     for spelling, why in spellings.items():
         if spelling != value and spelling and os.path.isfile(folder / spelling):
             return f"{why}: write {shortened(spelling)}"
+    if re.match(r"image/[a-z0-9.+-]+;base64,", value, re.IGNORECASE):
+        return "a data: URL begins with data:"
     return "task.data.images is the folder that relative paths start from"
 
 

@@ -22,8 +22,10 @@ _HEAD = 12
 """First bytes by which formats are told apart."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
 LONGEST_PATH = 4096
-DEEPEST, MOST_ITEMS = 4, 64
+DEEPEST, MOST_ITEMS = 12, 1024
 """Levels and elements of a value that are looked at."""
+_MOST_PIXELS = 64
+"""Rows and columns of lists that may be pixels."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,23 +53,29 @@ def find_media(value: object, record: Record, name: str = "", *, depth: int = 0)
         return None
     if isinstance(value, Mapping) and value and value.keys() <= {"bytes", "path"}:
         inner = [media for item in value.values() if (media := find_media(item, record, depth=depth + 1))]
-        return inner[0] if inner else Media("pictures", "holds files as datasets stores them")
+        is_path = value.keys() == {"path"}  # of anything
+        return inner[0] if inner else None if is_path else Media("pictures", "holds files as datasets stores them")
     if isinstance(value, list) and len(value) > _HEAD and all(isinstance(each, int) and 0 <= each < 256 for each in value[:_HEAD]):
         kind = _kind_of_bytes(bytes(value[:_HEAD]))
         return Media(kind, f"holds the bytes of {kind} as numbers") if kind else None
+    if isinstance(value, list) and all(isinstance(each, int | float) for each in value[:MOST_ITEMS]):
+        return None
     if _are_pixels(value):
         return Media("pictures", "looks like pixels, as lists of numbers")
-    items = list(value.values() if isinstance(value, Mapping) else value)[:MOST_ITEMS]
-    return next((media for item in items if (media := find_media(item, record, depth=depth + 1))), None)
+    named = [(f"{name}.{key}", item) for key, item in value.items()] if isinstance(value, Mapping) else [(name, item) for item in value]
+    found = (find_media(item, record, inner, depth=depth + 1) for inner, item in named[:MOST_ITEMS])
+    return next((media for media in found if media), None)
 
 
 def _are_pixels(value: object) -> bool:
-    """Return True for lists of rows of pixels of 3 or 4 numbers, or of channels of rows of numbers."""
-    for _ in range(2):
-        if not isinstance(value, list) or len(value) < 2 or not isinstance(value[0], list):
-            return False
-        value = value[0]
-    return isinstance(value, list) and len(value) >= 3 and all(isinstance(each, int | float) for each in value[:8])
+    """Return True for lists of rows of pixels of 3 or 4 numbers, or of channels of rows of numbers: all of one length, as boxes are not."""
+    if not (isinstance(value, list) and len(value) >= 2 and all(isinstance(row, list) and len(row) >= 2 for row in value)):
+        return False
+    widths = {len(row) for row in value}
+    cells = [cell for row in value[:_MOST_PIXELS] for cell in row[:_MOST_PIXELS]]
+    depths = {len(cell) if isinstance(cell, list) else 0 for cell in cells}
+    are_numbers = all(isinstance(each, int | float) for cell in cells[:8] if isinstance(cell, list) for each in cell[:8])
+    return len(widths) == len(depths) == 1 and min(depths) >= 3 and are_numbers
 
 
 def _kind_of_bytes(value: bytes) -> str:
@@ -125,7 +133,8 @@ def _media_in_base64(text: str) -> Media | None:
 def named_media(name: str, value: object) -> Media | None:
     """Take a column for what its name says, where its value may be a name or content of it."""
     found = _MEDIA_NAME.fullmatch(name.removeprefix("extra_info.").casefold())
-    if not found or not isinstance(value, str | list | Mapping):
+    are_words = isinstance(value, str) and " " in value.strip()
+    if not found or are_words or not isinstance(value, str | list | Mapping):
         return None
     kind = "videos" if found[1].startswith(("video", "clip")) else "audio"
     return Media(kind, f"is named as {kind} are")

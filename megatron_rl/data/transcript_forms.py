@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from megatron_rl.data.column_names import IMAGE_COLUMNS, NAME_COLUMNS, PICTURE_SUFFIXES
-from megatron_rl.data.columns import listed_values
+from megatron_rl.data.columns import existing_columns, listed_values
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.media import find_media, named_media
 from megatron_rl.data.records import Record
@@ -40,7 +40,8 @@ REFUSED_COLUMNS = {
     ),
     "objects": "is not read, nor are <bbox> and <ref-object>; write boxes and names into the texts, and leave this column out",
     **dict.fromkeys(
-        ("chat_template_kwargs", "documents"), "is not read; write what the policy is to read into the messages, and leave this out"
+        ("chat_template_kwargs", "enable_thinking", "documents"),
+        "is not read; write what the policy is to read into the messages, and leave this out",
     ),
     "input_ids": "is not read: the messages are tokenized, and replies masked by loss: false in theirs; leave this column out",
     "history": "is read beside instruction or query alone; write the earlier turns as messages",
@@ -52,8 +53,8 @@ MASKS = (
     "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
 )  # fmt: skip
 """Columns that change what is learned of the whole row; so do those of FLAGS, unless they are 1."""
-PROVENANCE = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)")
-"""Columns that may name a file that is not there: where a row comes from."""
+PROVENANCE = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
+"""Columns that may name a file that is not there: where a row comes from, and the words of a question (recorded/export.py)."""
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 
@@ -83,6 +84,8 @@ def read_row(record: Record) -> tuple[str, list[RawMessage]]:
 def read_images(record: Record) -> tuple[str, list[StoredImage]]:
     """Return the column of pictures (empty: the row has none) and its pictures."""
     given = [column for column in record.row if _holds_pictures(record, column)]
+    if len(given) > 1:
+        given = existing_columns(record, given) or given
     if len(given) > 1:
         raise record.error(" and ".join(given), "each name pictures; keep one of these columns")
     if not given:

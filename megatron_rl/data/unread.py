@@ -14,13 +14,15 @@ from megatron_rl.data.columns import literal
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.media import Media, find_media, named_media
 from megatron_rl.data.media_places import find_media_place, find_object_place
-from megatron_rl.data.records import Record
+from megatron_rl.data.records import PLACE, Record
 from megatron_rl.types import Example
 
 CHOICE_NAMES = {
     "options", "choices", "option", "choice", "candidates", "answer_choices", "answer_options", "mc_options", "multiple_choice_options",
     "endings", "mc1_targets", "mc2_targets",
 }  # fmt: skip
+ANSWER_LISTS = {"answers", "aliases", "answer_aliases", "acceptable_answers", "direct_answers", "ground_truths", "gts", "labels"}
+"""Lists of answers that are all right, as several annotators gave them."""
 _LETTER_NAME = re.compile(r"([a-h]|(option|choice)_?([a-h]|\d))")
 _LABEL = re.compile(r"^\s*\(?[A-Za-z0-9]{1,2}[).:]\s+")
 _OTHER_MEANINGS = (
@@ -60,7 +62,7 @@ _OTHER_MEANINGS = (
         "write them into the question and the answer, or remove the column",
     ),
     (
-        ("chat_template_kwargs", "tool_choice", "response_format"),
+        ("chat_template_kwargs", "enable_thinking", "tool_choice", "response_format"),
         "looks like a setting of a request",
         "the settings of the run are used for all rows; remove the column",
     ),
@@ -79,7 +81,7 @@ NO_CHANGE = (1, "1", "1.0", True, "true")
 _MARKUP = re.compile(r"<img\b|data:image/|!\[[^\]]*\]\(")
 """Pictures in HTML and Markdown."""
 READ_BY_TASKS = {"image_file_name", "bbox", "bboxes"}
-"""Keys of `extra` that tasks and checks read."""
+"""Keys of `extra` that tasks and checks read of a row with pictures."""
 MOST_CHOICES, LONGEST_CHOICE = 26, 200
 
 
@@ -112,7 +114,7 @@ def find_unread(record: Record, payload: Mapping[str, object], *, unread: Mappin
         asked_in: the column that gave the question.
     """
     for name, value in unread.items():
-        if name.removeprefix("extra_info.") in READ_BY_TASKS or _is_empty(value):
+        if (name.removeprefix("extra_info.") in READ_BY_TASKS and payload["images"]) or _is_empty(value):
             continue
         media = find_media(value, record, name) or named_media(name, value)
         finding = _media_finding(media, name, value, payload, record) if media else _text_finding(name, value, payload)
@@ -174,7 +176,7 @@ def _text_finding(name: str, value: object, payload: Mapping[str, object]) -> Fi
     """Recognize choices by name or by the answer among them, and columns that change what is learned by name."""
     plain, question = name.removeprefix("extra_info.").casefold(), str(payload["question"])
     options = option_texts(value)
-    is_choice = plain in CHOICE_NAMES or _has_answer(value, options, str(payload["answer"]))
+    is_choice = plain in CHOICE_NAMES or (plain not in ANSWER_LISTS and _has_answer(value, options, str(payload["answer"])))
     if is_choice and options:
         return None if _are_shown(options, question) else _unread(name, *_CHOICES, is_error=False)
     if plain not in CHANGES or (isinstance(value, str) and value.strip().casefold() in question.casefold()):
@@ -191,7 +193,7 @@ _CHOICES = ("looks like the choices of the answer, which the question does not c
 def _has_answer(value: object, options: Sequence[str], answer: str) -> bool:
     """Return True for a list of short texts of which one is the answer."""
     is_list = isinstance(value, list) and 2 <= len(value) <= MOST_CHOICES and all(isinstance(item, str) for item in value)
-    short = is_list and all(len(option) <= LONGEST_CHOICE for option in options)
+    short = len({*options}) == len(options) and is_list and all(len(option) <= LONGEST_CHOICE for option in options)
     return short and answer.strip().casefold() in (option.casefold() for option in options)
 
 
@@ -234,6 +236,20 @@ def _other_questions(record: Record, payload: Mapping[str, object], *, asked_in:
         finding = _media_finding(media, name, value, payload, record) if media and isinstance(value, list) else None
         if finding:
             yield finding
-        elif asked_in in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) and value != record.row[asked_in]:
+        elif asked_in in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) and not _asks_the_same(value, record.row[asked_in]):
             remedy = f"the question is read from {asked_in}; choose one: 'task.data.columns={{question: {name}}}'"
             yield _unread(name, f"is a question beside {asked_in}", remedy, is_error=False)
+
+
+def _asks_the_same(value: object, asked: object) -> bool:
+    """Return True if two columns have the same words, places of pictures aside; one of them may be a single message of the user."""
+    words = [_words_of(each) for each in (value, asked)]
+    return value == asked or (words[0] == words[1] != "")
+
+
+def _words_of(value: object) -> str:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        value = value[0].get("content", value[0].get("value", ""))
+    if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
+        value = " ".join(str(part.get("text", "")) for part in value)
+    return " ".join(value.replace(PLACE, " ").split()) if isinstance(value, str) else ""

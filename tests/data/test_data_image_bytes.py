@@ -51,6 +51,8 @@ NO_PICTURES = {
     "text": ("Größe: 3\n".encode() * 200, "is text, not a picture$"),
     "video": (b"\0\0\0\x18ftypisom\0\0\0\0", r"is a video \(MP4\)"),
     "avi": (b"RIFF\0\0\0\0AVI LIST", r"is a video \(AVI\)"),
+    "pickle": (b"\x80\x04\x95a\0\0\0", "is a pickle of Python"),
+    "webp, cut off": (b"RIFF\x20\0\0\0WEBPVP8 ", "begins like a WEBP, but its header is damaged"),
     "numpy": (b"\x93NUMPY\1\0", "is an array of NumPy"),
     "noise": (NOISE, f"is no picture that is known here: it begins with the bytes 00 00 01 01 04 02 09 03; {READ}"),
     "half a header": (PNG[:20], "begins like a PNG, but its header is damaged"),

@@ -32,6 +32,19 @@ READ = {
     "conversation": ({"conversation": TALK}, PLAIN),
     "a list as text": ({"messages": json.dumps([USER, REPLY])}, PLAIN),
     "pictures as text": ({"images": "['red.png']", "messages": [USER, REPLY]}, SHOWN),
+    "recorded/export.py": (
+        {
+            "messages": [USER, REPLY],
+            "id": "train/3",
+            "source": "",
+            "question": "Describe cat.png",
+            "answer": "cat.png",
+            "step": 3,
+            "reward": 1.0,
+        },
+        PLAIN,
+    ),
+    "a picture and where it comes from": ({"image": "red.png", "image_url": "http://a.b/c.jpg", "messages": [USER, REPLY]}, SHOWN),
     "alpaca": ({"instruction": "Which?", "input": "", "output": "Red."}, PLAIN),
     "alpaca with input": (
         {"instruction": "Which?", "input": "Red or blue", "output": "Red."},

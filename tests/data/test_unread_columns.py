@@ -1,6 +1,7 @@
 """Columns of questions: which hold pictures, and which are not read although they matter. Oracles: colors we painted, lines by hand."""
 
 import base64
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -84,6 +85,31 @@ def test_columns_that_contradict_each_other(row: dict, error: str, tmp_path: Pat
     assert re.match(f"q.jsonl row 0: {error}", line), line
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"image": "red.png", "image_url": "http://images.cocodataset.org/a.jpg"},
+        {"image": {"bytes": IN_BASE64}, "image_path": "orig/a.png"},
+        {"image": "images/1.jpg", "decoded_image": {"bytes": IN_BASE64}},
+    ],
+)
+def test_where_a_picture_comes_from_is_no_second_picture(row: dict, tmp_path: Path) -> None:
+    """As data sets of COCO's pictures and MathVista have it. Two columns that are both there contradict each other, see above."""
+    found = look(tmp_path, row)
+    assert (found.errors, found.column_warnings, found.num_images) == ([], [], 1)
+    (line,) = look(tmp_path, {"image": "no.png", "img": "nor.png"}).errors
+    assert "image and img: name the pictures twice" in line
+    (line,) = look(tmp_path, {"image": "red.png", "images": ["nor.png"]}).errors
+    assert "image and images: name the pictures twice" in line
+
+
+def test_a_name_that_tasks_read_is_no_picture_of_its_own(tmp_path: Path) -> None:
+    """image_file_name names the row's pictures for the code of task=visual_python."""
+    assert look(tmp_path, {"image": "red.png", "image_file_name": "blue.png"}).column_warnings == []
+    (error,) = look(tmp_path, {"image_file_name": "blue.png"}).errors
+    assert error.startswith("q.jsonl row 0: column image_file_name looks like paths of pictures that exist and is not read: ")
+
+
 def test_a_column_that_is_chosen_among_several(tmp_path: Path) -> None:
     found = look(tmp_path, {"image": "red.png", "img": "no.png"}, columns=ColumnSettings(images="image"))
     assert (found.errors, found.num_images) == ([], 1)
@@ -111,8 +137,11 @@ MISSING = "names of pictures that are not there and is not read: 'task.data.colu
         (png("red").hex(), "holds pictures as hexadecimal digits and is not read"),
         ([[[0, 0, 255]] * 3] * 2, "looks like pixels, as lists of numbers and is not read"),
         ({"views": [{"front": "red.png"}]}, "looks like paths of pictures that exist and is not read"),
+        ({"a": {"b": {"c": [{"d": {"e": ["red.png"]}}]}}}, "looks like paths of pictures that exist and is not read"),
+        (["a word"] * 99 + ["red.png"], "looks like paths of pictures that exist and is not read"),
+        ([{"content": [{"image_url": {"url": f"data:image/png;base64,{IN_BASE64}"}}]}], "holds pictures as data: URLs and is not read"),
     ],
-    ids=range(15),
+    ids=range(18),
 )
 def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path: Path) -> None:
     """An error where a row has no other picture, by file and number of rows; a warning beside one that is read.
@@ -133,11 +162,16 @@ def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "value", ["a word", 3, True, 0.5, [1, 2], {"a": "b"}, "see a/b", "fig. no 3 of x.png is meant", [[1, 2, 3, 4]], "x" * 99]
-)
+    "value",
+    [
+        "a word", 3, True, 0.5, [1, 2], {"a": "b"}, "see a/b", "fig. no 3 of x.png is meant", [[1, 2, 3, 4]], "x" * 99,
+        {"path": "geometry/triangles"}, [[[1, 2, 3, 4], [2, 3, 4, 5]], [[1, 2, 3, 4]]], [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
+    ],
+)  # fmt: skip
 def test_values_that_are_no_pictures(value: object, tmp_path: Path) -> None:
     found = look(tmp_path, {"shot": value, "image": "red.png"})
     assert (found.errors, found.column_warnings) == ([], [])
+    assert look(tmp_path, {"shot": value}).errors == []
 
 
 def test_the_same_picture_by_another_name(tmp_path: Path) -> None:
@@ -193,7 +227,8 @@ def test_words_of_other_tools_for_media(word: str, tmp_path: Path) -> None:
 
 
 def test_numbers_under_the_name_of_a_video_are_none(tmp_path: Path) -> None:
-    found = look(tmp_path, {"video": False, "audio": 0, "videos": [None], "clips": ["", []], "image": "red.png"})
+    words = {"sound": "a low hum", "speech": "Hello everyone."}
+    found = look(tmp_path, {"video": False, "audio": 0, "videos": [None], "clips": ["", []], "image": "red.png"} | words)
     assert (found.errors, found.column_warnings) == ([], [])
 
 
@@ -213,6 +248,26 @@ def test_the_type_in_a_files_schema(kind: str, tmp_path: Path) -> None:
     assert error.startswith(f"q.arrow row 0: column shot has the type {kind} in the file's schema and is not read: ")
 
 
+@pytest.mark.parametrize("kind", ["Video", "Audio"])
+def test_the_type_of_a_field_in_a_files_schema(kind: str, tmp_path: Path) -> None:
+    """A struct, and a list of structs, beside a picture that is read: bytes of an unknown format would be taken for one more picture."""
+    feature = {"_type": kind, "decode": False}
+    clip = {"bytes": b"???", "path": None}
+    for column, features, value in (
+        ("m", {"x": feature}, {"x": clip}),
+        ("m", [{"x": feature}], [{"x": clip}]),
+        ("m", {"_type": "List", "feature": {"x": feature}}, [{"x": clip}]),
+        ("m", {"_type": "Sequence", "feature": {"x": feature}}, {"x": [clip]}),
+    ):
+        info = {"info": {"features": {column: features, "question": {"dtype": "string", "_type": "Value"}}}}
+        table = pa.Table.from_pylist([ASKED | {"image": png("red"), column: value}])
+        table = table.replace_schema_metadata({b"huggingface": json.dumps(info).encode()})
+        with pa.OSFile(str(tmp_path / "q.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        (error,) = survey(open_questions([str(tmp_path / "q.arrow")], images_root="", name="train")).errors
+        assert error.startswith(f"q.arrow row 0: column m has the type {kind} in the file's schema and is not read: ")
+
+
 CHOICES = "looks like the choices of the answer, which the question does not contain and is not read: write them into the question"
 
 
@@ -227,7 +282,7 @@ CHOICES = "looks like the choices of the answer, which the question does not con
         ({"options": [1, 2, 3]}, "options"), ({"options": [1, 2], "question": "Is it 2 or 1?"}, ""),
         ({"question": "Is it a CAT, or\n(B) a dog?", "options": ["a cat", "a dog"]}, ""), ({"options": ["A", "B", "C"]}, ""),
         ({"question": "A. a cat B. a dog", "A": "a cat", "B": "a dog"}, ""), ({"other": ["a cat", "a dog"]}, ""),
-        ({"things": [{"color": "b"}, {"color": "c"}]}, ""),
+        ({"things": [{"color": "b"}, {"color": "c"}]}, ""), ({"answers": ["b", "beta"]}, ""), ({"votes": ["b", "b", "c"]}, ""),
     ],
 )  # fmt: skip
 def test_choices_that_the_question_does_not_contain(row: dict, column: str, tmp_path: Path) -> None:
@@ -260,6 +315,7 @@ def test_options_in_their_forms() -> None:
         ({"system_prompt": "Be kind."}, "looks like a part of the prompt"),
         ({"context": "A text."}, "looks like a part of the prompt"), ({"extra_info": {"loss": 0}}, "weighs or masks"),
         ({"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}}, "names objects"), ({"tool_choice": "auto"}, "looks like a setting"),
+        ({"enable_thinking": False}, "looks like a setting"),
         ({"weight": "5 kg"}, ""), ({"weight": 1.0}, ""), ({"loss": None, "tools": []}, ""), ({"context": "what?"}, ""), ({"level": 3}, ""),
     ],
 )  # fmt: skip
@@ -281,6 +337,30 @@ def test_a_second_question_and_pictures_in_messages_that_are_not_read(tmp_path: 
         "q.jsonl row 0: column problem is a question beside question and is not read: the question is read from question;"
     )
     assert look(tmp_path, {"problem": "What?", "image": "red.png"}).column_warnings == []
+
+
+def test_the_same_question_in_messages_is_no_second_one(tmp_path: Path) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    for content in ("<image>What?", "What?", parts):
+        talk = [{"role": "user", "content": content}]
+        assert look(tmp_path, {"messages": talk, "image": "red.png"}).column_warnings == []
+    for talk in ([{"role": "user", "content": "Why?"}], [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What?"}]):
+        (warning,) = look(tmp_path, {"messages": talk, "image": "red.png"}).column_warnings
+        assert warning.startswith("q.jsonl row 0: column messages is a question beside question and is not read")
+
+
+def test_a_file_that_is_one_object_around_its_rows(tmp_path: Path) -> None:
+    """As COCO and VQA v2 are published. Conversations are no rows."""
+    for given, hint in (
+        ({"info": {}, "questions": [{"question": "What?", "image_id": 1}]}, r" \(the rows may be in questions: write that list,"),
+        ({"images": [{"id": 1}], "annotations": [{"caption": "x"}]}, r" \(the rows may be in images or annotations: "),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "$"),
+    ):
+        (tmp_path / "q.json").write_text(json.dumps(given))
+        (line,) = survey(open_questions([str(tmp_path / "q.json")], images_root="", name="train")).errors
+        assert re.match("q.json row 0: question: is missing. Columns: .* Name yours: 'task.data.columns={question: \\w+}'" + hint, line), (
+            line
+        )
 
 
 def test_columns_that_only_some_rows_fill(tmp_path: Path) -> None:
