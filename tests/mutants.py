@@ -373,7 +373,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the type of a struct's field is not looked at",
         "megatron_rl/data/features.py",
         'yield from _media_in(inner, f"{path}.{name}")',
-        "yield from _media_in(inner, path)",
+        "yield from _media_in(None, name)",
         "tests/data/test_unread_columns.py -k field",
     ),
     Mutant(
@@ -1538,7 +1538,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a picture that is there is taken for the name of a source",
         "megatron_rl/data/transcript_forms.py",
-        "not (is_elsewhere and PROVENANCE.fullmatch(column.casefold()))",
+        "(media.is_there or not PROVENANCE.fullmatch(column.casefold()))",
         "not PROVENANCE.fullmatch(column.casefold())",
         "tests/data/test_data_transcript_refusals.py -k there",
     ),

@@ -12,7 +12,9 @@ from megatron_rl.data.records import Record
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v", ".mpg", ".mpeg")
 AUDIO_SUFFIXES = (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac")
-OTHER_PICTURES = (".heic", ".heif", ".avif", ".jp2", ".ppm", ".svg")
+OTHER_PICTURES = (
+    ".heic", ".heif", ".avif", ".jp2", ".jxl", ".ppm", ".pgm", ".pbm", ".svg", ".jfif", ".apng", ".ico", ".psd", ".exr", ".dcm",
+)  # fmt: skip
 SUFFIXES = {"pictures": (*PICTURE_SUFFIXES, *OTHER_PICTURES), "videos": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
 FEATURES = {"Image": "pictures", "Video": "videos", "Audio": "audio"}
 """Types of `datasets` -> what a column of that type holds."""
@@ -34,7 +36,7 @@ class Media:
     """pictures, videos or audio."""
     looks: str
     is_there: bool = True
-    """False: names of files that do not exist."""
+    """False: names of files that do not exist, and web addresses."""
 
 
 def find_media(value: object, record: Record, name: str = "", *, depth: int = 0) -> Media | None:
@@ -98,7 +100,7 @@ def _media_in_text(text: str, record: Record) -> Media | None:
         bare = (re.split(r"[?#]", text)[0] if is_url else text).casefold()
         kind = next((kind for kind, suffixes in SUFFIXES.items() if bare.endswith(suffixes)), "")
         if is_url:
-            return Media(kind, f"looks like web addresses of {kind}") if kind else None
+            return Media(kind, f"looks like web addresses of {kind}", is_there=False) if kind else None
         if kind or ("/" in text and " " not in text) or re.fullmatch("[0-9a-f]{64}", text):
             found = _existing(record, text, kind)
             if found or (kind and len(text.split()) <= 3):
@@ -120,13 +122,16 @@ def _existing(record: Record, text: str, kind: str) -> Media | None:
 
 
 def _media_in_base64(text: str) -> Media | None:
+    if re.match(r"b['\"](\\x89PNG|\\xff\\xd8\\xff|GIF8|RIFF)", text):
+        return Media("pictures", "holds what Python prints for the bytes of pictures (b'...')")
     if len(text) > 64 and re.fullmatch("[0-9a-fA-F]{64}", text[:64]) and (kind := _kind_of_bytes(bytes.fromhex(text[: 2 * _HEAD]))):
         return Media(kind, f"holds {kind} as hexadecimal digits")
     start = re.sub(r"\s", "", text[:64]).replace("-", "+").replace("_", "/")
     if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/]{24,}={0,2}", start):
         return None
     content = base64.b64decode(start[:24])
-    kind = "" if content.startswith(b"BM") else _kind_of_bytes(content)
+    is_word = content.startswith(b"BM") and content[6:10] != bytes(4)  # two letters alone are no BMP
+    kind = "" if is_word else _kind_of_bytes(content)
     return Media(kind, f"holds {kind} in base64") if kind else None
 
 

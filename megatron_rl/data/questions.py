@@ -66,6 +66,8 @@ class Questions(Sequence[Example]):
         example, record = self._example(self._places[index])
         hint = record.mapping(record.row.get("mm_hint", {}), "mm_hint")
         hints = {f"mm_hint.{key}": value for key, value in hint.items() if key not in ("hint_path", "hint_type")}
+        model = record.mapping(record.row.get("reward_model", {}), "reward_model")
+        hints |= {f"reward_model.{key}": value for key, value in model.items() if key not in ("ground_truth", "style")}
         unread = _unread_values(record) | hints
         findings = [*find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))]
         doubt = None if record.official else doubt_about(str(example.payload["answer"]), str(example.payload["question"]))

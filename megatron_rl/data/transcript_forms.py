@@ -86,6 +86,8 @@ def read_images(record: Record) -> tuple[str, list[StoredImage]]:
     given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         given = existing_columns(record, given) or given
+    if len(given) > 1:  # as in questions: names of files count where no other column has pictures
+        given = [column for column in given if column.casefold() not in NAME_COLUMNS] or given
     if len(given) > 1:
         raise record.error(" and ".join(given), "each name pictures; keep one of these columns")
     if not given:
@@ -118,10 +120,11 @@ def _check_columns(record: Record, read: set[str]) -> None:
         if row.get(column, "") in (0, 1):
             raise record.error(column, "says whether a reply is good; keep the rows whose reply is, and leave this column out")
     rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS} and not is_empty(value)}
-    for column in rest.keys() - {column for column in rest if _holds_pictures(record, column)}:
+    shown = {column for column in rest if _holds_pictures(record, column)}
+    for column in rest.keys() - shown:
         media = find_media(rest[column], record, column) or named_media(column, rest[column])
-        is_elsewhere = media is not None and (not media.is_there or "web addresses" in media.looks)
-        if media and not (is_elsewhere and PROVENANCE.fullmatch(column.casefold())):
+        is_origin = bool(shown) and media is not None and media.kind == "pictures" and not media.is_there
+        if media and not is_origin and (media.is_there or not PROVENANCE.fullmatch(column.casefold())):
             raise record.error(column, f"{media.looks} and is not read; {_MEDIA}")
 
 

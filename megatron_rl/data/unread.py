@@ -160,7 +160,7 @@ def _picture_remedy(name: str, media: Media, value: object) -> str:
 
 def _choose(name: str, value: object) -> str:
     is_mapping = isinstance(value, Mapping) and not value.keys() & {"bytes", "path"}
-    if name.startswith(("extra_info.", "mm_hint.")) or name in MESSAGE_COLUMNS or is_mapping:
+    if name.startswith(("extra_info.", "mm_hint.", "reward_model.")) or name in MESSAGE_COLUMNS or is_mapping:
         return "write them into a column images"
     return f"'task.data.columns={{images: {name}}}'"
 

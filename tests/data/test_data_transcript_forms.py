@@ -44,6 +44,10 @@ READ = {
         },
         PLAIN,
     ),
+    "a picture and other names of it": (
+        {"image": "red.png", "file_name": "red.png", "link": "http://a.b/c.jpg", "original": "IMG_1.jpg", "messages": [USER, REPLY]},
+        SHOWN,
+    ),
     "a picture and where it comes from": ({"image": "red.png", "image_url": "http://a.b/c.jpg", "messages": [USER, REPLY]}, SHOWN),
     "alpaca": ({"instruction": "Which?", "input": "", "output": "Red."}, PLAIN),
     "alpaca with input": (

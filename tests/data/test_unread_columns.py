@@ -20,6 +20,7 @@ from tests.support.tables import png, write
 
 COLORS = {(255, 0, 0): "red", (0, 0, 255): "blue", (0, 255, 0): "lime"}
 ASKED = {"question": "What?", "answer": "B"}
+BMP = b"BM\x7a\x02" + bytes(6) + b"\x36\0\0\0\x28\0\0\0" + bytes(99)
 IN_BASE64 = base64.b64encode(png("red")).decode()
 
 
@@ -138,10 +139,12 @@ MISSING = "names of pictures that are not there and is not read: 'task.data.colu
         ([[[0, 0, 255]] * 3] * 2, "looks like pixels, as lists of numbers and is not read"),
         ({"views": [{"front": "red.png"}]}, "looks like paths of pictures that exist and is not read"),
         ({"a": {"b": {"c": [{"d": {"e": ["red.png"]}}]}}}, "looks like paths of pictures that exist and is not read"),
+        (repr(png("red")), "holds what Python prints for the bytes of pictures (b'...') and is not read"),
+        (base64.b64encode(BMP).decode(), "holds pictures in base64 and is not read"),
         (["a word"] * 99 + ["red.png"], "looks like paths of pictures that exist and is not read"),
         ([{"content": [{"image_url": {"url": f"data:image/png;base64,{IN_BASE64}"}}]}], "holds pictures as data: URLs and is not read"),
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path: Path) -> None:
     """An error where a row has no other picture, by file and number of rows; a warning beside one that is read.
@@ -205,6 +208,7 @@ def test_keys_of_mm_hint_and_structs_that_hold_media(tmp_path: Path) -> None:
     """What task.data.columns cannot name has another remedy."""
     for row, column in (
         ({"mm_hint": {"hint_type": "image", "hint_paths": ["red.png"]}}, "mm_hint.hint_paths"),
+        ({"reward_model": {"ground_truth": "B", "image": "red.png"}}, "reward_model.image"),
         ({"extra_info": {"images": ["red.png"]}}, "extra_info.images"),
         ({"multi_modal_data": {"image": ["red.png"]}}, "multi_modal_data"),
     ):
