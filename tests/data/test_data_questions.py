@@ -150,7 +150,7 @@ BAD = {
     "ability": ("\ud800", r"ability: is not Unicode"),
     "images": ([{"path": "no.png"}], r"images\[0\]: no such file .*no.png; task.data.images is the folder"),
     "env_name": ("<|image_pad|>", r"env_name: holds <\|image_pad\|>; a picture's place is written <image>"),
-    "image": ("a.png", r"images and image: name the pictures twice"),
+    "image": (["a.png"], r"images and image: name the pictures twice"),
     "mm_hint": ({"hint_type": "video", "hint_path": "a.mp4"}, r"mm_hint: hint_type is image, or video without images; is video"),
 }
 
