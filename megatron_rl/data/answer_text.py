@@ -24,13 +24,22 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2043\u02d7\u2796", "-")
     | {"\u2044": "/", "\u2215": "/", "\u29f8": "/", "\u2236": ":", "\u02d0": ":", "\u2795": "+", "\u00ba": "\u00b0", "\u02da": "\u00b0"}
 )
-_RAISED = {**{chr(code): digit for code, digit in zip((0x2070, 0xB9, 0xB2, 0xB3, *range(0x2074, 0x207A)), "0123456789", strict=True)}}
-_RAISED |= {"\u207a": "+", "\u207b": "-", "\u207d": "(", "\u207e": ")", "\u207f": "n", "\u2071": "i"}
-_LOWERED = {chr(0x2080 + digit): str(digit) for digit in range(10)} | {"\u208a": "+", "\u208b": "-", "\u208d": "(", "\u208e": ")"}
-for _code in range(0x2B0, 0x2100):  # of letters: NFKC would make 2x of 2 to the power of x
-    _kind, _, _letter = unicodedata.decomposition(chr(_code)).partition("> ")
-    if _kind in ("<super", "<sub") and len(_letter) == 4 and chr(int(_letter, 16)).isalpha():
-        (_RAISED if _kind == "<super" else _LOWERED)[chr(_code)] = chr(int(_letter, 16))
+
+
+def _letters_of(kind: str) -> dict[str, str]:
+    """Return the raised (`super`) or lowered (`sub`) letters and what they stand for: NFKC would make 2x of 2 to the power of x."""
+    found = {}
+    for code in range(0x2B0, 0x2100):
+        stated, _, letter = unicodedata.decomposition(chr(code)).partition("> ")
+        if stated == f"<{kind}" and len(letter) == 4 and chr(int(letter, 16)).isalpha():
+            found[chr(code)] = chr(int(letter, 16))
+    return found
+
+
+_RAISED = dict(zip("\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207d\u207e", "0123456789+-()", strict=True))
+_RAISED |= _letters_of("super")
+_LOWERED = dict(zip("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089\u208a\u208b\u208d\u208e", "0123456789+-()", strict=True))
+_LOWERED |= _letters_of("sub")
 _SCRIPTS = re.compile(f"(?P<raised>[{''.join(_RAISED)}]+)|(?P<lowered>[{''.join(_LOWERED)}]+)")
 _FRACTION = re.compile("(?:(?P<whole>\\d)\\s?)?(?P<fraction>[\u00bc-\u00be\u2150-\u215e\u2189])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[\u2009\u202f]|\\,|\{,\})\d{3})+(?![\d,])")
@@ -64,7 +73,7 @@ def normalize(text: str) -> str:
     r"""Return the text in the one form in which answers are compared: on one line, letters of either case as they are.
 
     Example: `\text{Yes}`, `**Yes**` and `\u201cYes\u201d` -> `Yes`, `Yes` and `"Yes"`; `\u22125` (a minus sign) -> `-5`;
-    `5\u00b2` -> `5^2`; `1\u00bd` -> `1\frac{1}{2}`; `10{,}000` -> `10,000` -> as it is; `10\,000` -> `10000`.
+    `5\u00b2` -> `5^2`; `1\u00bd` -> `1\frac{1}{2}`; `10{,}000` -> `10,000`; `10\,000` -> `10000`.
     """
     text = _THOUSANDS.sub(_join_thousands, text)
     text = _SCRIPTS.sub(_write_script, _FRACTION.sub(_write_fraction, text.translate(_CHARACTERS)))

@@ -28,6 +28,8 @@ _SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative|neg\.?)|plus|positive)\Z", 
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
 """`-USD 5` is one, too."""
+_NAME_BEFORE = re.compile(r"[^\W\d_]\(?\Z")
+"""Of `A12` and `f(5)`."""
 _OTHER_VALUE_BEFORE = re.compile(
     r"(?<!\w)(?:not|no|never|than|least|most|up to|over|under|below|above|twice|double|triple|half|(?:half|third|quarter|root|power) of"
     r"|sqrt|root|log|ln|sin|cos|tan|exp)\Z",
@@ -35,7 +37,7 @@ _OTHER_VALUE_BEFORE = re.compile(
 )
 """Of `less than 5`, `not 5`, `half of 5` and `sqrt(5)`."""
 _UNREADABLE_AFTER = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5+\xb1\u2030\u2031]|[eEkKMBi](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|\u221e"
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5+\xb1\u2030\u2031]|[eEkKMBi](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|pi\b|\u221e"
     r"|-\s*(?:[^\W\d_](?![^\W\d_])|\Z)"
     r"|(?i:dozens?|score|lakhs?|crores?|mil|mn|bn|tn|squared|cubed|factorial|to the power|or (?:more|less|fewer)|and an? [htq]\w*)\b)"
     r"|!|[\u0300-\u036f]"
@@ -86,17 +88,23 @@ def same_number(truth: str, answer: str) -> bool | None:
     A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593 and 3.14159265. A percentage
     equals its number and its fraction: 22.5% and 22.5, 22.5% and 0.225.
     """
-    bare, other_bare = _PERCENT.sub("", truth), _PERCENT.sub("", answer)
-    if (bare, other_bare) != (truth, answer):
-        wanted, given = exact_number(bare), exact_number(other_bare)
-        if wanted is None or given is None:
-            return None
-        is_share = wanted == given / 100 if bare == truth else given == wanted / 100 if other_bare == answer else False
-        return wanted == given or is_share
+    if _PERCENT.search(truth) or _PERCENT.search(answer):
+        return _same_percentage(truth, answer)
     wanted, given = exact_number(truth), exact_number(answer)
     if wanted is None or given is None:
         return None
     return wanted == given or _is_rounding(truth, answer) or _is_rounding(answer, truth)
+
+
+def _same_percentage(truth: str, answer: str) -> bool | None:
+    wanted, given = (exact_number(_PERCENT.sub("", text)) for text in (truth, answer))
+    if wanted is None or given is None:
+        return None
+    is_truth, is_answer = (_PERCENT.search(text) is not None for text in (truth, answer))
+    if is_truth and is_answer:
+        return wanted == given
+    share, other = (wanted, given) if is_truth else (given, wanted)
+    return other in (share, share / 100)
 
 
 def same_numbers(truth: str, answer: str) -> bool | None:
@@ -132,7 +140,7 @@ def _sign_at_end(before: str) -> int | None:
         return -1 if body[-1] == "-" else 1
     if word := _SIGN_WORDS.search(body):
         return None if _PLUS_OR_MINUS.search(body) else -1 if word[1] else 1
-    if _UNREADABLE_BEFORE.search(body) or _OTHER_VALUE_BEFORE.search(body) or (body == before and body[-1].isalpha()):
+    if _UNREADABLE_BEFORE.search(body) or _OTHER_VALUE_BEFORE.search(body) or _NAME_BEFORE.search(before):
         return None
     return 1
 
@@ -180,7 +188,7 @@ def _is_rounding(short: str, long: str) -> bool:
 
 def _list_of(text: str) -> tuple[str, list[Fraction]]:
     """The kind of brackets and the values of a list; no values where it is none."""
-    inside, kind = normalize(text).replace("\\left", "").replace("\\right", "").strip("$. "), ""
+    inside, kind = normalize(text).strip("$. "), ""
     for (start, end), name in _BRACKETS.items():
         if inside.startswith(start) and inside.endswith(end):
             inside, kind = inside[len(start) : -len(end)], name

@@ -310,6 +310,8 @@ def test_numeric_sources_read_signs_and_exponents() -> None:
         ("0.3", "0.3\u0304"),
         ("-5", "--5"),
         ("-5", "+-5"),
+        ("5", "5 pi"),
+        ("5", "f(5)"),
     ]
     assert rewards_of([(*pair, "") for pair in right], source="vsi_numerical") == [1.0] * len(right)
     assert rewards_of([(*pair, "") for pair in wrong], source="vsi_numerical") == [0.0] * len(wrong)
