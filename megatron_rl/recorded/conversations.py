@@ -36,6 +36,8 @@ def messages_of(context: Context, renderer: Renderer, *, cut_at: int) -> list[Me
     words, remaining, messages = _words(context, renderer), iter(context.images), []
     if "\ufffd" in "".join(_said(context, renderer)):
         raise Untold("a reply is no text")
+    if "\0" in words:
+        raise Untold("a message holds a NUL character, which files of transcripts may not")
     for found in MESSAGE.finditer(words):
         role, content = found.groups()
         if any(token in content.replace(PICTURE, "") for token in CONTROL):

@@ -27,7 +27,7 @@ from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorl
 
 SIZES = {"min_pixels": 3136, "max_pixels": 12800}
 CUT_AT = 40
-NO_TEXT, EMPTY = "a reply is no text", "a reply says nothing"
+NO_TEXT, EMPTY, NUL = "a reply is no text", "a reply says nothing", "a message holds a NUL character, which files of transcripts may not"
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=CUT_AT, max_context=2000, max_images=5, seed=0)
 
 
@@ -81,6 +81,7 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
             reasons = {
                 RESIZED: any(renderer.final_size(*image.picture.size) != image.picture.size for image in context.images),
                 NO_TEXT: any("\ufffd" in each for each in words),
+                NUL: any("\0" in each for each in (*words, *(spoken(message, renderer)[1] for heard in world.said for message in heard))),
                 EMPTY: any(not each.removesuffix("<|im_end|>").strip() for each in words),
                 MIXED: any(token in each.removesuffix("<|im_end|>") for each in words for token in CONTROL),
             }
@@ -95,7 +96,7 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
         assert [spoken(message, renderer) for message in found] == [spoken(message, renderer) for message in expected]
         num_told += 1
         num_pictures += len(context.images)
-    assert num_told > 30 and num_pictures > 30 and untold.keys() == {RESIZED, NO_TEXT, MIXED, EMPTY}
+    assert num_told > 30 and num_pictures > 30 and untold.keys() == {RESIZED, NO_TEXT, NUL, MIXED, EMPTY}
 
 
 def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
