@@ -27,7 +27,8 @@ SIZE, IDLE_S = 2, 4.0
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, psutil.Process]]:
+def server() -> Iterator[tuple[str, psutil.Process, int]]:
+    """Its address, its process, and the processes and descriptors that it has before the first request."""
     try:
         choose(offered())
         isolation = Isolation.AUTO
@@ -39,17 +40,17 @@ def server() -> Iterator[tuple[str, psutil.Process]]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip(), psutil.Process(process.pid)
+            address, watched = process.stdout.readline().strip(), psutil.Process(process.pid)
+            yield address, watched, _settled(watched)
         finally:
             process.terminate()
             assert process.wait(20) == 0
 
 
 @pytest.fixture
-def url(server: tuple[str, psutil.Process]) -> Iterator[str]:
-    """The server's address; afterwards no box is open, and it has the processes and descriptors that it had."""
-    address, process = server
-    before = _held(process)
+def url(server: tuple[str, psutil.Process, int]) -> Iterator[str]:
+    """The server's address; afterwards no box is open, and it has no more processes and descriptors than before all requests."""
+    address, process, before = server
     yield address
     assert _until(lambda: _held(process) <= before and httpx.get(f"{address}/health").json()["open"] == 0, IDLE_S + 4), (
         before,
@@ -60,6 +61,16 @@ def url(server: tuple[str, psutil.Process]) -> Iterator[str]:
 def _held(process: psutil.Process) -> int:
     sockets = [link for link in process.net_connections("tcp") if link.status == psutil.CONN_ESTABLISHED]
     return len(process.children(recursive=True)) + process.num_fds() - len(sockets)
+
+
+def _settled(process: psutil.Process) -> int:
+    """`_held` once it has been the same for a second: processes that wait for boxes are still started when the address is printed."""
+    readings = [_held(process)]
+    while len(readings) < 5 or len(set(readings[-5:])) > 1:
+        assert len(readings) < 100, readings
+        time.sleep(0.2)
+        readings.append(_held(process))
+    return readings[-1]
 
 
 def _until(true: Callable[[], bool], seconds: float) -> bool:
