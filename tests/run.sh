@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs like the quickstart, then runs every test that needs no GPU and is not marked long.
+# Installs like the quickstart, then runs every test that needs no GPU and is not marked long, two files at a time: most tests wait for processes.
 #   bash tests/run.sh                          all of them
 #   bash tests/run.sh tests/algo -k clipped    arguments go to pytest
-#   bash tests/run.sh --quick                  lint, and the tests that start no engine, no run and no sandbox, two at a time: minutes
-#   bash tests/run.sh -m long                  what is run by hand (benchmarks/ has the dated logs)
+#   bash tests/run.sh --quick                  lint, and the tests that start no engine, no run and no sandbox: minutes
+#   bash tests/run.sh -m long -n 0             what is run by hand (benchmarks/ has the dated logs)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,6 +29,6 @@ if [[ ${1-} == --quick ]]; then
     bash tests/lint.sh
     set -- tests/algo tests/config tests/contracts tests/data tests/evaluation tests/models tests/observe tests/plan tests/policy tests/recorded tests/rewards \
         tests/rollout tests/tasks tests/test_*.py --deselect tests/contracts/test_recipes.py --deselect tests/test_watch.py --deselect tests/evaluation/test_alone.py --deselect tests/evaluation/test_endpoint.py \
-        --deselect tests/tasks/test_alfworld_players.py --numprocesses=2 --dist=loadfile "$@"
+        --deselect tests/tasks/test_alfworld_players.py "$@"
 fi
-exec python -m pytest -m "not gpu and not long" --durations=15 "$@"
+exec python -m pytest -m "not gpu and not long" --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=15 "$@"
