@@ -20,10 +20,10 @@ import psutil
 @dataclass(slots=True, frozen=True)
 class Proxy:
     variable: str
-    """Of the environment, which names it."""
+    """The environment variable that names the proxy."""
     address: str
     host: str
-    """What is asked through it."""
+    """The address that is reached through the proxy."""
 
     @property
     def words(self) -> str:

@@ -290,7 +290,7 @@ class Rollout:
     source: str = ""
     """Example.source."""
     question: str = ""
-    """What the data asks, with <image> for each picture; empty if the task has no questions, as games."""
+    """The question of the data set, with <image> for each picture; empty for tasks without questions (games)."""
     answer: str = ""
     """The reference answer; empty if the task has none."""
     extra: str = ""

@@ -56,7 +56,7 @@ _BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[
 _SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
 _ESCAPED = re.compile(r"\\([$%&#_])")
 _FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_\{?(\d+)\}?")
-"""Of `h_2o`, which is `h2o`."""
+"""The subscript of `h_2o`, which is compared as `h2o`."""
 _BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
 """The blank of `5 cm`, `50 %` and `$ 5`, which is not always written."""
 _ORDINAL = re.compile(r"(?<=\d)\^\{?(st|nd|rd|th)\}?(?!\w)")

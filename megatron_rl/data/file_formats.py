@@ -5,7 +5,7 @@ from pathlib import Path
 FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".tsv", ".csv")
 """Suffixes that are read, in any case."""
 KINDS = ((".parquet",), (".arrow",), (".jsonl", ".ndjson"), (".json",), (".tsv", ".csv"))
-"""Of a folder the files of the first of these kinds that it has are read: what else lies there describes the data."""
+"""File suffixes in order of preference: a folder is read by the first kind that it has, its other files describe the data."""
 LISTED = "Parquet (.parquet), Arrow (.arrow), JSON lines (.jsonl, .ndjson), JSON (.json), tables (.tsv, .csv)"
 _TEXT = (".jsonl", ".ndjson", ".json", ".tsv", ".csv")
 COMPRESSED = {
@@ -43,7 +43,7 @@ _MAGIC = {
 
 
 class NoRows(ValueError):
-    """What keeps a file from being read, in words."""
+    """The reason why a file cannot be read."""
 
 
 def check_format(path: Path) -> None:

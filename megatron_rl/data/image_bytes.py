@@ -10,7 +10,7 @@ MAGIC = {
     b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"BM": "BMP",
     b"II*\0": "TIFF", b"MM\0*": "TIFF", b"II+\0": "TIFF", b"MM\0+": "TIFF",
 }  # fmt: skip
-"""What files of FORMATS begin with; a WEBP begins with RIFF, its length and WEBP."""
+"""Magic numbers of FORMATS; a WEBP begins with RIFF, its length and WEBP."""
 HEAD_BYTES = 512
 """Bytes from the start of a file that are enough for `describe`."""
 READ = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
@@ -50,7 +50,7 @@ _OTHERS = {
     b'b"': 'is the text that Python prints for bytes (b"..."): write base64 instead',
 }
 _BRANDS = {b"avif": "an AVIF", b"avis": "an AVIF", b"qt  ": "a video (QuickTime)"}
-"""Of the box ftyp (ISO/IEC 14496-12)."""
+"""Brands of the ftyp box (ISO/IEC 14496-12)."""
 _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _SPACE = re.compile(r"\s+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]*={0,2}")

@@ -213,7 +213,7 @@ def _path_of_url(value: str, where: str) -> str:
 
 
 def _remedy_of(value: str, folder: Path) -> str:
-    """What to write instead of a path that names no file, where that is a file."""
+    """Return the path to write instead of one that names no file, if that path is a file."""
     spellings = {
         unquote(value): "percent signs are not decoded",
         value.replace("\\", "/"): "folders are separated by /",
@@ -244,7 +244,7 @@ def shortened(text: str) -> str:
 
 
 def _bytes_of(value: object, where: str) -> bytes:
-    """What "bytes" of a row, or a data: URL, stands for."""
+    """Decode the "bytes" of a row or a data: URL."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):

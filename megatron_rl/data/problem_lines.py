@@ -22,7 +22,7 @@ class _Group:
     num_rows: int = 0
     files: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
-    """Of a missing column: the columns that the rows have."""
+    """Columns that the rows have, for the line of a missing one."""
 
 
 class ProblemLines:

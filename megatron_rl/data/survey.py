@@ -23,7 +23,7 @@ Look = Callable[[Example, list[Size]], list[str]]
 
 
 class Examinable(Protocol):
-    """What is needed of questions."""
+    """The part of a question that a survey reads."""
 
     chosen: Mapping[str, str]
     """Our names of columns -> those that task.data.columns gives."""
@@ -44,7 +44,7 @@ class Survey:
     """Which row is the first that shows one."""
     sources: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    """What cannot be used, one line for the rows of a file with the same problem."""
+    """One line for the rows of a file that cannot be used for the same reason."""
     num_errors: int = 0
     """Rows; in `num_more_errors` those that are in no line. So for warnings."""
     num_more_errors: int = 0

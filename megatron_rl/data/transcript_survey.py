@@ -1,4 +1,4 @@
-"""What a look at every transcript found: counts, and one line for each kind of mistake."""
+"""Survey of every transcript: counts, and one line for each kind of mistake."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ CheckLength = Callable[[Sequence[Message], Sequence[Size]], None]
 
 
 class MeasuresTranscripts(Protocol):
-    """What is needed of a renderer."""
+    """The part of a renderer that a survey uses."""
 
     max_positions: int
     """Tokens that the model's positions are enough for."""

@@ -60,7 +60,7 @@ _LANGUAGE: Fields = {
     "mlp_bias": (False,), "pretraining_tp": (1,),
 }  # fmt: skip
 QWEN2_TEXT: Fields = {**_LANGUAGE, "sliding_window": ANY, "attention_bias": (True,), "qkv_bias": (True,)}
-"""Of Qwen2-VL and Qwen2.5-VL: sliding_window is ignored unless use_sliding_window is true; q, k and v always have biases."""
+"""Fields of Qwen2-VL and Qwen2.5-VL: sliding_window is ignored unless use_sliding_window is true; q, k and v always have biases."""
 QWEN3_TEXT: Fields = {**_LANGUAGE, "sliding_window": (), "attention_bias": (False,), "qkv_bias": (False,)}
 
 _TOWER: Fields = {
@@ -73,7 +73,7 @@ _TOWER: Fields = {
     "attention_dropout": (0,), "rope_theta": (10000,),
 }  # fmt: skip
 QWEN2_VISION: Fields = {**_TOWER, "embed_dim": ANY, "mlp_ratio": ANY, "hidden_act": ("quick_gelu",)}
-"""Of Qwen2-VL; vLLM 0.32 computes quick_gelu whatever its hidden_act."""
+"""Activations of Qwen2-VL; vLLM 0.32 computes quick_gelu whatever its hidden_act."""
 QWEN2_5_VISION: Fields = {
     **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "window_size", "fullatt_block_indexes"), ANY),
 }  # fmt: skip

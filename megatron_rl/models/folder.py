@@ -1,4 +1,4 @@
-"""Where a model is looked for, and what an error says of a folder that is none: where it looked, and which command makes the model."""
+"""Model folders: where they are searched for, and errors that name the searched places and the command that makes the model."""
 
 import re
 from importlib.resources import files
@@ -9,9 +9,9 @@ import yaml
 from megatron_rl import configs
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-"""In a checkout; a wheel brings none."""
+"""Exists in a checkout only; a wheel has none."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""What may be a model's name on the hub, OWNER/NAME; a folder may be called so, too."""
+"""Matches a possible name of a model on the hub, OWNER/NAME, which may also be a folder."""
 
 
 def config_file(folder: str | Path, *, key: str) -> Path:

@@ -69,7 +69,7 @@ _UNREADABLE = re.compile(
 with an index (`101_2`, which it reads as 101), groups in a row (`{3}{3}`, `3[4]`, `\\frac{4}{2}3`, which it adds)."""
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
-"""Of numbers alone (`1=1`, `3>2`): math-verify takes any two true statements, and any two false ones, for the same."""
+"""Statements about numbers alone (`1=1`, `3>2`): math-verify finds any two true ones equal, and any two false ones."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
 """Letters that stand behind a number as variables and not as a unit: `3x`, `2ab`."""

@@ -27,7 +27,7 @@ LONGEST_VERDICT = 200
 
 
 PLACE = "<image>"
-"""Where a question shows a picture (data/records.py). A judge of words sees none there, and one of pictures has them behind the text."""
+"""Placeholder of a picture in a question (data/records.py). Judges without vision get none, others have the pictures behind the text."""
 _PLACE = re.compile(rf"\s*{PLACE}\s*")
 
 

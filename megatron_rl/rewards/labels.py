@@ -21,7 +21,7 @@ _DIGITS_ONLY = re.compile(r"[#+]?[(\d][\d\s().:/\-,+#_]*", re.ASCII)
 _MIXED_NUMBER = re.compile(r"-?\s*\d+\s+\d+/\d+", re.ASCII)
 _RANGE = re.compile(r"[+#]?\(?\d[\d.,]*(?:\s*-\s*\d[\d.,]*)+\)?", re.ASCII)
 _MARKS = re.compile(r"\d\s*:\s*\d|\d/\d+/\d|\d\.\d+\.\d|(?<![\d.,])0\d|,\s*0\d(?!\d(?!\d))|\)\s*\d|\d\s*_|#\s*\d|\d\s+\(?\d", re.ASCII)
-"""What arithmetic has not: `2:20`, `1/2/2023`, `1.2.3`, `007`, `(555) 1234`, `12_3`, `#5`, `555 1234`."""
+"""Labels that are no arithmetic: `2:20`, `1/2/2023`, `1.2.3`, `007`, `(555) 1234`, `12_3`, `#5`, `555 1234`."""
 _SEPARATOR = re.compile(r"\s*([-:/.,])\s*")
 
 

@@ -26,7 +26,7 @@ _NUMBER_WORD = re.compile(
     r"|first|second|third|fourth|fifth|last|[IVX]+)(?!\w)",
     re.IGNORECASE,
 )
-"""In an option's text: a number as an answer may then be a value and no place."""
+"""Numbers in an option's text: an answer that is a number may then be a value instead of a place."""
 _OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z])(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
 """`B - red`, `b. red`, `B (red)`: a choice where these are the words of that option."""
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")

@@ -29,13 +29,13 @@ _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
 """`-USD 5` is one, too."""
 _NAME_BEFORE = re.compile(r"[^\W\d_]\(?\Z")
-"""Of `A12` and `f(5)`."""
+"""The prefix of `A12` and `f(5)`."""
 _OTHER_VALUE_BEFORE = re.compile(
     r"(?<!\w)(?:not|no|never|than|least|most|up to|over|under|below|above|twice|double|triple|half|(?:half|third|quarter|root|power) of"
     r"|sqrt|root|log|ln|sin|cos|tan|exp)\Z",
     re.IGNORECASE,
 )
-"""Of `less than 5`, `not 5`, `half of 5` and `sqrt(5)`."""
+"""Words before a number that change its value: `less than 5`, `not 5`, `half of 5`, `sqrt(5)`."""
 _UNREADABLE_AFTER = re.compile(
     r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5+\xb1\u2030\u2031]|[eEkKMBi](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|pi\b|\u221e"
     r"|-\s*(?:[^\W\d_](?![^\W\d_])|\Z)"
@@ -44,7 +44,7 @@ _UNREADABLE_AFTER = re.compile(
 )
 """Makes another value of a number: an operator, a factorial, a factor in words, the bar of a repeating decimal."""
 _OPENING = " $\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba([{\"'`\\"
-"""What may stand between a sign and its number: currencies, brackets, quotation marks."""
+"""Characters allowed between a sign and its number: currencies, brackets, quotation marks."""
 _READABLE_SYMBOLS = "+-=~\u2248\u223c\u2243\u2245\u2261\u2234\u2190\u2192\u21d2\u27f9\u27f6"
 _UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d.])\s*(?:\\?[%\uff05]|percent|per cent|pct)[\s.$]*\Z", re.IGNORECASE)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from megatron_rl.jsonl import to_line
 
 MAX_CHARACTERS = 4000
-"""Of each text in `extra`; longer ones are cut, and say so."""
+"""Largest number of characters of a text in `extra`; longer texts are cut and marked as cut."""
 MAX_DEPTH = 16
 
 

@@ -14,7 +14,7 @@ from megatron_rl.types import Message
 SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
 """The forms of an image processor's `size`, both in pixels of the whole picture."""
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
-"""What rendering a chat template raises where the template is at fault."""
+"""Exceptions of a chat template that is itself at fault."""
 _SYSTEM, _QUESTION, _REPLY, _NEXT = "probe system", "probe question", "probe reply", "probe observation"
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _REMEDY = "copy chat_template.jinja from where the model came from"

@@ -22,7 +22,7 @@ class Piece:
     observed: str
     reply: str
     messages: Sequence[Message]
-    """Those whose text is `observed`."""
+    """Return the pieces whose text is `observed`."""
     is_learned: bool
 
 
