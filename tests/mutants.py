@@ -106,8 +106,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "times are arithmetic",
         "megatron_rl/rewards/algebra.py",
-        "or digit_label(text) or",
-        "or",
+        "or any(digit_label(part) for part in (text, *_PARTS.split(text))):",
+        "or False:",
         "tests/rewards/test_answer_forms.py -k forms_of_one_answer",
     ),
     Mutant(

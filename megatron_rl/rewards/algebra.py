@@ -147,9 +147,9 @@ def is_mathematics(text: str) -> bool:
     are no `\command`), inner dollars and lines.
     """
     inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() else ""
-    if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or digit_label(text) or _UNREADABLE.search(inside):
+    if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside):
         return False
-    if _DEGREES_OF_AN_ANGLE.search(inside) or any(digit_label(part) for part in _PARTS.split(text)):
+    if _DEGREES_OF_AN_ANGLE.search(inside) or any(digit_label(part) for part in (text, *_PARTS.split(text))):
         return False
     if _RELATION.search(inside) and not re.search("[A-Za-z]", _COMMAND.sub("", inside)):
         return False
