@@ -8,9 +8,23 @@ async with Sandbox(size=8) as pool:
 from sandbox.box import Box
 from sandbox.layers import Layers
 from sandbox.pool import Sandbox
-from sandbox.types import BoxClosed, Dropped, Error, Fault, Isolation, Limits, Picture, PoolFull, Result, SandboxFault, Usage
+from sandbox.types import (
+    AccessDenied,
+    BoxClosed,
+    Dropped,
+    Error,
+    Fault,
+    Isolation,
+    Limits,
+    Picture,
+    PoolFull,
+    Result,
+    SandboxFault,
+    Usage,
+)
 
 __all__ = [
+    "AccessDenied",
     "Box",
     "BoxClosed",
     "Dropped",

@@ -10,7 +10,6 @@ never sent twice: whether it ran is not known when the connection breaks, and th
 
 import asyncio
 import contextlib
-import json
 import re
 import secrets
 import time
@@ -21,17 +20,17 @@ from io import BytesIO
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
 from PIL import Image
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
+from sandbox.bounded_http import DENIED, BoundedClient, NoAnswer, Transport
 from sandbox.clock import PATIENCE
 from sandbox.images import Allowance
 from sandbox.inputs import collect
 from sandbox.keeper import START_S
 from sandbox.messages import MOST_TEXT, answer_bytes, answer_characters, decoded, encoded, num_marks, result_from_wire
-from sandbox.types import BoxClosed, Error, Fault, Limits, PoolFull, Result, SandboxFault, too_long
+from sandbox.types import AccessDenied, BoxClosed, Error, Fault, Limits, PoolFull, Result, SandboxFault, too_long
 
 GRACE_S = 30.0
 """On top of what the server itself allows on a machine under load (sandbox/clock.py), before a client gives it up."""
@@ -52,8 +51,8 @@ _LIMITS: TypeAdapter[Limits] = TypeAdapter(Limits)
 class SandboxClient:
     """One server. `start` asks for its limits, and no answer beyond them is believed; raises SandboxFault when nobody answers."""
 
-    def __init__(self, url: str, *, token: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self.http = http_client(url, token=token, transport=transport)
+    def __init__(self, url: str, *, token: str = "", transport: Transport | None = None) -> None:
+        self.http = BoundedClient(url, token=token, retries=RETRIES_AT_CONNECT, transport=transport)
 
     async def start(self) -> None:
         try:
@@ -70,32 +69,38 @@ class SandboxClient:
             raise SandboxFault(f"{self.http.base_url}: {excess}, more than a client takes: give the server smaller limits")
 
     async def close(self) -> None:
-        await self.http.aclose()
+        await self.http.close()
 
     async def ask(
         self, verb: str, path: str, body: dict[str, Any] | None = None, *, wait_s: float = CONNECT_S, most: int = 0, marks: int = SMALL
     ) -> Any:
         """The JSON of a good answer of `most` bytes, or of SMALL ones. Raises PoolFull for 429, BoxClosed for 404, ValueError for what we
-        sent, SandboxFault for all else."""
-        sent = None if body is None else json.dumps(body).encode("ascii")  # escaped: httpx has no bytes for half a surrogate pair
+        sent, AccessDenied for 401 and 403, SandboxFault for all else. `wait_s` is for the request and for the answer."""
+        limit_s = CONNECT_S + 2 * wait_s
         try:
-            answer, content = await talked(self.http, verb, path, sent, wait_s=wait_s, most=max(most, SMALL))
-            if num_marks(content) > marks:
+            answer = await self.http.request(verb, path, body, limit_s=limit_s, max_bytes=max(most, SMALL), connect_s=CONNECT_S)
+            if answer.status in DENIED:
+                text = " ".join(answer.text[:SHOWN_CHARACTERS].split())
+                denied = f"answers {answer.status} ({text}): it does not accept this token; give that of its --token-file"
+                raise AccessDenied(f"{self.http.base_url}: {denied}")
+            if num_marks(answer.content) > marks:
                 raise SandboxFault(f"{self.http.base_url}: more than {marks} commas and brackets")
-            told = from_json(content) if content else None
-        except (httpx.HTTPError, ValueError) as error:  # ValueError: not JSON, or nested too deeply
+            told = from_json(answer.content) if answer.content else None
+        except NoAnswer as error:
+            raise SandboxFault(f"{self.http.base_url}: {error}"[:SHOWN_CHARACTERS]) from error
+        except ValueError as error:  # not JSON, or nested too deeply
             raise SandboxFault(f"{self.http.base_url}: {type(error).__name__}: {error}"[:SHOWN_CHARACTERS]) from error
         if answer.is_success:
             return told
         detail = str(told.get("detail") if isinstance(told, dict) else told)[:SHOWN_CHARACTERS]
-        match answer.status_code:
+        match answer.status:
             case 429:
                 raise Refused(detail, after_s=_seconds(answer.headers.get("Retry-After", "")))
             case 404:
                 raise BoxClosed(detail)
             case 409 | 413 | 422:
                 raise ValueError(detail)
-        raise SandboxFault(f"{self.http.base_url}: status {answer.status_code}: {detail}")
+        raise SandboxFault(f"{self.http.base_url}: status {answer.status}: {detail}")
 
     async def open(
         self,
@@ -160,7 +165,7 @@ class RemoteBox:
         self.closed = False
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
-        """As `Box.run`. Cancelled, it closes the connection, and the server the box. Raises BoxClosed."""
+        """As `Box.run`. Cancelled, it closes the connection, and the server the box. Raises BoxClosed, AccessDenied."""
         self.calls += 1
         try:
             code.encode()
@@ -177,6 +182,8 @@ class RemoteBox:
             answer = await self.pool.ask("POST", f"/boxes/{self.name}/calls", body, **bounds)
             believed = partial(result_from_wire, answer, limits=limits, allowance=self.allowance)
             return await asyncio.to_thread(believed) if len(answer["images"]) else believed()
+        except AccessDenied:
+            raise
         except (SandboxFault, PoolFull) as error:
             return self._host_fault(str(error))
         except (ValueError, KeyError, TypeError) as error:  # also where the server finds fault with the request, which is as it should be
@@ -224,35 +231,6 @@ def bound_s(limits: Limits, *, work_s: float = 0.0, place_s: float = 0.0) -> flo
     """Seconds that a server of ours may take on a machine under load: for a place, a zygote, an interpreter (a box that was killed begins
     anew in its next call) and the work."""
     return place_s + START_S + PATIENCE * (limits.open_s + work_s) + GRACE_S
-
-
-def http_client(url: str, *, token: str, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-    """Says the token, where there is one, and takes no packed answer: a few bytes of it can be all memory."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    transport = transport or httpx.AsyncHTTPTransport(retries=RETRIES_AT_CONNECT, limits=limits)
-    said = {"Authorization": f"Bearer {token}"} if token else {}
-    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **said}
-    return httpx.AsyncClient(base_url=url, transport=transport, timeout=CONNECT_S, headers=headers)
-
-
-async def talked(
-    http: httpx.AsyncClient, verb: str, path: str, sent: bytes | None, *, wait_s: float, most: int
-) -> tuple[httpx.Response, bytes]:
-    """An answer and its content, of `most` bytes and as plain as it was asked for; `wait_s` for the request and for the answer, however
-    little of it comes at a time. Raises SandboxFault, httpx.HTTPError."""
-    timeout = httpx.Timeout(CONNECT_S, read=wait_s, write=wait_s)
-    content = bytearray()
-    try:
-        async with asyncio.timeout(CONNECT_S + 2 * wait_s), http.stream(verb, path, content=sent, timeout=timeout) as answer:
-            if answer.headers.get("Content-Encoding", "identity") != "identity":
-                raise SandboxFault(f"{http.base_url}: a packed answer, which nobody asked for")
-            async for part in answer.aiter_bytes():
-                content += part
-                if len(content) > most:
-                    raise SandboxFault(f"{http.base_url}: an answer of more than {most} bytes")
-    except TimeoutError as late:
-        raise SandboxFault(f"{http.base_url}: no whole answer in {CONNECT_S + 2 * wait_s:g} s") from late
-    return answer, bytes(content)
 
 
 def _excess(limits: Limits) -> str | None:

@@ -7,18 +7,17 @@ agreed upon beforehand, and are checked like those from a box of ours.
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-import httpx
 from PIL import Image
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from sandbox import images as pictures
-from sandbox.client import GRACE_S, file_of, http_client, talked
+from sandbox.bounded_http import BoundedClient, NoAnswer, Transport
+from sandbox.client import CONNECT_S, GRACE_S, RETRIES_AT_CONNECT, file_of
 from sandbox.clock import PATIENCE
 from sandbox.fusion import CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
 from sandbox.messages import answer_bytes, decoded, encoded, num_marks
@@ -79,11 +78,9 @@ sys.exit(_status)
 class FusionSandbox:
     """One SandboxFusion server. `open` makes no request: a box is only what every request of it carries."""
 
-    def __init__(
-        self, url: str, *, limits: Limits | None = None, token: str = "", transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, *, limits: Limits | None = None, token: str = "", transport: Transport | None = None) -> None:
         self.limits = limits or Limits()
-        self.http = http_client(url, token=token, transport=transport)
+        self.http = BoundedClient(url, token=token, retries=RETRIES_AT_CONNECT, transport=transport)
 
     async def open(
         self,
@@ -106,7 +103,7 @@ class FusionSandbox:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.http.aclose()
+        await self.http.close()
 
 
 class FusionBox:
@@ -143,15 +140,15 @@ class FusionBox:
 
     async def _post(self, request: RunCodeRequest) -> RunCodeResponse:
         try:
-            limits, sent = self.pool.limits, json.dumps(request.model_dump()).encode("ascii")
-            most = answer_bytes(limits) + 2 * STREAM_BYTES  # its streams are whole
-            wait_s = PATIENCE * request.run_timeout + GRACE_S
-            answer, content = await talked(self.pool.http, "POST", "/run_code", sent, wait_s=wait_s, most=most)
-            answer.raise_for_status()
-            if num_marks(content) > STREAM_BYTES:
+            limit_s = CONNECT_S + 2 * (PATIENCE * request.run_timeout + GRACE_S)
+            bounds = {"limit_s": limit_s, "max_bytes": answer_bytes(self.pool.limits) + 2 * STREAM_BYTES}  # its streams are whole
+            answer = await self.pool.http.request("POST", "/run_code", request.model_dump(), connect_s=CONNECT_S, **bounds)
+            if not answer.is_success:
+                raise SandboxFault(f"SandboxFusion: status {answer.status}: {answer.text[:2000]}")
+            if num_marks(answer.content) > STREAM_BYTES:
                 raise SandboxFault(f"SandboxFusion: more than {STREAM_BYTES} commas and brackets")
-            response = RunCodeResponse.model_validate_json(content)
-        except (httpx.HTTPError, ValidationError) as error:
+            response = RunCodeResponse.model_validate_json(answer.content)
+        except (NoAnswer, ValidationError) as error:
             raise SandboxFault(f"SandboxFusion: {type(error).__name__}: {error}"[:2000]) from error
         if response.status is RunStatus.SANDBOX_ERROR or response.run_result is None:
             raise SandboxFault(f"SandboxFusion: {response.message[:2000]}")

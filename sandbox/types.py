@@ -160,6 +160,10 @@ class SandboxFault(RuntimeError):
     """The host could not make or keep a box: never the code's doing."""
 
 
+class AccessDenied(SandboxFault):
+    """A server is well and does not accept this client's token: asking again is of no use."""
+
+
 class PoolFull(RuntimeError):
     """No box came free in the time that the caller was ready to wait."""
 

@@ -15,11 +15,12 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from sandbox import Fault, Limits, Picture, Result, SandboxFault
-from sandbox.client import SandboxClient, talked
+from sandbox import AccessDenied, Fault, Limits, Picture, Result, SandboxFault
+from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.images import encode
 from sandbox.messages import answer_bytes, answer_characters, decoded, result_to_wire
+from tests.support.hostile_server import hostile
 from tests.support.sandbox_lines import believed
 
 PROMISED = {"call_s": 1.0, "open_s": 1.0}
@@ -123,14 +124,14 @@ def lying(answer: httpx.Response | Callable[[httpx.Request], httpx.Response], **
 
 
 class Endless(httpx.AsyncByteStream):
-    """As many bytes as anybody takes, `pause_s` between two parts."""
+    """As many bytes as anybody takes."""
 
-    def __init__(self, part: bytes, pause_s: float = 0.0) -> None:
-        self.part, self.pause_s, self.given = part, pause_s, 0
+    def __init__(self, part: bytes) -> None:
+        self.part, self.given = part, 0
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while self.given < 1 << 32:
-            await asyncio.sleep(self.pause_s)
+            await asyncio.sleep(0.0)
             self.given += len(self.part)
             yield self.part
 
@@ -153,7 +154,7 @@ def endless() -> Endless:
         (httpx.Response(500, content=b"x" * 60_000), "."),
         (lambda request: httpx.Response(200, stream=endless()), "more than"),
         (lambda request: httpx.Response(500, stream=endless()), "more than"),
-        (httpx.Response(200, content=gzip.compress(bytes(1000)), headers={"Content-Encoding": "gzip"}), "packed"),
+        (httpx.Response(200, content=gzip.compress(bytes(1000)), headers={"Content-Encoding": "gzip"}), "compressed"),
         (httpx.Response(200, content=b'{"images": [], "text": "\\ud800"}'), "."),
     ],
 )  # fmt: skip
@@ -177,16 +178,33 @@ def test_an_answer_by_drops_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatc
     """A probe of our own: httpx gives each part of an answer the whole time anew."""
     monkeypatch.setattr("sandbox.client.CONNECT_S", 0.5)
 
-    async def work(wait_s: float) -> float:
-        stream = Endless(b" ", pause_s=0.05)
-        transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=stream))
-        async with httpx.AsyncClient(base_url="http://sandbox", transport=transport) as http:
-            began = time.monotonic()
-            with pytest.raises(SandboxFault, match="no whole answer"):
-                await talked(http, "GET", "/", None, wait_s=wait_s, most=1 << 30)
-            return time.monotonic() - began
+    async def work(url: str) -> float:
+        client, began = SandboxClient(url), time.monotonic()
+        with pytest.raises(SandboxFault, match="no whole answer within 1.5 s"):
+            await client.ask("GET", "/health", wait_s=0.5)
+        await client.close()
+        return time.monotonic() - began
 
-    assert 1.4 < asyncio.run(work(0.5)) < 20
+    with hostile("body by drops") as url:
+        assert 1.4 < asyncio.run(work(url)) < 20
+
+
+@pytest.mark.parametrize("status", ["401", "403"])
+def test_a_server_that_asks_for_another_token_is_no_outage(status: str) -> None:
+    """Neither at the start nor in a call: who takes it for one waits for nothing."""
+
+    async def start(url: str) -> None:
+        async with SandboxClient(url):
+            pass
+
+    async def call() -> None:
+        async with lying(httpx.Response(int(status), json={"detail": "no"})) as pool, await pool.open() as box:
+            await box.run("1")
+
+    with hostile(status) as url, pytest.raises(AccessDenied, match=rf"^{url}: answers {status} \(no such key\): .*--token-file$"):
+        asyncio.run(start(url))
+    with pytest.raises(AccessDenied, match=rf"^http://sandbox: answers {status} "):
+        asyncio.run(call())
 
 
 @pytest.mark.parametrize(

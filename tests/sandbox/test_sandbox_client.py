@@ -19,7 +19,8 @@ from PIL import Image
 
 from sandbox import Dropped, Error, Fault, Limits, Picture, PoolFull, Result, SandboxFault, Usage
 from sandbox import images as pictures
-from sandbox.client import SandboxClient
+from sandbox.bounded_http import Answer, BoundedClient, NoAnswer
+from sandbox.client import CONNECT_S, SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.images import encode
 from sandbox.messages import result_to_wire
@@ -104,11 +105,18 @@ def waited(monkeypatch: pytest.MonkeyPatch, *, answers_after: float) -> tuple[di
     told = result_to_wire(Result(id=1, fault=Fault.CODE, error=Error(type="TimeLimit", message="1 s")))
     allowed = {}
 
+    send = BoundedClient.request
+
+    async def request(http: BoundedClient, verb: str, path: str, body: object = None, **bounds: Any) -> Answer:
+        allowed[path] = (bounds["limit_s"] - CONNECT_S) / 2  # for the request, and for the answer
+        if path != "/boxes" and verb == "POST" and allowed[path] < answers_after:
+            raise NoAnswer("late")
+        return await send(http, verb, path, body, **bounds)
+
+    monkeypatch.setattr(BoundedClient, "request", request)
+
     def server(request: httpx.Request) -> httpx.Response:
         path = request.url.path
-        allowed[path] = request.extensions["timeout"]["read"]
-        if path != "/boxes" and request.method == "POST" and allowed[path] < answers_after:
-            raise httpx.ReadTimeout("late", request=request)
         return httpx.Response(200, json={"/boxes/b/calls": told, "/boxes/b/files": {}}.get(path, HEALTH | {"box": "b"}))
 
     async def work() -> list[Fault | None]:

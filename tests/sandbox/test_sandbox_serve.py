@@ -14,7 +14,7 @@ from socket import create_connection, socket
 import httpx
 import pytest
 
-from sandbox import Fault, Result, SandboxFault
+from sandbox import AccessDenied, Fault, Result, SandboxFault
 from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.layers import choose, offered
@@ -81,7 +81,7 @@ def test_who_knows_the_token_runs_code_and_nobody_else(tmp_path: Path) -> None:
         assert asyncio.run(asks(url, TOKEN)) == "42\n"
         assert asyncio.run(asks_as_fusion(url, TOKEN)).text == "42\n"
         for token in ("", TOKEN + "x"):
-            with pytest.raises(SandboxFault, match="status 401: this server asks for its token"):
+            with pytest.raises(AccessDenied, match=r"answers 401 \(.*this server asks for its token.*; give that of its --token-file"):
                 asyncio.run(asks(url, token))
             assert asyncio.run(asks_as_fusion(url, token)).fault is Fault.HOST
         assert TOKEN not in log.read_text()

@@ -1,0 +1,131 @@
+"""The client of every server against servers that answer by drops, without end, compressed, or from elsewhere: real ones on loopback."""
+
+import asyncio
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from sandbox.bounded_http import Answer, BoundedClient, NoAnswer, request
+from tests.support.hostile_server import hostile
+from tests.support.json_server import address_of, serve, stop
+
+LIMIT_S, SLACK_S = 0.4, 20.0
+"""What a busy machine may add is far below the time that the server takes: for ever."""
+
+
+def in_loop(url: str, **more: object) -> Answer:
+    async def main() -> Answer:
+        async with BoundedClient(url) as client:
+            return await client.request("GET", "/health", **{"limit_s": LIMIT_S, "max_bytes": 1000, **more})
+
+    return asyncio.run(main())
+
+
+def in_thread(url: str, **more: object) -> Answer:
+    return request("GET", f"{url}/health", **{"limit_s": LIMIT_S, "max_bytes": 1000, **more})
+
+
+FORMS = pytest.mark.parametrize("ask", [in_loop, in_thread])
+Ask = Callable[..., Answer]
+
+
+@FORMS
+@pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
+def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
+    with hostile(way) as url:
+        began = time.monotonic()
+        with pytest.raises(NoAnswer, match=r"^no whole answer within 0.4 s$"):
+            ask(url)
+    assert LIMIT_S <= time.monotonic() - began < SLACK_S
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("way", "line"),
+    [
+        ("endless", "the answer has more than 1000 bytes"),
+        ("long error", "the answer has more than 1000 bytes"),
+        ("packed", "the answer is compressed ('gzip'), which was not asked for"),
+        ("packed twice", "the answer is compressed ('identity, gzip'), which was not asked for"),
+    ],
+)
+def test_an_answer_that_is_too_long_or_compressed_is_not_read(way: str, line: str, ask: Ask) -> None:
+    with hostile(way) as url:
+        ask_once = lambda: ask(url, limit_s=SLACK_S)  # noqa: E731
+        with pytest.raises(NoAnswer) as first:  # what is imported and cached once is no part of the memory below
+            ask_once()
+        tracemalloc.start()
+        try:
+            with pytest.raises(NoAnswer) as error:
+                ask_once()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert str(error.value) == str(first.value) == line and peak < 4 << 20
+
+
+@FORMS
+def test_no_redirect_is_followed_and_no_proxy_of_the_environment_asked(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(path: str, body: dict) -> tuple[int, object]:
+        asked.append(path)
+        return 200, {"from": "elsewhere"}
+
+    other = serve(answer)
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, address_of(other))
+    try:
+        with hostile("redirect", elsewhere=address_of(other)) as url:
+            got = ask(url, limit_s=SLACK_S)
+    finally:
+        stop(other)
+    assert (got.status, got.is_success, asked) == (302, False, [])
+
+
+@FORMS
+def test_nobody_listens(ask: Ask) -> None:
+    with pytest.raises(NoAnswer, match=r"^ConnectError: "):
+        ask("http://127.0.0.1:1", limit_s=SLACK_S)
+    with pytest.raises(NoAnswer, match=r"^ConnectError: |^UnicodeError: |^InvalidURL: "):
+        request("GET", f"http://{'a' * 70}..b/", limit_s=SLACK_S, max_bytes=10)
+
+
+def test_a_token_goes_with_each_request_and_into_no_error() -> None:
+    heard: list[bytes] = []
+    trap = socket.create_server(("127.0.0.1", 0))
+
+    def listen() -> None:
+        with trap.accept()[0] as line:
+            heard.append(b"")
+            while not heard[0].endswith(b"}"):
+                heard[0] += line.recv(1 << 16)
+            line.sendall(b"HTTP/1.1 200 OK\r\nSet-Cookie: a=b\r\nContent-Length: 2\r\n\r\n{}")
+            heard.append(line.recv(1 << 16))
+            line.sendall(b"HTTP/1.1 204 Done\r\n\r\n")
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+
+    async def main() -> list[Answer]:
+        async with BoundedClient(f"http://127.0.0.1:{trap.getsockname()[1]}", token="a-word-of-letters") as client:
+            bounds = {"limit_s": SLACK_S, "max_bytes": 100}
+            return [
+                await client.request("POST", "/a", {"half": "\ud800"}, headers={"X-More": "1"}, **bounds),
+                await client.request("GET", "/b", **bounds),
+            ]
+
+    first, second = asyncio.run(main())
+    thread.join(SLACK_S)
+    trap.close()
+    assert (first.content, first.headers["set-cookie"], second.status) == (b"{}", "a=b", 204)
+    assert heard[0].endswith(b'\r\n\r\n{"half":"\\ud800"}') and b"Content-Type: application/json" in heard[0] and b"X-More: 1" in heard[0]
+    assert all(b"Authorization: Bearer a-word-of-letters" in each and b"Accept-Encoding: identity" in each for each in heard)
+    assert b"Cookie" not in heard[1], "they would grow without a bound"
+    with pytest.raises(NoAnswer) as error:
+        request("GET", "http://127.0.0.1:1/", token="two\nlines", limit_s=SLACK_S, max_bytes=10)
+    assert "two" not in str(error.value)
