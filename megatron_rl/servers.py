@@ -4,6 +4,7 @@ A server that failed rests, twice as long with each failure in a row or as long 
 long a request waits for one is a patience of its own, no matter how long an answer may take. What goes on the wire is the caller's: a call
 is a coroutine function of the server to ask. What it raises tells how it went:
     ServerFault, TimeoutError   the server is in trouble: it rests, and the call is tried again
+    KeyRefused                  the server is well and does not accept the key or token: the run ends
     BadReply                    the server is well, what it said is of no use: the call is tried again
     Refused                     any server would refuse this call: no further try
 """
@@ -17,7 +18,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-from megatron_rl.types import HostFault, LastingFault
+from megatron_rl.types import AccessDenied, HostFault, LastingFault
 
 LONGEST_REST_S = 30.0
 """Or the patience of those who wait, where that is less."""
@@ -30,6 +31,10 @@ class ServerFault(Exception):
     def __init__(self, reason: str, *, rest_s: float = 0.0) -> None:
         super().__init__(reason)
         self.rest_s = rest_s
+
+
+class KeyRefused(ServerFault):
+    """A server does not accept the key or token that it was asked with: it is no outage, and asking again is of no use."""
 
 
 class BadReply(ValueError):
@@ -54,6 +59,7 @@ class Endpoint:
     """Failures in a row."""
     rest_until: float = 0.0
     """The end of its rest on time.monotonic's clock."""
+    last_failure: str = ""
 
     def failed(self, *, began: float, rest_s: float = 0.0) -> None:
         """`began` is when the request that failed was sent: of many that were under way together the first failure counts.
@@ -93,12 +99,13 @@ class Servers:
     async def ask(self, call: Callable[[Endpoint], Awaitable[T]]) -> T:
         """What `call` returns, of one server or another. Raises HostFault, naming server and reason, after the last try.
 
-        LastingFault where no server was in trouble: what was said to it, or by it, is at fault.
+        LastingFault where no server was in trouble: what was said to it, or by it, is at fault. AccessDenied where one does not accept the
+        key.
         """
         reasons: list[str] = []
         fault = LastingFault
         while len(reasons) < self.tries:
-            endpoint = await self._slot(reasons)
+            endpoint = await self._slot()
             began = time.monotonic()
             self.requests += 1
             endpoint.in_flight += 1
@@ -106,13 +113,15 @@ class Servers:
                 reply = await self._in_time(call, endpoint)
                 endpoint.answered()
                 return reply
+            except KeyRefused as error:
+                raise AccessDenied(f"{self.name}: {endpoint.url}: {error}") from error
             except (BadReply, Refused, ServerFault) as error:
                 self.failures += 1
                 reasons.append(f"{endpoint.url}: {error}")
                 if isinstance(error, Refused):
                     break
                 if isinstance(error, ServerFault):
-                    fault = HostFault
+                    fault, endpoint.last_failure = HostFault, str(error)
                     endpoint.failed(began=began, rest_s=error.rest_s)
             finally:
                 self.seconds += time.monotonic() - began
@@ -127,7 +136,7 @@ class Servers:
         except TimeoutError as error:
             raise ServerFault(told(error)) from error
 
-    async def _slot(self, reasons: Sequence[str]) -> Endpoint:
+    async def _slot(self) -> Endpoint:
         """The least busy server that does not rest, with leave to send it a request.
 
         Rests, all together, are waited for up to patience_s; the time in the queue for a slot is none of it.
@@ -143,9 +152,9 @@ class Servers:
             earliest = min(self.endpoints, key=lambda endpoint: endpoint.rest_until)
             rest = earliest.rest_until - now
             if waited + rest > self.patience_s:
-                last = f"; the last failure: {reasons[-1]}" if reasons else ""
                 raise HostFault(
-                    f"{self.name}: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others{last}"
+                    f"{self.name}: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others; "
+                    f"the last failure: {earliest.url}: {earliest.last_failure}"
                 )
             await asyncio.sleep(rest)
             waited += rest

@@ -43,7 +43,7 @@ from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.stages import REPLAY, STAGES, Parts, Stage
 from megatron_rl.stop import CLOSING_S, Stop
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Outage, RunFailed, Stopped
+from megatron_rl.types import Outage, RunDenied, RunFailed, Stopped
 from megatron_rl.watch import Watch
 from megatron_rl.world import World, connect, disconnect, expand_segments, gather, patient, place, return_freed_blocks, together
 
@@ -122,12 +122,15 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
 def played(settings: Settings, parts: Parts, play: Callable[[], Fleet | None]) -> str:
     """Play and finish, or keep what is done. Returns what has stopped the run, where nobody asked for it.
 
-    Outage: this life has done no step, so that another one would only meet the same.
+    Outage: this life has done no step, so that another one would only meet the same. RunDenied: no life goes on before the key is right.
     """
     try:
         finish(settings, parts, play())
     except Stopped:
         parts.save_what_is_done()
+    except RunDenied:
+        parts.save_what_is_done()
+        raise
     except Outage as outage:
         parts.save_what_is_done()
         if parts.run.num_done == parts.run.first_step:

@@ -38,12 +38,20 @@ class WaitedFault(HostFault):
     """What was down was waited for as long as it may be: the same wait again would only add to it."""
 
 
+class AccessDenied(HostFault):
+    """A server is well and does not accept this run's key or token: no outage, which waiting would mend, and the run ends."""
+
+
 class RunFailed(RuntimeError):
     """The run did what it was told and the outcome is not acceptable: too many failed rollouts, no improvement."""
 
 
 class Outage(RunFailed):
     """Too many rollouts failed because something of ours is down. What is done is kept, and the same command goes on."""
+
+
+class RunDenied(RunFailed):
+    """Rollouts failed because a server does not accept this run's key or token. What is done is kept."""
 
 
 class NotFinite(RunFailed):
@@ -92,6 +100,8 @@ class End(StrEnum):
     """Ours too (LastingFault), and the same whenever it is played."""
     WAITED_FAULT = "waited_fault"
     """Ours too (WaitedFault), behind as long a wait as there may be."""
+    ACCESS_DENIED = "access_denied"
+    """Ours too (AccessDenied): the run ends."""
 
 
 @dataclass(slots=True, frozen=True)

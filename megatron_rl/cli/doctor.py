@@ -195,6 +195,8 @@ def look_at_sandbox(settings: Settings, report: Report) -> None:
     if chosen.url:
         try:
             asyncio.run(_greet_sandbox(chosen))
+        except sandbox.AccessDenied as denied:
+            report.fail("sandbox", f"task.sandbox.url={denied}: task.sandbox.token_file=FILE")
         except (sandbox.SandboxFault, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
             report.fail("sandbox", f"task.sandbox.url={chosen.url}: {one_line(fault)}; start it: python -m sandbox serve")
         else:

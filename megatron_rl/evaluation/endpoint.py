@@ -20,7 +20,7 @@ from megatron_rl.config import EvaluationSettings, ModelSettings
 from megatron_rl.rewards.client import as_servers_say, client_of
 from megatron_rl.rollout.conversation import ContextLimits
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.episode import EpisodeSettings, require_access, run_episode
 from megatron_rl.rollout.renderer import key_of
 from megatron_rl.rollout.transcript_pieces import pictures_of
 from megatron_rl.servers import Endpoint, Servers
@@ -181,8 +181,11 @@ class Player:
         self.speaker = self._runner.run(_made(given, model))
 
     def play(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
-        """`samples` episodes of each, ordered by group and sample; those that trouble of ours has failed are failed."""
-        return self._runner.run(self._play(examples, samples=samples, first_group=first_group))
+        """`samples` episodes of each, ordered by group and sample; those that trouble of ours has failed are failed. RunDenied: the
+        endpoint does not accept the key."""
+        rollouts = self._runner.run(self._play(examples, samples=samples, first_group=first_group))
+        require_access(rollouts)
+        return rollouts
 
     async def _play(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
         places = [(group, sample) for group in range(first_group, first_group + len(examples)) for sample in range(samples)]

@@ -31,7 +31,7 @@ from megatron_rl.run_folder import changed, lock, may_change, read_settings, tol
 from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.stop import CLOSING_S, Stop
 from megatron_rl.tasks.base import Task
-from megatron_rl.types import Example, HostFault, Image, Rollout, Status, Stopped
+from megatron_rl.types import AccessDenied, Example, HostFault, Image, Rollout, Status, Stopped
 from megatron_rl.world import connect, disconnect, place
 
 SCORES = "scores.json"
@@ -118,6 +118,8 @@ async def scored_anew(task: Task, example: Example, rollout: Rollout, image_toke
         started = clock()
         try:
             score = await task.rubric.score(Outcome(payload=example.payload, rollout=bare, images=first_shown(bare, image_token_id)))
+        except AccessDenied:
+            raise
         except HostFault as fault:
             if tried == TRIES:
                 return replace(bare, status=Status.FAILED, reason=str(fault))

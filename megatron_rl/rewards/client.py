@@ -16,7 +16,7 @@ import openai
 from pydantic import BaseModel, Field, ValidationError
 
 from megatron_rl.proxies import Proxy, proxy_of, proxy_words
-from megatron_rl.servers import Refused, ServerFault, one_line, retry_after, told
+from megatron_rl.servers import KeyRefused, Refused, ServerFault, one_line, retry_after, told
 from megatron_rl.types import HostFault
 
 LONGEST_BODY = 1 << 20
@@ -64,7 +64,7 @@ def client_of(url: str, *, key: str = "task.judge.urls") -> openai.AsyncOpenAI:
         _ = urlsplit(url).port
     except ValueError as error:
         raise HostFault(f"{key}={url}: {error}; correct the address") from error
-    http = openai.DefaultAsyncHttpx2Client(**BOUNDED, **proxies_of([url]))
+    http = openai.DefaultAsyncHttpx2Client(**BOUNDED, **proxies_of([url]), follow_redirects=False)
     return openai.AsyncOpenAI(base_url=url, api_key=api_key() or "none", timeout=None, max_retries=0, http_client=http)
 
 
@@ -89,6 +89,11 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
 def api_key() -> str:
     """The servers', which those that do not know it repeat in their errors."""
     return os.environ.get("OPENAI_API_KEY", "")
+
+
+def key_words(error: openai.APIStatusError) -> str:
+    """Return a line about a server that does not accept the key: what it says, and what to do."""
+    return f"{told(error, secret=api_key())}: set OPENAI_API_KEY{proxy_words(str(error.request.url))}"
 
 
 class SaidMessage(BaseModel):
@@ -117,6 +122,8 @@ def as_servers_say() -> Iterator[None]:
     """Trouble of the openai package, and a body that is none, in the terms of servers.py."""
     try:
         yield
+    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        raise KeyRefused(key_words(error)) from error
     except openai.BadRequestError as error:
         raise Refused(told(error, secret=api_key())) from error
     except openai.APIStatusError as error:

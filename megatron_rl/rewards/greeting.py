@@ -8,7 +8,7 @@ import openai
 from pydantic import BaseModel, Field, ValidationError
 
 from megatron_rl.proxies import proxy_words
-from megatron_rl.rewards.client import api_key
+from megatron_rl.rewards.client import api_key, key_words
 from megatron_rl.servers import one_line, told
 from megatron_rl.types import HostFault
 
@@ -32,6 +32,8 @@ class Greeting:
     """Its models. None are told by one that is busy, or has no such list: that is no trouble."""
     trouble: str = ""
     """What keeps it from judging."""
+    is_denied: bool = False
+    """It does not accept the key."""
 
 
 async def served_by(client: openai.AsyncOpenAI) -> list[str]:
@@ -52,7 +54,7 @@ async def _greeting(client: openai.AsyncOpenAI, *, model: str) -> Greeting:
         async with asyncio.timeout(GREETING_S):
             served = await served_by(client)
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        return Greeting(trouble=f"{told(error, secret=api_key())}: set OPENAI_API_KEY{proxy}")
+        return Greeting(trouble=key_words(error), is_denied=True)
     except (openai.APIStatusError, ValidationError):
         return Greeting()
     except TimeoutError:
@@ -64,7 +66,8 @@ async def _greeting(client: openai.AsyncOpenAI, *, model: str) -> Greeting:
 
 
 def warning_of(greetings: Mapping[str, Greeting], *, of: str = "judge", key: str = "") -> str:
-    """What to say of servers that are in trouble while others are not; empty where all are well. HostFault: there is no other.
+    """What to say of servers that are in trouble while others are not; empty where all are well. HostFault: there is no other, or one of
+    them does not accept the key.
     `key` is the setting of their addresses where it is not task.<of>.urls."""
     troubles = [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.trouble]
     if not troubles:
@@ -72,4 +75,6 @@ def warning_of(greetings: Mapping[str, Greeting], *, of: str = "judge", key: str
     key, urls, why = key or f"task.{of}.urls", list(greetings), "; ".join(troubles)
     if len(troubles) == len(greetings):
         raise HostFault(f"{key}={urls}: no {of} can be asked ({why}); start one, or correct the addresses")
+    if denied := [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.is_denied]:
+        raise HostFault(f"{key}={urls}: {'; '.join(denied)}")
     return f"{key}={urls}: not all can be asked, the others are ({why})"

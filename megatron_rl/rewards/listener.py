@@ -217,7 +217,7 @@ class ListenerClient:
         if reply.status_code == 404:
             sent.difference_update(_unknown_of(reply))
             reply = await self._post(endpoint, chunk, known=set())
-        require_answered(reply)
+        require_answered(reply, key=self._keys.token_file)
         answers = self._read(reply.content, chunk)
         sent.update(digest for asked in chunk for digest in asked.shown)
         return answers

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_rl.rewards.client import BOUNDED, Unread, proxies_of
 from megatron_rl.rewards.greeting import GREETING_S, Greeting
-from megatron_rl.servers import Refused, ServerFault, one_line, retry_after, told
+from megatron_rl.servers import KeyRefused, Refused, ServerFault, one_line, retry_after, told
+from sandbox.bounded_http import DENIED
 from sandbox.token import read_token
 
 REFUSES = (400, 413, 422)
@@ -34,8 +35,11 @@ def connection(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient
     return httpx2.AsyncClient(**{**BOUNDED, "headers": headers}, **proxies_of(proxied), timeout=None)
 
 
-def require_answered(reply: httpx2.Response) -> None:
-    """Refused: the request is at fault; ServerFault: the server is in trouble."""
+def require_answered(reply: httpx2.Response, *, key: str) -> None:
+    """Refused: the request is at fault; ServerFault: the server is in trouble. KeyRefused: it does not accept the token in the file that
+    the setting `key` names."""
+    if reply.status_code in DENIED:
+        raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {key}=FILE")
     if reply.status_code in REFUSES:
         raise Refused(f"HTTP {reply.status_code}: {one_line(reply.text)}")
     if reply.status_code != 200:
@@ -48,10 +52,10 @@ async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: st
     try:
         async with asyncio.timeout(GREETING_S):
             reply = await http.get(f"{url}/health")
-        if reply.status_code == 401:
-            return Greeting(trouble=f"asks for its token: {key}=FILE")
-        require_answered(reply)
+        require_answered(reply, key=key)
         return Greeting(served=[_Health.model_validate_json(reply.content).version])
+    except KeyRefused as error:
+        return Greeting(trouble=str(error), is_denied=True)
     except TimeoutError:
         return Greeting(trouble=f"no answer within {GREETING_S:.0f} s{proxy}")
     except (httpx2.HTTPError, httpx2.InvalidURL, Unread, Refused, ServerFault, ValidationError) as error:

@@ -65,7 +65,7 @@ class SpeakerClient:
         body = {"image": {"base64": encoded(content)}, "category": category}
         try:
             reply = await self._http.post(f"{endpoint.url}/describe", json=body)
-            require_answered(reply)
+            require_answered(reply, key=TOKEN_FILE)
             return _Described.model_validate_json(reply.content).text
         except (httpx2.HTTPError, httpx2.InvalidURL, Unread, ValidationError) as error:
             raise ServerFault(told(error, secret=self._token)) from error

@@ -5,7 +5,7 @@ The limits of an episode (turns, seconds, errors) and its clocks are here; those
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -15,7 +15,7 @@ from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.tasks.base import Env, Task
-from megatron_rl.types import End, Example, HostFault, LastingFault, Rollout, Status, WaitedFault
+from megatron_rl.types import AccessDenied, End, Example, HostFault, LastingFault, Rollout, RunDenied, Status, WaitedFault
 
 T = TypeVar("T")
 Timed = Callable[[str], AbstractContextManager[list[str]]]
@@ -93,7 +93,16 @@ def _end_of(fault: HostFault) -> End:
             return End.LASTING_FAULT
         case WaitedFault():
             return End.WAITED_FAULT
+        case AccessDenied():
+            return End.ACCESS_DENIED
     return End.FAULT
+
+
+def require_access(rollouts: Sequence[Rollout]) -> None:
+    """Raise RunDenied where a server that one of these rollouts needed did not accept this run's key or token."""
+    denied = next((rollout.reason for rollout in rollouts if rollout.end is End.ACCESS_DENIED), "")
+    if denied:
+        raise RunDenied(denied)
 
 
 async def _play(

@@ -16,7 +16,7 @@ from megatron_rl.rollout.admission import Admission, Dealt, RoundSettings
 from megatron_rl.rollout.conversation import Opening, TokenConversation
 from megatron_rl.rollout.dealing import Begin, Seat
 from megatron_rl.rollout.engine import TrainedEngine
-from megatron_rl.rollout.episode import EpisodeSettings, Timed, run_episode, seed_of, untimed
+from megatron_rl.rollout.episode import EpisodeSettings, Timed, require_access, run_episode, seed_of, untimed
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.table import DUE, Goal, Report, Table
 from megatron_rl.tasks.base import Task
@@ -157,8 +157,10 @@ class Fleet:
         patience_s have passed. That time is read from the rollouts themselves, which are everywhere the same: all ranks give up
         together.
 
-        What was waited for already (WaitedFault) is tried once more and waited for no longer: it may be back by now.
+        What was waited for already (WaitedFault) is tried once more and waited for no longer: it may be back by now. RunDenied: a server
+        does not accept this run's key, which is waited for in no way.
         """
+        require_access(rollouts)
         if waited_for := [rollout for rollout in rollouts if rollout.end is End.WAITED_FAULT]:
             again = self._play_again(dealt, waited_for)
             rollouts = [rollout for rollout in rollouts if rollout.end is not End.WAITED_FAULT] + again
@@ -171,6 +173,7 @@ class Fleet:
             )
             again = self._play_again(dealt, down, pause=pause)
             rollouts = [rollout for rollout in rollouts if rollout.end is not End.FAULT] + again
+            require_access(again)
             waited += pause + max(rollout.wall_s for rollout in again)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return sorted(rollouts, key=lambda rollout: (rollout.group, rollout.sample))

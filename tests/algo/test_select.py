@@ -123,6 +123,6 @@ def test_a_second_look_forgets_the_first() -> None:
 
 
 def test_the_settings_name_every_end_and_reason() -> None:
-    assert set(ENDS) == {str(end) for end in End} - {"fault", "lasting_fault", "waited_fault"}
+    assert set(ENDS) == {str(end) for end in End} - {"fault", "lasting_fault", "waited_fault", "access_denied"}
     assert list(REASONS) == ["alone", *DROPS, "surplus"]
     assert chosen([], DROPS, keep_ends=ENDS, num_groups=1, rank_by_std=True) == ([], {}) and kept_groups([]) == set()

@@ -14,7 +14,7 @@ from PIL import Image
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.verdicts import Verdicts
-from megatron_rl.types import HostFault
+from megatron_rl.types import AccessDenied, HostFault
 from tests.support.episodes import episode
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
@@ -116,7 +116,6 @@ TROUBLE = {
     "html": (HTML, "ValidationError"),
     "429": (Reply('{"error": {"message": "slow down"}}', 429, {"Retry-After": "0"}), "slow down"),
     "500": (Reply("Internal Server Error", 500), "InternalServerError: Error code: 500"),
-    "401": (Reply('{"error": {"message": "no such key"}}', 401), "no such key"),
     "empty": (Reply(""), "ValidationError"),
     "half a body": (Reply('{"id": "1", "choices": [{"mess'), "ValidationError"),
     "no choices": (Reply('{"id": "1", "object": "chat.completion", "created": 1, "model": "judge", "choices": []}'), "ValidationError"),
@@ -157,6 +156,32 @@ def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path)
         held(settings(server, cache=cache, timeout_s=0.5 if name == "hang" else 10.0), use)
     with closing(Verdicts(cache, read_only=True)) as kept:
         assert len(kept) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_is_not_accepted_is_no_outage(status: int) -> None:
+    """It is asked once, no other server is asked instead, and the line says what to do."""
+    denying = Reply('{"error": {"message": "no such key"}}', status)
+    with serving(lambda _: denying) as server:
+
+        async def use(judge: Judge) -> None:
+            with pytest.raises(AccessDenied, match=rf"^judge: {server.url}: .*no such key.*: set OPENAI_API_KEY$"):
+                await judge.verdict(PROMPT, fields=fields())
+            assert len(server.bodies) == 1
+
+        held(settings(server, tries=50), use)
+
+
+def test_a_judge_that_redirects_is_not_followed() -> None:
+    """It might lead anywhere."""
+    with serving(right) as good, serving(lambda _: Reply("", 307, {"Location": f"{good.url}/chat/completions"})) as server:
+
+        async def use(judge: Judge) -> None:
+            with pytest.raises(HostFault, match="307"):
+                await judge.verdict(PROMPT, fields=fields())
+
+        held(settings(server), use)
+    assert good.bodies == []
 
 
 @pytest.mark.parametrize("name", ["html", "429", "500", "empty", "closed", "hang", "prose"])

@@ -46,12 +46,19 @@ def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: py
         server.greeting = Reply("", hang_s=1.0)
         with pytest.raises(HostFault, match=rf"no judge can be asked \({server.url}: no answer within 0 s\)"):
             held(settings(server), lambda _: asyncio.sleep(0))
-        server.greeting = Reply("", 401)
-        with pytest.raises(HostFault, match=r"AuthenticationError.*: set OPENAI_API_KEY"):
-            held(settings(server), lambda _: asyncio.sleep(0))
         for busy in (Reply("", 429), Reply("", 404), HTML):
             server.greeting = busy
             held(settings(server), lambda judge: judge.verdict(PROMPT, fields=fields()))
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, "AuthenticationError"), (403, "PermissionDeniedError")])
+def test_a_key_that_is_not_accepted_ends_the_start(status: int, kind: str) -> None:
+    """Though another judge is well: it is no outage, and would end the run at its first verdict."""
+    with serving(right) as server, serving(right) as well:
+        server.greeting = Reply("", status)
+        for urls in ((server,), (server, well)):
+            with pytest.raises(HostFault, match=rf"^task.judge.urls=.*{server.url}: {kind}.*: set OPENAI_API_KEY"):
+                held(settings(*urls), lambda _: asyncio.sleep(0))
 
 
 def test_a_judge_that_is_chosen_must_be_somewhere(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatron_rl.rollout import fleet as fleet_module
 from megatron_rl.rollout.admission import choose_prompts
 from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import End, Example, LastingFault, Rollout, Status, WaitedFault
+from megatron_rl.types import AccessDenied, End, Example, LastingFault, Rollout, RunDenied, Status, WaitedFault
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Scripted, fleet_of, said
 
 
@@ -141,6 +142,31 @@ def test_what_waiting_cannot_mend_is_not_waited_for(renderer: Renderer, pauses: 
     fleet = fleet_of(renderer, engine, patience_s=600.0)
     assert {rollout.end for rollout in fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)} == {End.LASTING_FAULT}
     assert set(engine.tries.values()) == {1} and not any(pauses)
+
+
+def test_a_key_that_is_not_accepted_ends_the_run_at_once(renderer: Renderer, pauses: list[float]) -> None:
+    """Nothing is tried again or waited for, whatever run.max_failed allows."""
+    engine = Scripted(faults=10**6, fault=AccessDenied)
+    fleet = fleet_of(renderer, engine, patience_s=600.0)
+    with pytest.raises(RunDenied, match=r"^the engine is down$"):
+        fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)
+    assert set(engine.tries.values()) == {1} and not any(pauses)
+
+
+@pytest.mark.parametrize("step", [1, 0])
+def test_what_was_done_before_a_key_was_refused_is_saved(step: int) -> None:
+    """And the run ends with an error, not to be started again: the next life would only meet the same."""
+    from megatron_rl.start import played  # brings Megatron
+
+    saved: list[int] = []
+    parts = SimpleNamespace(save_what_is_done=lambda: saved.append(step), run=SimpleNamespace(num_done=step, first_step=0))
+
+    def play() -> None:
+        raise RunDenied("engine.urls=http://a: /weight_info: 401")
+
+    with pytest.raises(RunDenied, match="401"):
+        played(Settings(run=RunSettings(dir="none")), parts, play)
+    assert saved == [step]
 
 
 @pytest.mark.parametrize(("faults", "status"), [(10**6, Status.FAILED), (1, Status.TRUNCATED)])

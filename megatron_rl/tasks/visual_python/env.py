@@ -17,7 +17,7 @@ from megatron_rl.tasks.base import Env, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import CLIP
-from megatron_rl.types import Example, HostFault, LastingFault, Message, ToolCall
+from megatron_rl.types import AccessDenied, Example, HostFault, LastingFault, Message, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
 from sandbox.images import encode
 
@@ -86,6 +86,8 @@ class AgentEnv(Env):
             if self._box is None:
                 self._box = await self._open()
             result = await self._box.run(source)
+        except sandbox.AccessDenied as error:
+            raise AccessDenied(f"task.sandbox.url={error}: task.sandbox.token_file=FILE") from error
         except (sandbox.SandboxFault, sandbox.PoolFull, sandbox.BoxClosed) as error:
             raise HostFault(f"sandbox: {error}") from error
         if result.fault is sandbox.Fault.HOST:

@@ -18,7 +18,7 @@ from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.functions import Functions
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import CLIP, PyVision
-from megatron_rl.types import Example, HostFault, Rollout
+from megatron_rl.types import AccessDenied, Example, HostFault, Rollout
 from sandbox.client import SandboxClient
 from sandbox.token import read_token
 
@@ -116,6 +116,8 @@ async def start_pool(pool: sandbox.Sandbox | SandboxClient, settings: SandboxSet
     """Raises HostFault, under the setting that chose this pool."""
     try:
         await pool.start()
+    except sandbox.AccessDenied as denied:
+        raise AccessDenied(f"task.sandbox.url={denied}: task.sandbox.token_file=FILE") from denied
     except sandbox.SandboxFault as fault:
         url, isolation = settings.url, settings.isolation
         chosen = f"url={url}: {fault}; start it" if url else f"isolation={isolation}: {fault}; see what this machine lacks"
