@@ -114,7 +114,7 @@ def build_remote(
     ValueError: another run has one of them.
     """
     given, name = settings.engine, on_main_rank(lambda: secrets.token_hex(4))
-    servers, sender = [Server(url) for url in given.urls], None
+    servers, sender = [Server(url, longest_s=settings.parallel.timeout_s) for url in given.urls], None
     if world.is_main:
         sender = Sender(
             servers, wanted=wanted_of(settings, renderer), owner=f"{settings.run.dir} ({os.getpid()} on {socket.gethostname()}, {name})",

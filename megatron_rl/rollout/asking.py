@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 
-import httpx
 from pydantic import BaseModel
 
 from megatron_rl.rollout.engine import Completion, Sampling
@@ -22,7 +22,11 @@ from megatron_rl.rollout.server import Server
 from megatron_rl.rollout.vllm.sampler import FIRST, SEED
 from megatron_rl.servers import ServerFault, one_line, told
 from megatron_rl.types import Image
+from sandbox.bounded_http import BoundedClient, NoAnswer
 
+GENERATE = "/inference/v1/generate"
+MOST_OF_TOKEN, MOST_BESIDE = 1 << 10, 1 << 20
+"""Bytes of an answer: of each token, read or sampled, and of all else."""
 ABORTED = "abort"
 """Why a turn ended that a server was told to give up, with the tokens that are there."""
 
@@ -80,14 +84,18 @@ class Part:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Asking:
-    http: httpx.AsyncClient
+    http: BoundedClient
     image_token_id: int
     stop_ids: list[int]
+    limit_s: float
+    """Of one request with its whole answer."""
+    connect_s: float
 
     async def ask(self, server: Server, turn: Turn, said: Completion, *, label: str, salt: str) -> Part:
         """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
 
-        ServerFault: no answer, or one that is none. ValueError: what vLLM does not take.
+        ServerFault: no answer, or one that is none; KeyRefused, which is one: the server asks for a key. ValueError: what vLLM does not
+        take.
         """
         call = partial(self._reminding, server, turn, label=label, salt=salt)
         num_said, most = len(said.token_ids), turn.sampling.max_tokens
@@ -118,20 +126,18 @@ class Asking:
             "return_token_ids": True,
             "cache_salt": salt,
         }
+        bounds = {"limit_s": self.limit_s, "connect_s": self.connect_s, "max_bytes": MOST_BESIDE + MOST_OF_TOKEN * (len(asked) + most)}
         try:
-            answer = await self.http.post(f"{server.url}/inference/v1/generate", json=body)
-        except httpx.HTTPError as error:
+            answer = await self.http.request("POST", server.url + GENERATE, body, **bounds)
+        except NoAnswer as error:
             server.endpoint.failed(began=began)
-            raise ServerFault(told(error)) from error
-        if answer.status_code == httpx.codes.BAD_REQUEST:
+            raise ServerFault(f"{GENERATE}: {one_line(str(error))}") from error
+        if answer.status == HTTPStatus.BAD_REQUEST:
             if turn.images and "data is not provided" in answer.text:
                 raise _Unknown("has forgotten a picture")
             raise ValueError(one_line(answer.text))
-        if answer.is_error:
-            server.endpoint.failed(began=began)
-            raise ServerFault(f"{answer.status_code}, {one_line(answer.text)}")
         try:
-            part = _checked(answer.content, asked, label, most=most)
+            part = _checked(server.content_of(answer, GENERATE), asked, label, most=most)
         except ServerFault:
             server.endpoint.failed(began=began)
             raise

@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import torch
 from pydantic import BaseModel, ValidationError
 from safetensors.torch import save
 
 from megatron_rl.config import AudienceSettings, require
 from megatron_rl.rollout.vllm.weights import buckets
-from megatron_rl.servers import ServerFault, one_line, told
+from megatron_rl.servers import KeyRefused, ServerFault, one_line, told
 from megatron_rl.world import together
+from sandbox.bounded_http import DENIED, NoAnswer, request
 from sandbox.token import read_token
+
+MOST_BYTES = 64 << 10
+"""Of an answer."""
 
 Tensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -61,34 +64,36 @@ class Audience:
         return {"audience/behind": float(len(faults))}
 
     def _sent(self, url: str, parts: list[str], update: str) -> str:
-        """Why the service does not have them; empty where it does."""
+        """Why the service does not have them; empty where it does. ValueError: it does not accept the token, which is no outage."""
         fault = ""
         for _ in range(self._settings.tries):
             try:
                 self._send(url, parts, update[:200])
                 return ""
+            except KeyRefused as refused:
+                raise ValueError(f"audience.urls={url}: {refused}: audience.token_file=FILE") from refused
             except ServerFault as error:
                 fault = f"{url}: {error}"
         return fault
 
     def _send(self, url: str, parts: list[str], update: str) -> None:
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        with httpx.Client(trust_env=False, timeout=self._settings.timeout_s, headers=headers) as http:
-            for number, part in enumerate(parts):
-                body = {"update": update, "part": number, "parts": len(parts), "safetensors": part}
-                try:
-                    answer = http.post(f"{url}/weights", json=body)
-                except (httpx.HTTPError, httpx.InvalidURL) as error:
-                    raise ServerFault(told(error, secret=self._token)) from error
-                if answer.status_code != 200:
-                    hint = "; start it with --trained" if answer.status_code == 404 else ""
-                    raise ServerFault(f"HTTP {answer.status_code}: {one_line(answer.text)}{hint}")
-                try:
-                    held = _Held.model_validate_json(answer.content).held
-                except ValidationError as error:
-                    raise ServerFault(told(error)) from error
-                if held != number + 1:
-                    raise ServerFault(f"holds {held} parts and was sent {number + 1}")
+        for number, part in enumerate(parts):
+            body = {"update": update, "part": number, "parts": len(parts), "safetensors": part}
+            try:
+                answer = request("POST", f"{url}/weights", body, limit_s=self._settings.timeout_s, max_bytes=MOST_BYTES, token=self._token)
+            except NoAnswer as error:
+                raise ServerFault(one_line(str(error))) from error
+            if answer.status in DENIED:
+                raise KeyRefused(f"answers {answer.status} ({one_line(answer.text)}); give its token")
+            if answer.status != 200:
+                hint = "; start it with --trained" if answer.status == 404 else ""
+                raise ServerFault(f"HTTP {answer.status}: {one_line(answer.text)}{hint}")
+            try:
+                held = _Held.model_validate_json(answer.content).held
+            except ValidationError as error:
+                raise ServerFault(told(error)) from error
+            if held != number + 1:
+                raise ServerFault(f"holds {held} parts and was sent {number + 1}")
 
 
 def _encoded(bucket: list[tuple[str, torch.Tensor]]) -> str:

@@ -9,21 +9,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import httpx
-
 from megatron_rl.rollout.asking import ABORTED, Asking, Turn
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.sender import Sender, begun
 from megatron_rl.rollout.server import Server, label_of
-from megatron_rl.servers import ServerFault, one_line, told
+from megatron_rl.servers import ServerFault
+from sandbox.bounded_http import BoundedClient
 
 WATCH_S = 1.0
 """Between two looks."""
+ABSENT = "was not there when the weights changed"
+"""Why a server is out that was not looked at, or for a reason that was told before."""
 HANGS = 3
 """Looks in a row without an answer, over engine.probe_s at least, after which a server that runs is taken for one that hangs."""
 PROBE = Turn([0], [], Sampling(max_tokens=1, temperature=1.0, seed=0))
 MOVING = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 """Counts of /metrics that stand still where nothing is computed."""
+MOST_METRICS = 16 << 20
+"""Bytes."""
 
 
 class Household(Protocol):
@@ -44,15 +47,17 @@ class Household(Protocol):
 
 class Lookout:
     def __init__(
-        self, servers: Sequence[Server], *, http: httpx.AsyncClient, asking: Asking, probe_s: float, wanted: Callable[[], str],
+        self, servers: Sequence[Server], *, http: BoundedClient, asking: Asking, probe_s: float, wanted: Callable[[], str],
         salt: Callable[[], str], sender: Sender | None, household: Household | None, tell: Callable[[str], None], patience_s: float,
     ) -> None:  # fmt: skip
         """`wanted` is the label of the weights that are served; empty while nobody may ask. `sender` gives weights, where this process
-        does. `http` and `asking` have probe_s as their limit. `patience_s`: for which those who ask wait while nobody is in."""
+        does. `asking` has probe_s as its limit. `patience_s`: for which those who ask wait while nobody is in."""
         self._servers, self._http, self._asking, self._probe_s, self._wanted, self._salt = servers, http, asking, probe_s, wanted, salt
         self._sender, self._household, self.tell, self._patience_s = sender, household, tell, patience_s
         self.dark_since: float | None = None
         """Since when nobody is in, on time.monotonic's clock; None where somebody is, or nothing was served yet."""
+        self.last_failure = ""
+        """Of a server, with its address."""
 
     def start(self) -> None:
         for server in self._servers:
@@ -113,10 +118,10 @@ class Lookout:
     async def _moved(self, server: Server) -> list[str]:
         """What it has computed so far, as it says itself; nothing where it does not."""
         try:
-            answer = await self._http.get(f"{server.url}/metrics")
-        except httpx.HTTPError:
+            answer = await server.call_in_loop(self._http, "/metrics", limit_s=self._probe_s, max_bytes=MOST_METRICS)
+        except ServerFault:
             return []
-        return [line for line in answer.text.splitlines() if line.startswith(MOVING)]
+        return [line for line in answer.decode(errors="replace").splitlines() if line.startswith(MOVING)]
 
     async def _revive(self, server: Server, *, hangs: bool) -> None:
         if self._household is not None:
@@ -135,16 +140,12 @@ class Lookout:
 
     async def label(self, server: Server) -> str:
         """What a server calls its weights. Through its engine core: one that hangs does not answer."""
-        try:
-            answer = await self._http.get(f"{server.url}/weight_info")
-        except httpx.HTTPError as error:
-            raise ServerFault(told(error)) from error
-        if answer.is_error:
-            raise ServerFault(f"{answer.status_code}, {one_line(answer.text)}")
-        return label_of(answer.content)
+        return label_of(await server.call_in_loop(self._http, "/weight_info", limit_s=self._probe_s))
 
     def lose(self, server: Server, reason: str) -> None:
         """It is out until its weights were looked at; what it has to do is asked of others."""
+        if reason != ABSENT or not self.last_failure:
+            self.last_failure = f"{server.url}: {reason}"
         if server.is_in:
             server.is_in = False
             server.fall.set_result(reason)

@@ -13,20 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-import httpx
 import torch
 
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.asking import ABORTED, Asking, Part, Turn, stop_place
 from megatron_rl.rollout.engine import Completion, Sampling, placeholder_offsets
-from megatron_rl.rollout.lookout import Household, Lookout
+from megatron_rl.rollout.lookout import ABSENT, Household, Lookout
 from megatron_rl.rollout.sender import Sender
 from megatron_rl.rollout.server import Server
-from megatron_rl.servers import ServerFault, told
-from megatron_rl.types import HostFault, Image, WaitedFault
+from megatron_rl.servers import KeyRefused, ServerFault
+from megatron_rl.types import AccessDenied, HostFault, Image, WaitedFault
+from sandbox.bounded_http import BoundedClient
 
 T = TypeVar("T")
 TRIES = 5
@@ -62,16 +63,14 @@ class RemoteEngine:
         self.run(self._set_up())
 
     async def _set_up(self) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S)
-        timeout = httpx.Timeout(self._settings.turn_s, connect=self._settings.probe_s)
-        self._http = httpx.AsyncClient(trust_env=False, limits=limits, timeout=timeout)
-        self._asking = Asking(http=self._http, image_token_id=self._image_token_id, stop_ids=self._stop_ids)
-        self._looks = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(self._settings.probe_s))
+        probe_s = self._settings.probe_s
+        self._http = BoundedClient(token=self._servers[0].token, keep_s=KEPT_S)  # one token is that of all
+        asking = partial(Asking, http=self._http, image_token_id=self._image_token_id, stop_ids=self._stop_ids, connect_s=probe_s)
+        self._asking = asking(limit_s=self._settings.turn_s)
         self._slots = asyncio.Semaphore(self._settings.max_num_seqs * len(self._servers))
         self._is_open = asyncio.Event()
-        asking = Asking(http=self._looks, image_token_id=self._image_token_id, stop_ids=self._stop_ids)
         self._lookout = Lookout(
-            self._servers, http=self._looks, asking=asking, probe_s=self._settings.probe_s, salt=lambda: self.salt,
+            self._servers, http=self._http, asking=asking(limit_s=probe_s), probe_s=probe_s, salt=lambda: self.salt,
             wanted=lambda: self.label if self._is_open.is_set() else "", sender=self._sender, household=self._household, tell=self._tell,
             patience_s=self._settings.patience_s,
         )  # fmt: skip
@@ -114,7 +113,8 @@ class RemoteEngine:
     async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
         """Sample one turn after `token_ids`, whose image placeholders are expanded, as LocalEngine.generate does.
 
-        Raises HostFault after TRIES servers in trouble, WaitedFault where none was well for engine.patience_s.
+        Raises HostFault after TRIES servers in trouble, WaitedFault where none was well for engine.patience_s, AccessDenied where one asks
+        for a key.
         """
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
@@ -129,7 +129,10 @@ class RemoteEngine:
                 asked = self._asking.ask(server, turn, said, label=label, salt=self.salt)
                 try:
                     part = await self._in_time(asked, server)
+                except KeyRefused:
+                    continue  # the next look for a server names it
                 except ServerFault as fault:
+                    self._lookout.last_failure = f"{server.url}: {fault}"
                     faults.append(server.url)
                     if len(faults) == TRIES:
                         raise HostFault(f"{server.url}: {fault}; {TRIES} tries") from fault
@@ -152,10 +155,13 @@ class RemoteEngine:
         return end is not None or part.reason == "stop"
 
     async def _server(self, faults: Sequence[str]) -> Server:
-        """The episode's own, if it is in; else the least busy one, if possible none that has just failed. WaitedFault: see generate."""
+        """The episode's own, if it is in; else the least busy one, if possible none that has just failed. WaitedFault, AccessDenied: see
+        generate."""
         task, resting_since = asyncio.current_task(), None
         while True:
             await self._is_open.wait()
+            if denial := next((server.denial for server in self._servers if server.denial), ""):
+                raise AccessDenied(denial)
             now = time.monotonic()
             able = [server for server in self._servers if server.is_in and server.endpoint.rest_until <= now]
             able = [server for server in able if server.url not in faults[-1:]] or able
@@ -168,7 +174,8 @@ class RemoteEngine:
             resting_since = resting_since or now  # those that are in
             since = resting_since if self._lookout.dark_since is None else self._lookout.dark_since
             if now - since > self._settings.patience_s:
-                raise WaitedFault(f"none of {', '.join(self.urls)} was well for {self._settings.patience_s:g} s (engine.patience_s)")
+                waited = f"none of {', '.join(self.urls)} was well for {self._settings.patience_s:g} s (engine.patience_s)"
+                raise WaitedFault(f"{waited}; the last failure: {self._lookout.last_failure}")
             await asyncio.sleep(LOOK_S)
 
     async def _in_time(self, asked: Coroutine[object, object, Part], server: Server) -> Part:
@@ -222,9 +229,9 @@ class RemoteEngine:
         while self._num_open:
             for server in [each for each in self._servers if each.is_in and each.endpoint.in_flight]:
                 try:
-                    await self._looks.post(f"{server.url}/abort_requests", json={})
-                except httpx.HTTPError as error:
-                    self._lookout.lose(server, told(error))
+                    await server.call_in_loop(self._http, "/abort_requests", {}, limit_s=self._settings.probe_s)
+                except ServerFault as fault:
+                    self._lookout.lose(server, str(fault))
                 if time.monotonic() - began > self._settings.probe_s:
                     self._lookout.lose(server, f"does not give up what it has within engine.probe_s={self._settings.probe_s}")
             await asyncio.sleep(AGAIN_S if time.monotonic() - began > AGAIN_S else 0.01)
@@ -234,14 +241,13 @@ class RemoteEngine:
             if server.url in held:
                 self._lookout.take_back(server)
             else:
-                self._lookout.lose(server, faults.get(server.url, "was not there when the weights changed"))
+                self._lookout.lose(server, faults.get(server.url, ABSENT))
         self._is_open.set()
         self._lookout.note()
 
     async def _end(self) -> None:
         await self._lookout.end()
-        await self._http.aclose()
-        await self._looks.aclose()
+        await self._http.close()
 
     def sleep(self) -> None:
         """It has devices of its own."""
@@ -256,5 +262,3 @@ class RemoteEngine:
         self._loop.close()
         if self._sender is not None:
             self._sender.release()
-        for server in self._servers:
-            server.close()

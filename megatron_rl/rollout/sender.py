@@ -84,12 +84,14 @@ class Line:
     def _both(self, act: Callable[[], object], path: str, body: object) -> object:
         """What is done at this end while the server does it at the other; who fails does not leave the other one waiting."""
         own, theirs = begun(act), begun(lambda: self.server.call(path, body, timeout_s=LOAD_S))
-        done, _ = wait((own, theirs), return_when=FIRST_EXCEPTION)
+        done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
         try:
             for each in done:
                 each.result()
         except (OSError, RuntimeError, ValueError) as error:
             raise ServerFault(f"{path}: {told(error)}") from error
+        if late:
+            raise ServerFault(f"{path}: no end within parallel.timeout_s={self.timeout_s:g}")
         return own.result()
 
     def break_off(self) -> None:

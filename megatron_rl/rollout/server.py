@@ -8,20 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import httpx
 import torch
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config import EngineSettings, Settings, require
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.command import PROGRAM, VLLM, nature_of, server_arguments, shell_line
-from megatron_rl.servers import Endpoint, ServerFault, one_line, told
+from megatron_rl.servers import Endpoint, KeyRefused, ServerFault, one_line, told
+from sandbox.bounded_http import DENIED, Answer, BoundedClient, NoAnswer, request
 
 ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
 """What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
+MOST_BYTES, MOST_CHECKSUMS = 1 << 20, 64 << 20
+"""Of an answer, and of the one that lists the checksums of all parameters of all workers."""
 FIRST_REST_S = 0.5
 T = TypeVar("T", bound=BaseModel)
 HOW = "start it with the command that launch/engine.py prints"
+NO_KEY = "it does not accept this run's requests; start it without --api-key and VLLM_API_KEY"
 
 
 class _Version(BaseModel):
@@ -69,8 +72,9 @@ class Work:
 class Server:
     """One server. Of the loop's thread, but for `call` and what is made of it."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, *, token: str = "", longest_s: float = CHECK_S) -> None:
+        """`token` goes with every request. `longest_s` is what any call may take at most, with its whole answer."""
+        self.url, self.token, self._longest_s = url.rstrip("/"), token, longest_s
         self.endpoint = Endpoint(self.url, FIRST_REST_S)
         self.is_in = False
         """It holds the weights that are served now, as far as is known."""
@@ -88,24 +92,43 @@ class Server:
         """By key of a picture that is being sent: done when that has ended, well or not."""
         self.fall: asyncio.Future[str] | None = None
         """Done, with the reason, when it is given up while it is in."""
-        self._http = httpx.Client(base_url=self.url, trust_env=False)
+        self.denial = ""
+        """The answer by which it has refused this run's key or token, in words: no outage, the run ends."""
 
-    def call(self, path: str, body: object = None, *, timeout_s: float = ANSWER_S, **query: str) -> bytes:
-        """GET without a body, POST with one. ServerFault: it said no, or nothing."""
+    def call(
+        self, path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES, **query: str
+    ) -> bytes:  # fmt: skip
+        """GET without a body, POST with one. KeyRefused, ServerFault: it said no, or nothing."""
+        verb, limit_s = "GET" if body is None else "POST", min(timeout_s, self._longest_s)
         try:
-            if body is None:
-                answer = self._http.get(path, params=query, timeout=timeout_s)
-            else:
-                answer = self._http.post(path, json=body, params=query, timeout=timeout_s)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerFault(f"{path}: {told(error)}") from error
-        if answer.is_error:
-            raise ServerFault(f"{path}: {answer.status_code}, {one_line(answer.text)}")
+            answer = request(verb, self.url + path, body, limit_s=limit_s, max_bytes=max_bytes, token=self.token, query=query)
+        except NoAnswer as error:
+            raise ServerFault(f"{path}: {one_line(str(error))}") from error
+        return self.content_of(answer, path)
+
+    async def call_in_loop(
+        self, http: BoundedClient, path: str, body: object = None, *, limit_s: float, max_bytes: int = MOST_BYTES
+    ) -> bytes:  # fmt: skip
+        """The same by the connections of an event loop."""
+        try:
+            answer = await http.request("GET" if body is None else "POST", self.url + path, body, limit_s=limit_s, max_bytes=max_bytes)
+        except NoAnswer as error:
+            raise ServerFault(f"{path}: {one_line(str(error))}") from error
+        return self.content_of(answer, path)
+
+    def content_of(self, answer: Answer, path: str) -> bytes:
+        """Return the content of an answer that is good. KeyRefused, ServerFault: it is none."""
+        text = f"{path}: {answer.status}, {one_line(answer.text)}"
+        if answer.status in DENIED:
+            self.denial = f"engine.urls={self.url}: {text}; {NO_KEY}"
+            raise KeyRefused(text)
+        if not answer.is_success:
+            raise ServerFault(text)
         return answer.content
 
-    def ask(self, kind: type[T], path: str, body: object = None, *, timeout_s: float = ANSWER_S) -> T:
+    def ask(self, kind: type[T], path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES) -> T:
         """What it says, as this kind of answer. ServerFault: it says no, nothing, or something else."""
-        answer = self.call(path, body, timeout_s=timeout_s)
+        answer = self.call(path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         try:
             return kind.model_validate_json(answer)
         except ValidationError as error:
@@ -118,7 +141,7 @@ class Server:
         """vLLM's own of all weights that it holds, by worker and parameter (model_executor/model_loader/weight_checksum.py: SHA-256)."""
         self.is_reading = True
         try:
-            return self.ask(_Checksums, "/weight_checker", {"action": "checksum"}, timeout_s=CHECK_S).checksums
+            return self.ask(_Checksums, "/weight_checker", {"action": "checksum"}, timeout_s=CHECK_S, max_bytes=MOST_CHECKSUMS).checksums
         finally:
             self.is_reading = False
 
@@ -126,20 +149,21 @@ class Server:
         """ValueError: nothing answers there, it is no server of vLLM, or it would not sample what this run samples."""
         try:
             version = self.ask(_Version, "/version").version
+        except KeyRefused as error:
+            raise ValueError(self.denial) from error
         except ServerFault as error:
             raise ValueError(f"engine.urls={self.url}: no server of vLLM answers there ({one_line(str(error))}); {HOW}") from error
         remedy = f"is a server of vLLM {version}, this is for {VLLM}; start one of that version"
         require(version.partition("+")[0] == VLLM, "engine.urls", self.url, remedy)
         try:
             natures = self.ask(_Natures, "/collective_rpc", {"method": "rl_nature"}, timeout_s=LOAD_S).results
+        except KeyRefused as error:
+            raise ValueError(self.denial) from error
         except ServerFault as error:
             raise ValueError(f"engine.urls={self.url}: is no engine of a run ({one_line(str(error))}); {HOW}") from error
         for name, value in ((name, value) for given in natures for name, value in given.items()):
             remedy = f"has {name} {value}, this run {wanted.get(name)}; {HOW}"
             require(value == wanted.get(name), "engine.urls", self.url, remedy)
-
-    def close(self) -> None:
-        self._http.close()
 
 
 def label_of(body: bytes) -> str:
@@ -182,8 +206,4 @@ def check_servers(settings: Settings) -> None:
         return
     wanted = wanted_of(settings, Renderer(settings.model))
     for url in settings.engine.urls:
-        server = Server(url)
-        try:
-            server.check(wanted)
-        finally:
-            server.close()
+        Server(url, longest_s=settings.parallel.timeout_s).check(wanted)

@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config.services import ServiceSettings
 from megatron_rl.jsonl import replace_bytes
+from megatron_rl.servers import KeyRefused, one_line
+from sandbox.bounded_http import DENIED, NoAnswer, request
 
 FOLDER = "services"
-ANSWER_S = 2.0
+ANSWER_S, MOST_BYTES = 2.0, 64 << 10
+"""Of a server's answer to the question whether it is there."""
 
 
 class _Model(BaseModel):
@@ -52,6 +54,7 @@ class Kind:
     """Of the answer's body: what it calls itself. ValidationError: it is another server."""
     token: Callable[[Path], str]
     """(the file of its token) -> what it asks for; empty where it asks for nothing."""
+    key_remedy: str = "another server has its port, or it was started with another token; start it anew"
 
 
 def _of_vllm(settings: ServiceSettings, name: str, nonce: str, token: Path) -> list[str]:
@@ -68,6 +71,7 @@ KINDS: Mapping[str, Kind] = {
         options=_of_vllm,
         path="/v1", question="/models", names=lambda body: [model.id for model in _Models.model_validate_json(body).data],
         token=lambda file: os.environ.get("OPENAI_API_KEY", ""),  # one that was started with --api-key takes that of the judge's clients
+        key_remedy="give OPENAI_API_KEY the value of the server's VLLM_API_KEY, or unset both",
     ),
     "sandbox": Kind(
         command=[sys.executable, "-m", "sandbox", "serve"],
@@ -101,7 +105,7 @@ def publish(run: Path, name: str, *, url: str, nonce: str) -> None:
 
 
 def find(run: Path, name: str, kind: str) -> str:
-    """The published address, if the service is there that published it; else nothing."""
+    """The published address, if the service is there that published it; else nothing. KeyRefused: see is_there."""
     try:
         published = _Published.model_validate_json(file_of(run, name).read_bytes())
     except (OSError, ValidationError):
@@ -110,11 +114,17 @@ def find(run: Path, name: str, kind: str) -> str:
 
 
 def is_there(url: str, kind: str, *, nonce: str, token: Path) -> bool:
-    """Whether the service of this nonce answers at the address. A server of another kind is not told the judge's key."""
-    said = KINDS[kind].token(token)
-    headers = {"Authorization": f"Bearer {said}"} if said else {}
+    """Whether the service of this nonce answers at the address. A server of another kind is not told the judge's key.
+
+    KeyRefused: one answers that does not accept the key or token.
+    """
     try:
-        answer = httpx.get(url + KINDS[kind].question, timeout=ANSWER_S, trust_env=False, headers=headers)
+        answer = request("GET", url + KINDS[kind].question, limit_s=ANSWER_S, max_bytes=MOST_BYTES, token=KINDS[kind].token(token))
+    except NoAnswer:
+        return False
+    if answer.status in DENIED:
+        raise KeyRefused(f"{url} answers {answer.status}, {one_line(answer.text)}: {KINDS[kind].key_remedy}")
+    try:
         return nonce in KINDS[kind].names(answer.content)
-    except (httpx.HTTPError, httpx.InvalidURL, ValidationError):
+    except ValidationError:
         return False

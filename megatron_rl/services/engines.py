@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-import httpx
 import torch
 
 from megatron_rl.config import EngineSettings, Settings, require
-from megatron_rl.rollout.server import is_on_gpu, words_of
+from megatron_rl.rollout.server import NO_KEY, is_on_gpu, words_of
 from megatron_rl.rollout.vllm.command import server_environment
-from megatron_rl.services.address import ANSWER_S, FOLDER
+from megatron_rl.services.address import ANSWER_S, FOLDER, MOST_BYTES
 from megatron_rl.services.kept import Kept, environment, free_port
 from megatron_rl.services.serving import LOOK_S, TELL_S, check_service, chosen, host_of
 from megatron_rl.world import World, on_main_rank
+from sandbox.bounded_http import DENIED, NoAnswer, request
 
 RESTARTS = 5
 """Of one server in a row: with the next end it stays away."""
@@ -64,10 +64,13 @@ class Engine:
         self.kept = Kept(command, log=self.log, environment=self.environment)
 
     def answers(self) -> bool:
+        """ValueError: it does not accept this run's requests."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=ANSWER_S, trust_env=False).is_success
-        except httpx.HTTPError:
+            answer = request("GET", f"{self.url}/health", limit_s=ANSWER_S, max_bytes=MOST_BYTES)
+        except NoAnswer:
             return False
+        require(answer.status not in DENIED, "engine.servers", self.name, f"{self.url} answers {answer.status}: {NO_KEY}")
+        return answer.is_success
 
 
 class Engines:

@@ -26,6 +26,7 @@ from megatron_rl.config import (
     service_of,
 )
 from megatron_rl.config.services import WITH_TOKEN
+from megatron_rl.servers import KeyRefused
 from megatron_rl.services.address import FOLDER, KINDS, file_of, find, is_there, publish, token_file
 from megatron_rl.services.kept import Kept, environment, free_port, is_free
 from megatron_rl.world import World, on_main_rank
@@ -70,15 +71,20 @@ class Service:
             self._require_alive()
         if self.url:
             return
-        passed = time.monotonic() - self._began
-        self.url = find(self._run, self.name, self._settings.kind) if self._settings.elsewhere else self._own_url()
+        passed, refusal = time.monotonic() - self._began, ""
+        try:
+            self.url = find(self._run, self.name, self._settings.kind) if self._settings.elsewhere else self._own_url()
+        except KeyRefused as refused:
+            refusal = str(refused)
+        if refusal and not self._settings.elsewhere:  # a server elsewhere may have died, and left its port to a stranger
+            self._fail("kind", self._settings.kind, refusal)
         if self.url:
             print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
         elif passed > self._settings.start_s:
-            self._fail("start_s", self._settings.start_s, "it does not answer")
+            self._fail("start_s", self._settings.start_s, refusal or "it does not answer")
         elif time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
-            print(f"service {self.name}: does not answer yet, after {passed:.0f} s; {self._last_words()}", flush=True)
+            print(f"service {self.name}: {refusal or 'does not answer yet'}, after {passed:.0f} s; {self._last_words()}", flush=True)
 
     def _own_url(self) -> str:
         self._require_alive()

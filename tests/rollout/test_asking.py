@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 from PIL import Image as pil
 
@@ -13,6 +12,7 @@ from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.server import HOW, Server
 from megatron_rl.servers import ServerFault
 from megatron_rl.types import Image
+from sandbox.bounded_http import BoundedClient
 from tests.support.json_server import address_of, serve, stop
 
 WANTED = {"model": "abc", "tokenizer": "def", "weight transfer": "megatron_rl"}
@@ -83,8 +83,8 @@ def reply(**changes: object) -> dict[str, object]:
 
 def ask(url: str, *, said: Completion = NOTHING) -> Part:
     async def main() -> Part:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            asking = Asking(http=http, image_token_id=99, stop_ids=[2])
+        async with BoundedClient() as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
             turn = Turn([5, 6], [], Sampling(4, 0.5, seed=7, stop=("x",)))
             return await asking.ask(Server(url), turn, said, label="mine.3", salt="mine.3")
 
@@ -191,8 +191,8 @@ def asking_all(server: Server, turns: list[Turn], *, cancelled: int | None = Non
     """Begun together, in this order."""
 
     async def main() -> list[Part | BaseException]:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            asking = Asking(http=http, image_token_id=99, stop_ids=[2])
+        async with BoundedClient() as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
             asks = [asyncio.create_task(asking.ask(server, turn, NOTHING, label="mine.3", salt="mine.3")) for turn in turns]
             await asyncio.sleep(0)
             if cancelled is not None:
@@ -222,8 +222,8 @@ def test_a_turn_of_one_token_is_asked_for_once(album: tuple[Server, Album]) -> N
     assert (part.token_ids, part.reason, part.first) == ([7], "length", 0) and seen.asked == [(0, 1, ["A"])]
 
     async def rest() -> Part:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            asking = Asking(http=http, image_token_id=99, stop_ids=[2])
+        async with BoundedClient() as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
             said = Completion([7], [-1.0], finished=False, versions=[2])
             return await asking.ask(server, turn_of(1, "b"), said, label="mine.3", salt="mine.3")
 

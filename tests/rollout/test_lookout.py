@@ -16,6 +16,7 @@ from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.remote import RemoteEngine
 from megatron_rl.rollout.server import Server
 from megatron_rl.servers import ServerFault
+from sandbox.bounded_http import BoundedClient
 
 PROBE_S = 0.2
 GENERATE = "/inference/v1/generate"
@@ -39,8 +40,7 @@ class Fake:
         if not self.is_there:
             raise httpx.ConnectError("refused")
         if not self.answers or (path == GENERATE and not self.samples):
-            await asyncio.sleep(PROBE_S)
-            raise httpx.ReadTimeout("late")
+            await asyncio.sleep(600)
         if self.is_broken:
             return httpx.Response(500, text="the engine is gone")
         if path == "/weight_info":
@@ -105,7 +105,7 @@ class Giver:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
     both = [Fake(0), Fake(1)]
     wire = httpx.MockTransport(lambda request: next(each for each in both if each.url.endswith(f"{request.url.host}:1")).answer(request))
-    monkeypatch.setattr(remote.httpx, "AsyncClient", partial(httpx.AsyncClient, transport=wire))
+    monkeypatch.setattr(remote, "BoundedClient", partial(BoundedClient, transport=wire))
     monkeypatch.setattr(lookout, "WATCH_S", 0.02)
     return both
 
@@ -157,7 +157,11 @@ def test_one_that_hangs_is_out_and_told(room: Room, fakes: list[Fake]) -> None:
     """At the first look without an answer it is out, at the third it is one that hangs. It comes back by itself with the weights it had."""
     fakes[1].answers = False
     room.until(lambda: not room.servers[1].is_in)
-    assert room.servers[0].is_in and room.servers[1].answers is False and room.servers[1].fall.result() == "ReadTimeout: late"
+    assert (
+        room.servers[0].is_in
+        and room.servers[1].answers is False
+        and room.servers[1].fall.result() == "/weight_info: no whole answer within 0.2 s"
+    )
     if room.household:
         room.until(lambda: (fakes[1].url, True) in room.household.said)
         assert room.household.said[:3] == [(fakes[1].url, False)] * 2 + [(fakes[1].url, True)]
@@ -172,7 +176,9 @@ def test_one_that_has_died_is_revived_at_once(room: Room, fakes: list[Fake], tro
     began = time.monotonic()
     fakes[0].is_there, fakes[0].is_broken = trouble != "refuses", trouble != "refuses"
     room.until(lambda: not room.servers[0].is_in)
-    assert room.servers[0].fall.result() == {"refuses": "ConnectError: refused", "says 500": "500, the engine is gone"}[trouble]
+    assert room.servers[0].fall.result() == {
+        "refuses": "/weight_info: ConnectError: refused", "says 500": "/weight_info: 500, the engine is gone",
+    }[trouble]  # fmt: skip
     if room.household:
         room.until(lambda: (fakes[0].url, True) in room.household.said)
         assert room.household.said[:3] == [(fakes[0].url, False)] * 3 and time.monotonic() - began >= PROBE_S

@@ -12,6 +12,7 @@ from megatron_rl.rollout.sender import Sender, begun, require_same
 from megatron_rl.rollout.server import Server
 from megatron_rl.rollout.vllm.transfer import WIRES, Bucket, Digest, Gloo, Meeting, packed, store_of, unpacked
 from megatron_rl.servers import ServerFault
+from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -29,6 +30,9 @@ class StandIn:
         self.held: dict[str, torch.Tensor] = {}
         self.label, self.fails, self.after = "default", "", 0
         self.wire, self.is_open, self.digest = None, False, Digest()
+        self.drips = ""
+        """A path that it answers by drops, without end."""
+        self.is_over = Event()
         self.flips = False
         """It holds a bit otherwise than it came."""
         self.holds = Event()
@@ -40,6 +44,8 @@ class StandIn:
     def answer(self, asked: str, body: dict) -> tuple[int, dict]:
         path = asked.partition("?")[0]
         self.calls.append(path)
+        if path == self.drips:
+            return 200, iter(self.drop, b"")
         if path == self.fails and self.calls.count(path) > self.after:
             return 500, {"error": "it would not"}
         sums = {name: hashlib.sha256(tensor.float().numpy()).hexdigest() for name, tensor in self.held.items()}
@@ -57,6 +63,9 @@ class StandIn:
         except RuntimeError as error:
             return 500, {"error": str(error)}
         return 200, told.get(path, {})
+
+    def drop(self) -> bytes:
+        return b"" if self.is_over.wait(0.02) else b" "
 
     def meet(self, body: dict) -> None:
         claim = dict(body["init_info"])
@@ -94,6 +103,7 @@ def two() -> Iterator[tuple[StandIn, StandIn]]:
     both = StandIn(), StandIn()
     yield both
     for each in both:
+        each.is_over.set()
         stop(each.http)
 
 
@@ -170,6 +180,34 @@ def test_one_that_fails_on_the_way_is_left_out(
     assert send(sender, "mine.2", *two, scale=3.0)[0] == [bad.url, good.url] and holds(bad, scale=3.0)
 
 
+@pytest.mark.parametrize("path", dict.fromkeys(path for path, _ in STOPS))
+def test_one_that_answers_by_drops_is_left_out_in_time(two: tuple[StandIn, StandIn], path: str) -> None:
+    """Each drop is within every time-out of a read; nothing else ends the update in a world of one process."""
+    bad, good = two
+    sender = sender_to(*two)
+    sender.claim()
+    sender._lines[bad.url].server._longest_s = 0.3  # as parallel.timeout_s would for both: the other one is to be in time on a busy machine
+    bad.drips, began = path, time.monotonic()
+    held, faults = send(sender, "mine.1", *two)
+    assert held == [good.url] and holds(good) and faults == {bad.url: f"{path}: no whole answer within 0.3 s"}
+    assert time.monotonic() - began < 20
+
+
+def test_an_end_of_ours_that_hangs_is_not_waited_for_either(two: tuple[StandIn, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's does, which has no limit of time of its own, though the server has taken the bucket."""
+    bad, good = two
+    sender = sender_to(*two)
+    sender.claim()
+    sender._lines[bad.url].timeout_s = 0.5
+    bad_wire, over = sender._lines[bad.url].wire, Event()
+    broadcast = Gloo.broadcast
+    monkeypatch.setattr(bad, "take", lambda body: None)
+    monkeypatch.setattr(Gloo, "broadcast", lambda wire, flat: over.wait(10) if wire is bad_wire else broadcast(wire, flat))
+    held, faults = send(sender, "mine.1", *two)
+    over.set()
+    assert held == [good.url] and faults == {bad.url: "/update_weights: no end within parallel.timeout_s=0.5"}
+
+
 def test_servers_that_cut_their_weights_otherwise_are_not_compared() -> None:
     whole, cut = {"tp0:a": "1"}, {"tp0:a": "2", "tp1:a": "3"}
     require_same(cut, whole, of="http://whole")
@@ -225,6 +263,18 @@ def test_an_update_that_another_trainer_left_open_is_ended(two: tuple[StandIn, S
     sender = sender_to(*two)
     sender.claim()
     assert send(sender, "mine.0", *two) == ([each.url for each in two], {}) and holds(two[0])
+
+
+def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> None:
+    """With what to do about it."""
+    with hostile("401") as url:
+        line = rf"engine.urls={url}: /version: 401, no such key; it does not accept .*; start it without --api-key and VLLM_API_KEY"
+        with pytest.raises(ValueError, match=f"^{line}$"):
+            Server(url).check({"model": "m"})
+    with hostile("body by drops") as url:
+        line = rf"^engine.urls={url}: no server of vLLM answers there \(/version: no whole answer within 0.3 s\)"
+        with pytest.raises(ValueError, match=line):
+            Server(url, longest_s=0.3).check({"model": "m"})
 
 
 def test_a_server_that_cannot_be_had_is_told(two: tuple[StandIn, StandIn]) -> None:

@@ -10,12 +10,14 @@ from threading import Event
 import pytest
 
 from megatron_rl.config import EngineSettings
+from megatron_rl.rollout import lookout
 from megatron_rl.rollout import server as server_module
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.lookout import WATCH_S
 from megatron_rl.rollout.remote import TRIES, RemoteEngine
 from megatron_rl.rollout.server import Server
-from megatron_rl.types import HostFault
+from megatron_rl.types import AccessDenied, HostFault, WaitedFault
+from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
 
 PROBE_S, SLACK_S = 1.0, 3.0
@@ -116,6 +118,57 @@ def open_engine() -> Iterator[Open]:
 
 async def say(engine: RemoteEngine) -> Completion:
     return await asyncio.wait_for(engine.generate([1, 2], [], Sampling(3, 1.0, seed=0)), 60)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], RemoteEngine]]:
+    """An engine over one server of this address, which is believed to have its weights."""
+    monkeypatch.setattr(lookout, "WATCH_S", 0.05)
+    opened: list[RemoteEngine] = []
+
+    def opens(url: str) -> RemoteEngine:
+        settings = EngineSettings(kind="remote", urls=[url], probe_s=0.3, turn_s=60.0, patience_s=0.5)
+        engine = RemoteEngine(
+            [Server(url)], settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=lambda mine: [([url], {})], sender=None,
+            tell=lambda _: None,
+        )  # fmt: skip
+        opened.append(engine)
+        engine.load_weights(iter(()), version=0)
+        return engine
+
+    yield opens
+    for engine in opened:
+        engine.close()
+
+
+@pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
+def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[str], RemoteEngine]) -> None:
+    """A drop is within every time-out of a read: its turn would wait for ever, and so would an update that has it give up what it has."""
+    with hostile(way) as url:
+        engine, began = alone(url), time.monotonic()
+        line = rf"^none of {url} was well for 0.5 s \(engine.patience_s\); the last failure: {url}: "
+        with pytest.raises(WaitedFault, match=line + "/weight_info: no whole answer within 0.3 s$"):
+            engine.run(say(engine))
+        engine.load_weights(iter(()), version=1)
+        assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("way", "what"), [("packed", r"is compressed \('gzip'\)"), ("endless", r"has more than \d+ bytes")])
+def test_an_answer_without_end_is_not_read(way: str, what: str, alone: Callable[[str], RemoteEngine]) -> None:
+    with hostile(way) as url:
+        engine = alone(url)
+        with pytest.raises(WaitedFault, match=rf"the last failure: {url}: /\S+: the answer {what}"):
+            engine.run(say(engine))
+
+
+@pytest.mark.parametrize("status", ["401", "403"])
+def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str], RemoteEngine]) -> None:
+    """It is not waited for, and the line says what to do."""
+    with hostile(status) as url:
+        engine = alone(url)
+        line = rf"^engine.urls={url}: /\S+: {status}, no such key; it does not accept .*; start it without --api-key and VLLM_API_KEY$"
+        with pytest.raises(AccessDenied, match=line):
+            engine.run(say(engine))
 
 
 @pytest.mark.parametrize("how", ["500", "garbage", "other"])

@@ -1,11 +1,13 @@
 """The client of every server against servers that answer by drops, without end, compressed, or from elsewhere: real ones on loopback."""
 
 import asyncio
+import re
 import socket
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +15,10 @@ from sandbox.bounded_http import Answer, BoundedClient, NoAnswer, request
 from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S, SLACK_S = 0.4, 20.0
 """What a busy machine may add is far below the time that the server takes: for ever."""
+CLIENTS = r"^\s*(?:from|import) (httpx2|httpx|openai|requests|aiohttp|urllib3|http\.client|urllib\.request)\b"
 
 
 def in_loop(url: str, **more: object) -> Answer:
@@ -129,3 +133,15 @@ def test_a_token_goes_with_each_request_and_into_no_error() -> None:
     with pytest.raises(NoAnswer) as error:
         request("GET", "http://127.0.0.1:1/", token="two\nlines", limit_s=SLACK_S, max_bytes=10)
     assert "two" not in str(error.value)
+
+
+def test_there_is_no_other_client() -> None:
+    """httpx is imported here alone; httpx2 and openai, whose clients are bounded in rewards/client.py, by what judges and rewards."""
+    found: dict[str, set[str]] = {}
+    for path in (path for package in ("megatron_rl", "sandbox", "tools", "launch") for path in (ROOT / package).rglob("*.py")):
+        for name in [] if "attack" in path.parts else re.findall(CLIENTS, path.read_text(), flags=re.MULTILINE):
+            found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    rewards = {f"megatron_rl/rewards/{name}.py" for name in ("client", "greeting", "judge", "listener", "partner", "speaker")}
+    assert found.pop("httpx") == {"sandbox/bounded_http.py"}
+    assert found.pop("urllib.request") == {"megatron_rl/proxies.py"}, "which reads the environment and asks nobody"
+    assert set.union(*found.values()) <= {*rewards, "megatron_rl/evaluation/endpoint.py"}

@@ -14,11 +14,13 @@ import psutil
 import pytest
 
 from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.services import address
 from megatron_rl.services import engines as room
-from megatron_rl.services.engines import Engines, check_engines, engines, placed, shares
+from megatron_rl.services.engines import Engine, Engines, check_engines, engines, placed, shares
 from megatron_rl.types import Stopped
 from megatron_rl.world import connect, disconnect, place
 from tests.conftest import SUPPORT
+from tests.support.hostile_server import hostile
 
 HERE, HOST = "127.0.0.1", socket.gethostname()
 
@@ -99,6 +101,7 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
     ("how", "more", "line"),
     [
         ("ends", {}, "engine.servers=2: engine [01] has ended with exit code 3; .*engine_[01].log ends: ValueError: then why$"),
+        ("denies", {}, r"engine.servers=engine [01]: http://\S+ answers 401: it does not accept .*--api-key and VLLM_API_KEY$"),
         ("silent", {"start_s": 1.0}, r"engine.start_s=1.0: engine [01] does not answer; .*engine_[01].log has no word of it yet$"),
     ],
 )
@@ -107,6 +110,18 @@ def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, 
     with pytest.raises(ValueError, match=f"^{line}"), engines(settings_of(tmp_path, **more), place(), go_on=go_on):
         pass
     assert all(gone(each["pid"]) for each in starts(tmp_path))
+
+
+@pytest.mark.parametrize("way", ["body by drops", "endless", "packed"])
+def test_an_answer_without_end_is_none(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an engine nor a service is there that answers so; who looks at them waits no longer than for one that is silent."""
+    monkeypatch.setattr(room, "ANSWER_S", 0.3)
+    monkeypatch.setattr(address, "ANSWER_S", 0.3)
+    began = time.monotonic()
+    with hostile(way) as url:
+        assert not Engine(name="engine 0", url=url, command=[], environment={}, log=tmp_path / "log").answers()
+        assert not any(address.is_there(url, kind, nonce="n", token=tmp_path / "none") for kind in ("vllm", "sandbox"))
+    assert time.monotonic() - began < 20
 
 
 def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path, stand_in: Callable) -> None:

@@ -19,6 +19,7 @@ from megatron_rl.services.incoming import Incoming, WeightPart
 from megatron_rl.services.standing import Standing
 from megatron_rl.services.version import version_of_tensors
 from megatron_rl.types import HostFault
+from tests.support.hostile_server import hostile
 from tests.support.listeners import Room, app_of
 from tests.support.listening import listener_of
 from tests.support.model_servers import as_base64, noise, png
@@ -179,6 +180,18 @@ def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them()
         assert bad.serve(lambda: iter([("lm_head.weight", torch.zeros(4, 3))]), step=1) == {"audience/behind": 1.0}
     assert room.loads == 1 and room.version == f"{SUM:g}"
     assert "HTTP 404" in told[0] and "--trained" in told[0] and "127.0.0.1:9" in told[1] and "2 tensors did not come" in told[2]
+
+
+def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
+    told: list[str] = []
+    with listener_of(Trained(), trained=True, token="a-word-of-many-letters") as url:
+        audience = Audience(AudienceSettings(urls=[url]), run="r", is_main=True, tell=told.append)
+        with pytest.raises(ValueError, match=rf"^audience.urls={url}: answers 401 .*; give its token: audience.token_file=FILE$"):
+            audience.serve(pairs, step=1)
+    with hostile("body by drops") as url:
+        audience = Audience(AudienceSettings(urls=[url], tries=1, timeout_s=0.3), run="r", is_main=True, tell=told.append)
+        assert audience.serve(pairs, step=1) == {"audience/behind": 1.0}
+    assert told == [f"audience: {url}: no whole answer within 0.3 s"]
 
 
 def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() -> None:

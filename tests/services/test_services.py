@@ -22,6 +22,7 @@ from megatron_rl.types import Stopped
 from megatron_rl.world import connect, disconnect, place
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
+from tests.support.hostile_server import hostile
 
 STAND_IN = SUPPORT / "stand_in.py"
 HOST, HERE = socket.gethostname(), "127.0.0.1"
@@ -133,6 +134,18 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
     line = r"^services.judge.start_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
     with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
         pass
+    with hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
+        publish(tmp_path, "judge", url=url, nonce="n")
+        line = rf"^services.judge.start_s=0.2: {url} answers 401, no such key: give OPENAI_API_KEY the value of the server's VLLM_API_KEY"
+        with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
+            pass
+
+
+def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -> None:
+    line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 answers 401, .*: give OPENAI_API_KEY the value of the server's VLLM_API_KEY"
+    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, service_of(tmp_path, "denies")), place(), go_on=go_on):
+        pass
+    assert are_gone(tmp_path)
 
 
 def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """A real HTTP server in a thread, in the place of somebody's: one function answers."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 Answer = Callable[[str, dict], tuple[int, object] | None]
-"""From a path and a body, {} where there is none, to a status and what is said, bytes as they are; None breaks the connection off."""
+"""From a path and a body, {} where there is none, to a status and what is said, bytes as they are; None breaks the connection off. Of what
+is said by an iterator each part is sent when it comes."""
 
 
 def serve(answer: Answer) -> ThreadingHTTPServer:
@@ -22,8 +24,15 @@ def serve(answer: Answer) -> ThreadingHTTPServer:
                 self.close_connection = True
                 return
             status, said = answered
-            body = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_response(status)
+            if isinstance(said, Iterator):
+                self.send_header("Content-Length", "100000")
+                self.end_headers()
+                with suppress(OSError):
+                    self.wfile.writelines(said)
+                self.close_connection = True
+                return
+            body = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -1,6 +1,6 @@
 """In the place of vLLM's server, at once: it says its names when it is asked for its models, and has a child that left its session.
 
-usage: stand_in.py FOLDER well|silent|ends --model M --served-model-name A B --host H --port P
+usage: stand_in.py FOLDER well|silent|ends|denies --model M --served-model-name A B --host H --port P
 
 FOLDER/pids has both processes, FOLDER/environment.json what they were told.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = json.dumps({"object": "list", "data": [{"id": name} for name in given.served_model_name]}).encode()
-        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.send_response(401 if given.how == "denies" else 200 if self.path == "/v1/models" else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

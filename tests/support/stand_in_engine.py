@@ -2,8 +2,8 @@
 
 usage: stand_in_engine.py FOLDER ... --host H --port P
 
-FOLDER/how, read at each start and each question: well; silent (takes no questions); ends (with code 3, behind two lines). Each start adds a
-line to FOLDER/starts: its process, its cores, and what it is told of GPUs and threads.
+FOLDER/how, read at each start and each question: well; silent (takes no questions); ends (with code 3, behind two lines); denies (asks for
+a key). Each start adds a line to FOLDER/starts: its process, its cores, and what it is told of GPUs and threads.
 """
 
 import json
@@ -18,7 +18,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         while how() == "silent":
             time.sleep(0.05)
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response(401 if how() == "denies" else 200 if self.path == "/health" else 404)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
