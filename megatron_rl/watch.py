@@ -2,9 +2,10 @@
 
 A thread of every rank looks at the stack of the one that trains. Where that stands still for NEARLY of parallel.timeout_s, all ranks are
 asked: each writes its stacks to RUN/hang/rank_N.txt, and says where it is and whether it waits for others; a warning names those that do
-not. Where a collective fails, because it waited too long or because a peer has died, the run ends with one line a node. Ranks talk through
-the store that torchrun's processes meet by. On CUDA torch's flight recorder writes the last collectives of NCCL beside the stacks, when
-NCCL ends a process that waited too long: this was never run.
+not. Where a collective fails, because it waited too long or because a peer has died, the run ends with one line a node. So it does where
+a rank leaves SILENT questions in a row without an answer, in whatever collective the others wait: one that is slow answers. Ranks talk
+through the store that torchrun's processes meet by. On CUDA torch's flight recorder writes the last collectives of NCCL beside the stacks,
+when NCCL ends a process that waited too long: this was never run.
 """
 
 import faulthandler
@@ -21,11 +22,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from math import ceil
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import torch.distributed as dist
 
@@ -42,7 +44,10 @@ ANSWER_S = 5.0
 LEAVE_S = 6 * ANSWER_S
 """What the last word may take. A store whose process hangs, and has not ended, keeps a request for ever, whatever its time limit: torch
 2.13's TCPStore waits for the answer to its own cancellation."""
-_NOBODY = "nobody"
+SILENT = 3
+"""Questions in a row without an answer, after which a rank is given up, however long the others might wait for it (parallel.skew_s)."""
+_NOBODY, _OVER = "0 nobody", "over"
+"""In the place of a question, which is a number and who asks: before the first one, and when every rank is to end."""
 _PACKAGE = Path(__file__).parent
 _HELPERS = (Path(__file__), _PACKAGE / "world.py")
 
@@ -67,7 +72,7 @@ class Watch:
         self._world, self._folder, self._timeout_s = world, folder / FOLDER, timeout_s
         self._node = f"node {world.node}, {socket.gethostname()}"
         self._over, self._given_up = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._look_and_leave, name="watch", daemon=True)
         if world.device.type == "cuda":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder.absolute() / "nccl_"))
@@ -80,6 +85,7 @@ class Watch:
             self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
             self._heard = self._store.compare_set("watch/asked", "", _NOBODY)
             self._say("here", Answer(node=self._node))
+            self._store.set(f"watch/heard/{self._world.rank}", str(_number(self._heard)))
             self._thread.start()
         return self
 
@@ -87,33 +93,36 @@ class Watch:
         """Parted instead of a collective's failure."""
         if self._world.size == 1:
             return
-        self._over.set()
         parts = error is not None and of_collective(error)
-        leaving = threading.Thread(target=self._leave, args=(kind, error, trace, parts), name="last word", daemon=True)
-        leaving.start()
-        leaving.join(LEAVE_S)
-        if leaving.is_alive() and parts:
+        self._last_word = partial(self._leave, error, trace, parts)
+        self._over.set()
+        self._thread.join(LEAVE_S)
+        if self._thread.is_alive() and parts:
             self._given_up.set()
             _tell(f"error: {self._waited(error)}the first node, where all ranks meet, does not answer")
         if parts:
             raise Parted from error
 
-    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, parts: bool) -> None:
+    def _look_and_leave(self) -> None:
+        """In the thread, which has the last word, too: where memory is short no other one could be started."""
+        self._look()
+        self._over.wait()
+        self._last_word()
+
+    def _leave(self, error: BaseException | None, trace: TracebackType | None, parts: bool) -> None:
         """The last word of this rank, and why it parts, if it does."""
-        self._thread.join()
         try:
             if parts:
                 self._say("last", Answer(node=self._node, at=place(list(traceback.walk_tb(trace))), waits=True))
                 self._part(error)
             else:
-                why = "it is done, and others are not" if error is None else first_line(error) or kind.__name__
-                self._say("last", Answer(node=self._node, ended=why))
+                self._say("last", Answer(node=self._node, ended=reason_of(error)))
         except dist.DistError as lost:
             if parts and not self._given_up.is_set():
                 _tell(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
 
     def _look(self) -> None:
-        """In the thread: answer who asks, and ask where nothing moves."""
+        """Answer who asks, and ask where nothing moves."""
         before, since = None, time.monotonic()
         while not self._over.wait(min(LOOK_S, self._timeout_s / LOOKS)):
             now = [(frame.f_code, frame.f_lasti) for frame, _ in self._frames()]
@@ -125,9 +134,14 @@ class Watch:
                 if self._hear():
                     since = time.monotonic()
                 if asks:
-                    _tell(f"warning: rank {self._world.rank} has not moved for {still_s:.0f} s: {self._verdict()}")
+                    answers, gone = self._answers()
+                    line = verdict(answers, gone, stacks=self._folder)
+                    _tell(f"warning: rank {self._world.rank} has not moved for {still_s:.0f} s: {line}")
+                    self._give_up(gone)
             except dist.DistError:  # the first node is gone: the next collective will say so
                 return
+            except MemoryError:  # who trains will meet it, too, and say so
+                continue
 
     def _frames(self) -> list[tuple[FrameType, int]]:
         """Of the one that trains, the outermost first."""
@@ -135,7 +149,7 @@ class Watch:
 
     def _ask(self) -> bool:
         """Ask all ranks anew; False where another one did so at the same time."""
-        mine = f"rank {self._world.rank} at {time.time()}"
+        mine = f"{_number(self._heard) + 1} rank {self._world.rank}"
         return self._store.compare_set("watch/asked", self._heard.decode(), mine).decode() == mine
 
     def _hear(self) -> bool:
@@ -143,13 +157,32 @@ class Watch:
         asked = self._store.get("watch/asked")
         if asked == self._heard or self._over.is_set():
             return False
+        if asked.decode() == _OVER:
+            self._end()
         self._heard = asked
         frames = self._frames()
         answer = Answer(node=self._node, at=place(frames), waits=waits(frames))
         with suppress(OSError):  # what is said counts, too, where nothing can be written
             self._write(answer)
         self._say(asked.decode(), answer)
+        self._store.set(f"watch/heard/{self._world.rank}", str(_number(asked)))
         return True
+
+    def _give_up(self, gone: Mapping[int, Answer]) -> None:
+        """End the job where one of these has left too many questions in a row without an answer."""
+        number = _number(self._heard)
+        silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= SILENT}
+        if silent:
+            line = f"no answer from {_named(silent)} to {SILENT} questions in a row; was it stopped, or does its node hang?"
+            self._store.compare_set("watch/verdict", "", line)
+            self._store.set("watch/asked", _OVER)
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """End this process, whatever it waits for: no exception reaches a thread that is inside a collective."""
+        self._tell_once(self._store.get("watch/verdict").decode())
+        time.sleep(2 * LOOK_S)  # the others read the same, and do not take the end of this process for the reason
+        os._exit(1)
 
     def _write(self, answer: Answer) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +194,11 @@ class Watch:
     def _part(self, error: BaseException) -> None:
         """Say why, once a node, and everywhere the same."""
         self._ask()
-        line = self._store.compare_set("watch/verdict", "", self._waited(error) + self._verdict()).decode()
+        line = self._waited(error) + verdict(*self._answers(), stacks=self._folder)
+        self._tell_once(self._store.compare_set("watch/verdict", "", line).decode())
+
+    def _tell_once(self, line: str) -> None:
+        """Once a node."""
         if self._store.add(f"watch/told/{self._world.node}", 1) == 1:
             _tell(f"error: {line}")
 
@@ -177,8 +214,8 @@ class Watch:
     def _say(self, when: str, answer: Answer) -> None:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
 
-    def _verdict(self) -> str:
-        """From the answers of all, which are waited for."""
+    def _answers(self) -> tuple[dict[int, Answer], dict[int, Answer]]:
+        """Return those of all ranks, which are waited for, and of each that gives none what it said at the beginning."""
         asked = self._store.get("watch/asked").decode()
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + ANSWER_S
@@ -188,10 +225,24 @@ class Watch:
                 if rank not in answers and self._store.check([f"watch/{when}/{rank}"]):
                     answers[rank] = self._read(when, rank)
         gone = {rank: self._read("here", rank) for rank in range(self._world.size) if rank not in answers}
-        return verdict(answers, gone, stacks=self._folder)
+        return answers, gone
 
     def _read(self, when: str, rank: int) -> Answer:
         return Answer(**json.loads(self._store.get(f"watch/{when}/{rank}")))
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Return why a rank has ended: the line that the others end with."""
+    if error is None:
+        return "it is done, and others are not"
+    if isinstance(error, MemoryError):
+        return f"MemoryError: {first_line(error) or 'no memory was left'}; give its node more, or lower batch.micro_batch_tokens"
+    return first_line(error) or type(error).__name__
+
+
+def _number(asked: bytes) -> int:
+    """Of a question. Example: b"3 rank 1" -> 3"""
+    return int(asked.split()[0])
 
 
 def verdict(answers: Mapping[int, Answer], gone: Mapping[int, Answer], *, stacks: Path) -> str:

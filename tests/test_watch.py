@@ -53,6 +53,30 @@ def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
     assert line == f"error: key=value: remedy (rank 1, {HERE[1:-1]})"
 
 
+def test_who_has_no_memory_left_says_so(tmp_path: Path) -> None:
+    """It has none for a new thread either. Its reason is the last line, and no other one's guess."""
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "memory", 60, timeout_s=100)
+    told = f"error: MemoryError: no memory was left; give its node more, or lower batch.micro_batch_tokens (rank 1, {HERE[1:-1]})"
+    assert [line for line in done.stdout.splitlines() if "error:" in line] == [told] and done.returncode == 1
+
+
+def test_a_silent_rank_ends_the_job_wherever_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a group that waits for hours for slow writers: three questions a second apart, instead of 100 s."""
+    monkeypatch.setattr(forked, "GRACE_S", 1.0)
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "stops", 1, timeout_s=90)
+    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < 60
+    line = f"error: no answer from rank 1 {HERE} to 3 questions in a row; was it stopped, or does its node hang?"
+    assert [each for each in done.stdout.splitlines() if each.startswith("error")] == [line]
+    warnings = [each for each in done.stdout.splitlines() if each.startswith("warning")]
+    assert len(warnings) == 3 and all(f"no answer from rank 1 {HERE}" in each for each in warnings), done.stdout
+
+
+def test_a_slow_rank_that_answers_is_waited_for(tmp_path: Path) -> None:
+    """As one that writes its part of a checkpoint longer than the others; the questions are as far apart as above."""
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "writes", 1, timeout_s=90)
+    assert done.returncode == 0 and "error" not in done.stdout and done.stdout.count(" in write_long") >= 3, done.stdout
+
+
 def keep_store(told: Connection) -> None:
     """In a process of its own: what the ranks meet in."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,36 +1,68 @@
 """Run as a world by test_watch.py: ranks that gather under a watch, of which rank 1 does something else.
 
-usage: watched.py OUT lags|ends LIMIT_S      OUT/began_N appears when rank N comes to the gathering that rank 1 does not come to
+usage: watched.py OUT lags|ends|memory|stops|writes LIMIT_S
+
+OUT/began_N appears when rank N comes to the gathering that rank 1 does not come to: it sleeps, ends by an error, has no memory left, is
+stopped, or comes when it has answered more questions than a silent one may leave. The latter two are waited for in a group that waits much
+longer than LIMIT_S.
 """
 
+import os
+import resource
+import signal
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
+
+from megatron_rl import watch as watch_module
 from megatron_rl.types import Parted
-from megatron_rl.watch import Watch
-from megatron_rl.world import connect, disconnect, gather, place
+from megatron_rl.watch import SILENT, Watch, _number
+from megatron_rl.world import connect, disconnect, gather, patient, place
 
 
 def dawdle() -> None:
     time.sleep(60)
 
 
+def use_all_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (64 << 20), resource.RLIM_INFINITY))
+    held = []
+    while True:
+        held.append(bytearray(1 << 20))
+
+
+def write_long(watch: Watch) -> None:
+    while _number(watch._heard) <= SILENT:
+        time.sleep(0.05)
+
+
 def main(out: Path, how: str, limit_s: float) -> None:
     world = place()
     watch = Watch(world, folder=out, timeout_s=limit_s)
-    connect(world, timeout_s=limit_s)
+    waits_long = how in ("stops", "writes")
+    connect(world, timeout_s=100.0 if waits_long else limit_s)
     with ExitStack() as closing, watch:
         closing.callback(disconnect)
         for _ in range(3):
             gather(world.rank)
+        group = patient(timeout_s=100.0) if waits_long else None
+        if waits_long:
+            watch_module.ANSWER_S = 0.5  # the connection to the store has its own limit by now
         (out / f"began_{world.rank}").touch()
         if world.rank == 1:
-            if how == "ends":
-                raise ValueError("key=value: remedy")
-            dawdle()
-        gather(world.rank)
+            {"ends": end, "lags": dawdle, "memory": use_all_memory, "stops": stop, "writes": lambda: write_long(watch)}[how]()
+        gather(world.rank, group=group)
+
+
+def end() -> None:
+    raise ValueError("key=value: remedy")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if __name__ == "__main__":
