@@ -8,7 +8,7 @@ followed, and no proxy of the environment is used. Clients of judges, which may 
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from ssl import SSLContext
@@ -33,6 +33,8 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     content: bytes
+    token: str = field(default="", repr=False)
+    """That of the request."""
 
     @property
     def is_success(self) -> bool:
@@ -40,7 +42,8 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return self.content.decode(errors="replace")
+        """For people: without the token, which the server may have repeated."""
+        return _without(self.token, self.content.decode(errors="replace"))
 
 
 class BoundedClient:
@@ -72,20 +75,20 @@ class BoundedClient:
 
         `limit_s` is for all of it; `connect_s` for a connection alone.
         """
-        content = None
+        sent = None
         if body is not None:
-            content = json.dumps(body, separators=(",", ":")).encode("ascii")  # escaped: UTF-8 has no bytes for half a surrogate pair
+            sent = json.dumps(body, separators=(",", ":")).encode("ascii")  # escaped: UTF-8 has no bytes for half a surrogate pair
             headers = {**(headers or {}), "Content-Type": "application/json"}
         timeout = httpx.Timeout(None, connect=connect_s)
         try:
             async with asyncio.timeout(limit_s):
-                async with self._http.stream(verb, url, content=content, headers=headers, params=query, timeout=timeout) as answer:
-                    return Answer(answer.status_code, answer.headers, await _read(answer, max_bytes=max_bytes))
+                async with self._http.stream(verb, url, content=sent, headers=headers, params=query, timeout=timeout) as answer:
+                    content = await _read(answer, max_bytes=max_bytes)
+                    return Answer(answer.status_code, answer.headers, content, self._token)
         except TimeoutError as late:
             raise NoAnswer(f"no whole answer within {limit_s:g} s") from late
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last one of a host's name
-            text = str(error).replace(self._token, "***") if self._token else str(error)  # an illegal header is repeated
-            raise NoAnswer(f"{type(error).__name__}: {text}") from error
+            raise NoAnswer(f"{type(error).__name__}: {_without(self._token, str(error))}") from error
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -95,6 +98,10 @@ class BoundedClient:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
+
+
+def _without(token: str, text: str) -> str:
+    return text.replace(token, "***") if token else text
 
 
 async def _read(answer: httpx.Response, *, max_bytes: int) -> bytes:

@@ -99,7 +99,7 @@ def test_nobody_listens(ask: Ask) -> None:
         request("GET", f"http://{'a' * 70}..b/", limit_s=SLACK_S, max_bytes=10)
 
 
-def test_a_token_goes_with_each_request_and_into_no_error() -> None:
+def test_a_token_goes_with_each_request() -> None:
     heard: list[bytes] = []
     trap = socket.create_server(("127.0.0.1", 0))
 
@@ -130,9 +130,16 @@ def test_a_token_goes_with_each_request_and_into_no_error() -> None:
     assert heard[0].endswith(b'\r\n\r\n{"half":"\\ud800"}') and b"Content-Type: application/json" in heard[0] and b"X-More: 1" in heard[0]
     assert all(b"Authorization: Bearer a-word-of-letters" in each and b"Accept-Encoding: identity" in each for each in heard)
     assert b"Cookie" not in heard[1], "they would grow without a bound"
-    with pytest.raises(NoAnswer) as error:
-        request("GET", "http://127.0.0.1:1/", token="two\nlines", limit_s=SLACK_S, max_bytes=10)
-    assert "two" not in str(error.value)
+
+
+def test_a_token_that_a_server_repeats_is_in_no_error() -> None:
+    """What is no HTTP at all is quoted."""
+    with hostile("echo") as url, pytest.raises(NoAnswer, match=r"^RemoteProtocolError: .*\*\*\*") as error:
+        request("GET", url, token="a-word-of-letters", limit_s=SLACK_S, max_bytes=100)
+    assert "a-word-of-letters" not in str(error.value)
+    with hostile("401") as url:
+        answer = request("GET", url, token="such", limit_s=SLACK_S, max_bytes=100)
+    assert (answer.text, answer.content) == ("no *** key", b"no such key") and "'such'" not in repr(answer)
 
 
 def test_there_is_no_other_client() -> None:

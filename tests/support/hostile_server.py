@@ -21,6 +21,7 @@ HEADS = {
     "body by drops": b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
     "head by drops": b"HTTP/1.1 200 OK\r\n",
     "silent": b"",
+    "echo": b"a-word-of-letters\r\n\r\n",
     "endless": b"HTTP/1.1 200 OK\r\n\r\n",
     "long error": b"HTTP/1.1 500 Oops\r\n\r\n",
     "packed": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%s" % (len(_PACKED), _PACKED),
