@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -72,8 +73,9 @@ class Home:
 
 
 @contextlib.contextmanager
-def serving(kind: str, model: Path, *words: str) -> Iterator[str]:
-    """A service of the model; its address."""
+def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[str]:
+    """A service of the model, which asks for `token` where there is one; its address."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -82,7 +84,7 @@ def serving(kind: str, model: Path, *words: str) -> Iterator[str]:
     try:
         for _ in range(WAIT_S):
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, headers=headers).status_code == 200:
                     break
             time.sleep(1)
         else:
@@ -144,9 +146,13 @@ def alternating(home: Home, speaker: Path, listener: Path, frozen: str, heard: l
 def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
     """Two runs at a time: after each step each sends its weights to a service that the other one asks."""
     if not (home.folder / "simultaneous_speaker" / "eval.json").exists():
-        with serving("listener", listener, "--trained") as hears, serving("speaker", speaker, "--trained") as says:
-            words = [*ALONE[1:], f"task.speaker.urls=[{says}]", f"audience.urls=[{hears}]"]
-            own = [*heard, f"task.listener.urls=[{hears}]", "task.listener.follows=true", f"audience.urls=[{says}]"]
+        file, token = home.folder / "services.token", secrets.token_urlsafe(32)
+        file.write_text(token)
+        taken, asks = ("--trained", "--token-file", str(file)), f"token_file={file}"
+        with serving("listener", listener, *taken, token=token) as hears, serving("speaker", speaker, *taken, token=token) as says:
+            words = [*ALONE[1:], f"task.speaker.urls=[{says}]", f"task.speaker.{asks}", f"audience.urls=[{hears}]", f"audience.{asks}"]
+            own = [*heard, f"task.listener.urls=[{hears}]", f"task.listener.{asks}", "task.listener.follows=true"]
+            own += [f"audience.urls=[{says}]", f"audience.{asks}"]
             with ProcessPoolExecutor(1) as beside:  # each process has its own account of processor time
                 listens = beside.submit(home.run, "simultaneous_listener", "lewis_listener_cpu", listener, *words)
                 home.run("simultaneous_speaker", "lewis_cpu", speaker, *own, *sheets(home, "simultaneous"))

@@ -48,9 +48,12 @@ started=()
 end() { for process in "${started[@]}"; do kill "$process" 2>/dev/null || true; done; }
 trap end EXIT
 mkdir -p "$out"
+token=$out/services.token # both services ask for it
+(umask 077 && head -c 32 /dev/urandom | base64 >"$token")
 # serve KIND MODEL PORT: a service that takes weights, when it is up
 serve() {
-    python -m "megatron_rl.services.$1" --model "$2" --port "$3" --trained "${service_args[@]}" >"$out/$1.log" 2>&1 &
+    python -m "megatron_rl.services.$1" --model "$2" --port "$3" --trained --token-file "$token" \
+        "${service_args[@]}" >"$out/$1.log" 2>&1 &
     started+=($!)
     until grep -q '^http://' "$out/$1.log"; do
         if ! kill -0 "${started[-1]}" 2>/dev/null; then
@@ -64,9 +67,9 @@ serve listener "$listener" "$listener_port"
 serve speaker "$speaker" "$speaker_port"
 listener_url=http://127.0.0.1:$listener_port speaker_url=http://127.0.0.1:$speaker_port
 python launch/train.py "experiment=$listener_recipe" "model.path=$listener" "services.speaker={$none}" "task.speaker.urls=[$speaker_url]" \
-    "audience.urls=[$listener_url]" "run.dir=$out/listener" "${hears[@]}" >"$out/listener_run.log" 2>&1 &
+    "task.speaker.token_file=$token" "audience.urls=[$listener_url]" "audience.token_file=$token" "run.dir=$out/listener" "${hears[@]}" >"$out/listener_run.log" 2>&1 &
 trains=$!
 started+=("$trains")
 python launch/train.py "experiment=$speaker_recipe" "model.path=$speaker" "services.listener={$none}" "task.listener.urls=[$listener_url]" \
-    task.listener.follows=true "audience.urls=[$speaker_url]" "run.dir=$out/speaker" "${says[@]}"
+    "task.listener.token_file=$token" task.listener.follows=true "audience.urls=[$speaker_url]" "audience.token_file=$token" "run.dir=$out/speaker" "${says[@]}"
 wait "$trains"

@@ -25,7 +25,7 @@ from megatron_rl.rollout.lookout import Household
 from megatron_rl.rollout.remote import RemoteEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.sender import Sender
-from megatron_rl.rollout.server import Server, wanted_of
+from megatron_rl.rollout.server import Server, token_of, wanted_of
 from megatron_rl.stop import Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.world import World, meeting_store, on_main_rank
@@ -114,7 +114,7 @@ def build_remote(
     ValueError: another run has one of them.
     """
     given, name = settings.engine, on_main_rank(lambda: secrets.token_hex(4))
-    servers, sender = [Server(url, longest_s=settings.parallel.timeout_s) for url in given.urls], None
+    servers, sender = [Server(url, token=token_of(given), longest_s=settings.parallel.timeout_s) for url in given.urls], None
     if world.is_main:
         sender = Sender(
             servers, wanted=wanted_of(settings, renderer), owner=f"{settings.run.dir} ({os.getpid()} on {socket.gethostname()}, {name})",

@@ -41,8 +41,9 @@ leaves none."""
 FREE = (
     "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry",
     "run.overwrite", "run.grace_s", "run.max_failed", "run.max_logprob_abs_diff", "run.patience_s", "run.host_gb", "run.record",
-    "run.record_gb", "run.record_best", "run.record_worst", "run.trace", "task.judge.urls", "task.judge.patience_s", "task.sandbox.url",
-    "task.sandbox.token_file", "task.options.processes", "task.options.call_s", "task.listener.", "task.speaker.",
+    "run.record_gb", "run.record_best", "run.record_worst", "run.trace", "task.judge.urls", "task.judge.token_file",
+    "task.judge.patience_s", "task.sandbox.url", "task.sandbox.token_file", "task.options.processes", "task.options.call_s",
+    "task.listener.", "task.speaker.",
     "task.options.witnesses.", "task.options.witness_token_files.", "task.options.log", "task.options.sheets", "evaluation.urls",
     "evaluation.timeout_s", "evaluation.patience_s", "evaluation.tries", "evaluation.concurrency",
 )  # fmt: skip

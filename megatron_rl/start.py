@@ -38,7 +38,8 @@ from megatron_rl.run import ADAPTER, Result, Run, writing
 from megatron_rl.run_checks import check_improvement
 from megatron_rl.run_folder import held
 from megatron_rl.run_states import Checkpoints, find
-from megatron_rl.services.engines import check_started, engines
+from megatron_rl.services.address import token_file
+from megatron_rl.services.engines import ENGINES, check_started, engines
 from megatron_rl.services.serving import addressed, chosen, serving
 from megatron_rl.stages import REPLAY, STAGES, Parts, Stage
 from megatron_rl.stop import CLOSING_S, Stop
@@ -103,7 +104,8 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
                 household, playing = None, settings
                 if settings.engine.servers and stage is not REPLAY:
                     urls, household = closing.enter_context(engines(settings, world, go_on=stop.check_start))
-                    playing = replace(settings, engine=replace(settings.engine, urls=urls, servers=0))
+                    asked = replace(settings.engine, urls=urls, servers=0, token_file=str(token_file(folder, ENGINES)))
+                    playing = replace(settings, engine=asked)
             except Stopped:
                 step = find(settings)[1].step
                 return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)

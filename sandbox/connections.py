@@ -59,6 +59,13 @@ class Connection(H11Protocol):
         super().handle_events()
         self._settle()
 
+    def send_400_response(self, msg: str) -> None:
+        """The last answer of the connection, to bytes that are no request: what a request before them is answered is not sent any more."""
+        super().send_400_response(msg)
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._settle()

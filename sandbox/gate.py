@@ -1,15 +1,15 @@
-"""What every request passes before anything looks into it: the token, the size of its body, and how much work the body can be.
+"""What every request passes before anything looks into it: its headers (access.py), the size of its body, and how much work that can be.
 
 A body is read whole here, so the routes meet no client that went away in the middle of one.
 """
 
-import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sandbox.access import AccessRules, Refusal
 from sandbox.messages import num_marks
 from sandbox.types import Limits
 
@@ -34,23 +34,24 @@ def allowed(limits: Limits) -> dict[str, Any]:
 class Gate:
     """Each of the application's requests, or a refusal that ends the connection."""
 
-    def __init__(self, app: ASGIApp, *, most: Mapping[str, int], marks: int, token: str) -> None:
-        """`most`: bytes of a body by the last part of its path; `marks`: commas and brackets in one (messages.num_marks)."""
+    def __init__(self, app: ASGIApp, *, most: Mapping[str, int], marks: int, token: str, hosts: Iterable[str] = ()) -> None:
+        """`most`: bytes of a body by the last part of its path; `marks`: commas and brackets in one (messages.num_marks); `hosts`: see
+        AccessRules."""
         self.app, self.most, self.marks = app, most, marks
-        self.token = f"Bearer {token}".encode() if token else b""
+        self.rules = AccessRules(token=token, hosts=hosts)
         self.held, self.most_held = 0, BODIES_AT_ONCE * max(most.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        refusal = self.rules.refusal(scope)
         most = self.most.get(scope["path"].rpartition("/")[2], SMALL)
-        declared = headers.get(b"content-length", b"0")
-        if self.token and not hmac.compare_digest(headers.get(b"authorization", b""), self.token):
-            await _refuse(401, "this server asks for its token: Authorization: Bearer ...", scope, receive, send)
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if refusal is not None:
+            await refuse(refusal, scope, receive, send)
         elif not declared.isdigit() or int(declared) > most:
-            await _refuse(413, f"a request has at most {most} bytes here", scope, receive, send)
+            await refuse(_too_long(most), scope, receive, send)
         else:
             await self._take(most, scope, receive, send)
 
@@ -69,21 +70,26 @@ class Gate:
                 self.held += max(0, size - SMALL) - counted
                 counted = max(0, size - SMALL)
                 if size > most:
-                    return await _refuse(413, f"a request has at most {most} bytes here", scope, receive, send)
+                    return await refuse(_too_long(most), scope, receive, send)
                 if self.held > self.most_held:
                     code = 429 if scope["path"] == "/boxes" else 503
-                    return await _refuse(code, "the server holds as many large requests as it may", scope, receive, send)
+                    return await refuse(Refusal(code, "the server holds as many large requests as it may", AGAIN), scope, receive, send)
             body = b"".join(parts)
             parts.clear()
             if num_marks(body) > self.marks:
                 text = f"more than {self.marks} commas and brackets, which base64 has none of"
-                return await _refuse(422, text, scope, receive, send)
-            await self.app(scope, _replayed(body, receive), send)
+                return await refuse(Refusal(422, text), scope, receive, send)
+            await self.app(scope, replayed(body, receive), send)
         finally:
             self.held -= counted
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _too_long(most: int) -> Refusal:
+    return Refusal(413, f"a request has at most {most} bytes here")
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body which was read already, then what `receive` gives."""
     left = [body]
 
     async def again() -> Message:
@@ -92,7 +98,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(code: int, text: str, scope: Scope, receive: Receive, send: Send) -> None:
-    """And the end of the connection: what is still on its way is not read."""
-    more = {401: {"WWW-Authenticate": "Bearer"}, 429: AGAIN, 503: AGAIN}.get(code, {})
-    await JSONResponse({"detail": text}, code, headers={"Connection": "close", **more})(scope, receive, send)
+async def refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer, and end the connection: what is still on its way is not read."""
+    headers = {"Connection": "close", **refusal.headers}
+    await JSONResponse({"detail": refusal.text}, refusal.code, headers=headers)(scope, receive, send)

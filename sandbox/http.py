@@ -28,6 +28,8 @@ from sandbox.token import is_for_all
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
+NO_PAGES: Mapping[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+"""Arguments of FastAPI: its pages load scripts from a content delivery network."""
 SHOWN_MISTAKES, SHOWN_CHARACTERS = 20, 2000
 """Of what is wrong with a request."""
 BACKLOG = 64
@@ -80,7 +82,7 @@ async def read(request: Request, kind: type[B]) -> B:
 
 
 def documented(kind: type[BaseModel]) -> dict[str, Any]:
-    """For the OpenAPI page: what the route reads by itself, without references, which would lead into the page and not into the schema."""
+    """For `app.openapi()`: what the route reads by itself, without references, which would lead into the page and not into the schema."""
     schema = kind.model_json_schema()
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema.get("$defs", {}))}}}}
 

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from sandbox import fusion
 from sandbox.connections import Line
 from sandbox.gate import Gate, allowed
-from sandbox.http import busy, connections, documented, listening, nobody, read, told, until_asked, while_connected
+from sandbox.http import NO_PAGES, busy, connections, documented, listening, nobody, read, told, until_asked, while_connected
 from sandbox.messages import CallRequest, FetchRequest, OpenRequest, decoded, encoded, result_to_wire
 from sandbox.metrics import Metrics
 from sandbox.pool import DESCRIPTORS_BESIDE, DESCRIPTORS_PER_BOX, Box, Sandbox
@@ -136,9 +136,10 @@ class Service:
 
 
 def create_app(
-    pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None, name: str = "", token: str = ""
-) -> FastAPI:
-    """The application over a running pool; its end closes every box. With a token, it answers nobody who does not say it."""
+    pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None, name: str = "", token: str = "",
+    host: str = "",
+) -> FastAPI:  # fmt: skip
+    """The application over a running pool; its end closes every box. `token`, and `host` as a further name of the server: gate.py."""
     service = Service(pool, wait_s=wait_s, idle_s=idle_s, waiting=waiting, name=name)
 
     @contextlib.asynccontextmanager
@@ -147,8 +148,8 @@ def create_app(
         await service.rooms.close()
 
     # A redirection for a slash too many is made of the request's Host header, whatever that holds.
-    app = FastAPI(title="sandbox", lifespan=lifespan, redirect_slashes=False)
-    app.add_middleware(Gate, **allowed(pool.limits), token=token)
+    app = FastAPI(title="sandbox", lifespan=lifespan, redirect_slashes=False, **NO_PAGES)
+    app.add_middleware(Gate, **allowed(pool.limits), token=token, hosts=[host])
     app.add_exception_handler(StarletteException, told)
     app.add_exception_handler(BoxClosed, _unknown)
     app.add_exception_handler(ClientDisconnect, nobody)
@@ -179,4 +180,4 @@ async def serve(
                 line.most = min(most, connections(beside, most=most))
             except ValueError as error:
                 raise SandboxFault(f"{error}, or take fewer boxes") from error
-            await until_asked(create_app(pool, wait_s=wait_s, idle_s=idle_s, name=name, token=token), listener, line=line)
+            await until_asked(create_app(pool, wait_s=wait_s, idle_s=idle_s, name=name, token=token, host=host), listener, line=line)

@@ -27,7 +27,7 @@ from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.published.benchmarks import questions_of
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
-from megatron_rl.rewards.client import client_of
+from megatron_rl.rewards.client import api_key, client_of
 from megatron_rl.rewards.greeting import Greeting, greet, warning_of
 from megatron_rl.rollout.fleet import prompt_of
 from megatron_rl.rollout.renderer import Renderer
@@ -183,8 +183,9 @@ def look_at_judges(settings: Settings, report: Report) -> None:
 
 async def _greet_judges(judge: JudgeSettings) -> dict[str, Greeting]:
     async with AsyncExitStack() as opened:
-        clients = {url: await opened.enter_async_context(client_of(url)) for url in dict.fromkeys(judge.urls) if not service_of(url)}
-        return await greet(clients, model=judge.model)
+        secret, urls = api_key(judge.token_file), [url for url in dict.fromkeys(judge.urls) if not service_of(url)]
+        clients = {url: await opened.enter_async_context(client_of(url, secret=secret)) for url in urls}
+        return await greet(clients, model=judge.model, secret=secret)
 
 
 def look_at_sandbox(settings: Settings, report: Report) -> None:

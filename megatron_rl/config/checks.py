@@ -19,7 +19,5 @@ def require_address(key: str, address: str) -> None:
 
 def require_no_key(key: str, words: list[str]) -> None:
     """Of a server's command: no --api-key, in any of the spellings that vLLM's parser takes (vllm/utils/argparse_utils.py)."""
-    remedy = (
-        "holds --api-key, which config.yaml and the service's log would keep; export VLLM_API_KEY for it, OPENAI_API_KEY for who asks it"
-    )
+    remedy = "holds --api-key, which config.yaml and the service's log would keep; the run makes a key of its own for it, leave it out"
     require(not any(word.replace("_", "-").startswith("--api-k") for word in words), key, "...", remedy)

@@ -18,6 +18,9 @@ class EngineSettings:
     """Where it computes: local in the trainer's processes, on their devices in turn; remote on servers of vLLM, while the trainer works."""
     urls: list[str] = field(default_factory=list)
     """Addresses of the servers of kind=remote, e.g. http://node2:8000; started with the command that launch/engine.py prints."""
+    token_file: str = ""
+    """File with the token of the servers at `urls`, which the command of launch/engine.py has them read, too; that of servers that the run
+    starts is known."""
     servers: int = 0
     """Servers of kind=remote that the run starts itself, beside rank 0, on the GPUs behind those of its node's ranks; 0 starts none."""
     start_s: float = 900.0
@@ -62,6 +65,8 @@ class EngineSettings:
         require(self.servers >= 0, "engine.servers", self.servers, "must not be negative; 0 starts none")
         remedy = "are started by the run, and engine.urls names others; give one of both"
         require(not (self.servers and self.urls), "engine.servers", self.servers, remedy)
+        remedy = "the run makes the token of its own servers; leave it out"
+        require(not (self.servers and self.token_file), "engine.token_file", self.token_file, remedy)
         require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
         require_choice("engine.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
@@ -118,10 +123,12 @@ class SandboxSettings:
 
 @dataclass(kw_only=True, slots=True)
 class JudgeSettings:
-    """A model behind an OpenAI-compatible server that judges answers; its key is read from OPENAI_API_KEY."""
+    """A model behind an OpenAI-compatible server that judges answers; its key is read from OPENAI_API_KEY, or from `token_file`."""
 
     urls: list[str] = field(default_factory=list)
     """Base addresses, e.g. http://judge:18901/v1; requests go to the healthy ones in turn. Empty: there is no judge."""
+    token_file: str = ""
+    """File with their key, in the place of OPENAI_API_KEY; that of a service of the run is known."""
     model: str = ""
     """Name of the served model; empty asks the server for it."""
     temperature: float = 0.0

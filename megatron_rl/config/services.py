@@ -10,8 +10,8 @@ SERVICE = "service:"
 """Begins an address that is that of a service: service:judge."""
 NAMES = {"vllm": "judge", "sandbox": "sandbox", "listener": "listener", "speaker": "speaker"}
 """Kind -> the service that is meant to be one."""
-WITH_MODEL, WITH_TOKEN = ("vllm", "listener", "speaker"), ("sandbox", "listener", "speaker")
-"""Kinds that serve a model; kinds that the run makes a token for."""
+WITH_MODEL = ("vllm", "listener", "speaker")
+"""Kinds that serve a model."""
 HIGHEST_PORT = 65535
 
 
@@ -52,7 +52,7 @@ class ServiceSettings:
         require_no_key(f"{key}.args", self.args)
         require_no_key(f"{key}.command", self.command)
         remedy = "holds --token-file: the run makes a service's token, and tells it to whoever asks it; leave it out"
-        has_own = self.kind in WITH_TOKEN and any(map(_names_token_file, self.args))
+        has_own = self.kind != "vllm" and any(map(_names_token_file, self.args))
         require(not has_own, f"{key}.args", self.args, remedy)
         remedy = f"is needed by kinds {', '.join(WITH_MODEL)}, and by no other: the model that it serves"
         require(bool(self.model) == (self.kind in WITH_MODEL), f"{key}.model", self.model, remedy)
@@ -86,7 +86,7 @@ class ServicesSettings:
             require(not name or kinds.get(name) == kind, key, url, remedy)
         token, remedy = task.sandbox.token_file, "is for servers of the world; the run makes that of a service, leave it out"
         require(not (token and service_of(task.sandbox.url)), "task.sandbox.token_file", token, remedy)
-        for name, partner in (("listener", task.listener), ("speaker", task.speaker)):
+        for name, partner in (("judge", task.judge), ("listener", task.listener), ("speaker", task.speaker)):
             own, token = [url for url in partner.urls if service_of(url)], partner.token_file
             require(not (token and own), f"task.{name}.token_file", token, remedy)
             require(len(own) in (0, len(partner.urls)), f"task.{name}.urls", partner.urls, "one token is for all; name one service")

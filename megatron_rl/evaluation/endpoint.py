@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import EvaluationSettings, ModelSettings
-from megatron_rl.rewards.client import as_servers_say, client_of
+from megatron_rl.rewards.client import api_key, as_servers_say, client_of
 from megatron_rl.rollout.conversation import ContextLimits
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, require_access, run_episode
@@ -52,7 +52,8 @@ class Speaker:
 
     def __init__(self, given: EvaluationSettings, model: ModelSettings) -> None:
         self.model = model
-        self._clients = {url: client_of(url, key="evaluation.urls") for url in given.urls}
+        self._secret = api_key()
+        self._clients = {url: client_of(url, key="evaluation.urls", secret=self._secret) for url in given.urls}
         self._servers = Servers(
             given.urls, name="evaluation", tries=given.tries, timeout_s=given.timeout_s, patience_s=given.patience_s,
             concurrency=given.concurrency,
@@ -67,7 +68,7 @@ class Speaker:
 
     async def _ask(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: Sampling) -> str:
         client: openai.AsyncOpenAI = self._clients[endpoint.url]
-        with as_servers_say():
+        with as_servers_say(self._secret):
             raw = await client.chat.completions.with_raw_response.create(
                 model=self.model.path,
                 messages=list(messages),

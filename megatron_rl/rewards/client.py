@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from megatron_rl.proxies import Proxy, proxy_of, proxy_words
 from megatron_rl.servers import KeyRefused, Refused, ServerFault, one_line, retry_after, told
 from megatron_rl.types import HostFault
+from sandbox.token import read_token
 
 LONGEST_BODY = 1 << 20
 """Bytes."""
@@ -58,14 +59,15 @@ BOUNDED: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event
 """Arguments of an httpx2 client whose replies are bounded: reading a longer one raises Unread."""
 
 
-def client_of(url: str, *, key: str = "task.judge.urls") -> openai.AsyncOpenAI:
-    """Without a time-out and tries of its own. HostFault, which names the setting: it is no address, or its proxy is none."""
+def client_of(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
+    """Without a time-out and tries of its own; `secret` is the servers' key. HostFault, which names the setting `key`: it is no address,
+    or its proxy is none."""
     try:
         _ = urlsplit(url).port
     except ValueError as error:
         raise HostFault(f"{key}={url}: {error}; correct the address") from error
     http = openai.DefaultAsyncHttpx2Client(**BOUNDED, **proxies_of([url]), follow_redirects=False)
-    return openai.AsyncOpenAI(base_url=url, api_key=api_key() or "none", timeout=None, max_retries=0, http_client=http)
+    return openai.AsyncOpenAI(base_url=url, api_key=secret or "none", timeout=None, max_retries=0, http_client=http)
 
 
 def proxies_of(urls: Iterable[str]) -> dict[str, Any]:
@@ -86,14 +88,18 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
         raise HostFault(f"{proxy.variable}={one_line(proxy.address)}: is no proxy that can be used; {remedy}") from error
 
 
-def api_key() -> str:
-    """The servers', which those that do not know it repeat in their errors."""
-    return os.environ.get("OPENAI_API_KEY", "")
+def api_key(token_file: str = "") -> str:
+    """The servers', which those that do not know it repeat in their errors: the word in the file, without one OPENAI_API_KEY.
+    HostFault: the file of task.judge.token_file cannot be read."""
+    try:
+        return read_token(token_file) if token_file else os.environ.get("OPENAI_API_KEY", "")
+    except ValueError as error:
+        raise HostFault(f"task.judge.token_file={error}") from error
 
 
-def key_words(error: openai.APIStatusError) -> str:
-    """Return a line about a server that does not accept the key: what it says, and what to do."""
-    return f"{told(error, secret=api_key())}: set OPENAI_API_KEY{proxy_words(str(error.request.url))}"
+def key_words(error: openai.APIStatusError, *, secret: str) -> str:
+    """Return a line about a server that does not accept the key: its answer, and what to do."""
+    return f"{told(error, secret=secret)}: set OPENAI_API_KEY{proxy_words(str(error.request.url))}"
 
 
 class SaidMessage(BaseModel):
@@ -118,18 +124,18 @@ class Completion(BaseModel):
 
 
 @contextmanager
-def as_servers_say() -> Iterator[None]:
-    """Trouble of the openai package, and a body that is none, in the terms of servers.py."""
+def as_servers_say(secret: str) -> Iterator[None]:
+    """Trouble of the openai package, and a body that is none, in the terms of servers.py, without the servers' key."""
     try:
         yield
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        raise KeyRefused(key_words(error)) from error
+        raise KeyRefused(key_words(error, secret=secret)) from error
     except openai.BadRequestError as error:
-        raise Refused(told(error, secret=api_key())) from error
+        raise Refused(told(error, secret=secret)) from error
     except openai.APIStatusError as error:
-        words = told(error, secret=api_key()) + proxy_words(str(error.request.url))
+        words = told(error, secret=secret) + proxy_words(str(error.request.url))
         raise ServerFault(words, rest_s=retry_after(error.response.headers.get("retry-after", ""))) from error
     except openai.APIError as error:
-        raise ServerFault(told(error, secret=api_key()) + proxy_words(str(error.request.url))) from error
+        raise ServerFault(told(error, secret=secret) + proxy_words(str(error.request.url))) from error
     except (Unread, ValidationError) as error:
-        raise ServerFault(told(error, secret=api_key())) from error
+        raise ServerFault(told(error, secret=secret)) from error

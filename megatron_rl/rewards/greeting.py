@@ -8,7 +8,7 @@ import openai
 from pydantic import BaseModel, Field, ValidationError
 
 from megatron_rl.proxies import proxy_words
-from megatron_rl.rewards.client import api_key, key_words
+from megatron_rl.rewards.client import key_words
 from megatron_rl.servers import one_line, told
 from megatron_rl.types import HostFault
 
@@ -42,25 +42,26 @@ async def served_by(client: openai.AsyncOpenAI) -> list[str]:
     return [model.id for model in _Models.model_validate_json(raw.content).data]
 
 
-async def greet(clients: Mapping[str, openai.AsyncOpenAI], *, model: str) -> dict[str, Greeting]:
-    """Ask each server once, all together and briefly; `model` is what one of them must serve, empty where any will do. By address."""
-    greetings = await asyncio.gather(*(_greeting(client, model=model) for client in clients.values()))
+async def greet(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str) -> dict[str, Greeting]:
+    """Ask each server once, all together and briefly; `model` is what one of them must serve, empty where any will do; `secret` is their
+    key. By address."""
+    greetings = await asyncio.gather(*(_greeting(client, model=model, secret=secret) for client in clients.values()))
     return dict(zip(clients, greetings, strict=True))
 
 
-async def _greeting(client: openai.AsyncOpenAI, *, model: str) -> Greeting:
+async def _greeting(client: openai.AsyncOpenAI, *, model: str, secret: str) -> Greeting:
     proxy = proxy_words(str(client.base_url))
     try:
         async with asyncio.timeout(GREETING_S):
             served = await served_by(client)
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        return Greeting(trouble=key_words(error), is_denied=True)
+        return Greeting(trouble=key_words(error, secret=secret), is_denied=True)
     except (openai.APIStatusError, ValidationError):
         return Greeting()
     except TimeoutError:
         return Greeting(trouble=f"no answer within {GREETING_S:.0f} s{proxy}")
     except openai.OpenAIError as error:
-        return Greeting(trouble=told(error.__cause__ or error, secret=api_key()) + proxy)
+        return Greeting(trouble=told(error.__cause__ or error, secret=secret) + proxy)
     named = f"serves {one_line(', '.join(served))}, not task.judge.model={model}: choose one of these"
     return Greeting(served, named if model and model not in served else "")
 

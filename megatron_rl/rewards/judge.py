@@ -54,6 +54,8 @@ class Judge:
         self.num_called = self.cache_hits = 0
         """Verdicts that a server gave; verdicts that were kept, or that another request under way brought."""
         self._clients: dict[str, openai.AsyncOpenAI] = {}
+        self._secret = ""
+        """The servers' key, from `start` on."""
         self._refuses_schemas: set[str] = set()
         """Servers that have refused a JSON schema and gone on without."""
         self._asked: dict[str, asyncio.Task[Said]] = {}
@@ -66,9 +68,10 @@ class Judge:
         """In the event loop that will ask. HostFault: no server answers, or none serves the model. Where only some do, a line says so."""
         self._verdicts = Verdicts(self.settings.cache, read_only=not self.settings.urls)
         self.servers.start()
+        self._secret = api_key(self.settings.token_file)
         for url in dict.fromkeys(self.settings.urls):
-            self._clients[url] = client_of(url)  # `servers` hold it to its time
-        warning = warning_of(await greet(self._clients, model=self.model))
+            self._clients[url] = client_of(url, secret=self._secret)  # `servers` hold it to its time
+        warning = warning_of(await greet(self._clients, model=self.model, secret=self._secret))
         if warning:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         self.model = self.model or await self.servers.ask(self._served_model)
@@ -142,15 +145,15 @@ class Judge:
         wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": prompt.schema}}
         if endpoint.url not in self._refuses_schemas:
             try:
-                return said_in(await self._complete(endpoint, messages, response_format=wanted), prompt)
+                return said_in(await self._complete(endpoint, messages, response_format=wanted), prompt, secret=self._secret)
             except Refused:
                 reply = await self._complete(endpoint, messages)
                 self._refuses_schemas.add(endpoint.url)  # what it refused was the schema
-                return said_in(reply, prompt)
-        return said_in(await self._complete(endpoint, messages), prompt)
+                return said_in(reply, prompt, secret=self._secret)
+        return said_in(await self._complete(endpoint, messages), prompt, secret=self._secret)
 
     async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> SaidMessage:
-        with as_servers_say():
+        with as_servers_say(self._secret):
             raw = await self._clients[endpoint.url].chat.completions.with_raw_response.create(
                 model=self.model,
                 messages=messages,
@@ -161,24 +164,24 @@ class Judge:
             return Completion.model_validate_json(raw.content).choices[0].message
 
     async def _served_model(self, endpoint: Endpoint) -> str:
-        with as_servers_say():
+        with as_servers_say(self._secret):
             return (await served_by(self._clients[endpoint.url]))[0]
 
 
-def said_in(message: SaidMessage, prompt: JudgePrompt) -> Said:
+def said_in(message: SaidMessage, prompt: JudgePrompt, *, secret: str) -> Said:
     """Malformed: there is no verdict in it. Words are without a secret that the server repeated."""
-    words = message.thoughts.replace(api_key(), "***") if api_key() else message.thoughts
-    return verdict_of(message.content, prompt), words[:WORDS]
+    words = message.thoughts.replace(secret, "***") if secret else message.thoughts
+    return verdict_of(message.content, prompt, secret=secret), words[:WORDS]
 
 
-def verdict_of(reply: str, prompt: JudgePrompt) -> float:
+def verdict_of(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
     """Malformed: see JudgePrompt.read; a secret that the server repeated is not told."""
     try:
         return prompt.read(reply)
     except Malformed:
-        if not api_key():
+        if not secret:
             raise
-        return prompt.read(reply.replace(api_key(), "***"))  # no verdict either: told without the secret
+        return prompt.read(reply.replace(secret, "***"))  # no verdict either: told without the secret
 
 
 def require_verdict(found: object, prompt: JudgePrompt, *, path: str) -> None:

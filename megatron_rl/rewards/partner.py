@@ -11,7 +11,7 @@ from megatron_rl.rewards.client import BOUNDED, Unread, proxies_of
 from megatron_rl.rewards.greeting import GREETING_S, Greeting
 from megatron_rl.servers import KeyRefused, Refused, ServerFault, one_line, retry_after, told
 from sandbox.bounded_http import DENIED
-from sandbox.token import read_token
+from sandbox.token import bearer, read_token
 
 REFUSES = (400, 413, 422)
 """Statuses of a server that is well, on a request that is not."""
@@ -31,7 +31,7 @@ def token_of(file: str, *, key: str) -> str:
 
 def connection(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
     """Without a time-out of its own; what it reads is bounded. The environment's proxies are used for the addresses of `proxied` alone."""
-    headers = {**BOUNDED["headers"], **({"Authorization": f"Bearer {token}"} if token else {})}
+    headers = {**BOUNDED["headers"], **bearer(token)}
     return httpx2.AsyncClient(**{**BOUNDED, "headers": headers}, **proxies_of(proxied), timeout=None)
 
 

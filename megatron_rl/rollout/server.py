@@ -13,9 +13,10 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config import EngineSettings, Settings, require
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.command import PROGRAM, VLLM, nature_of, server_arguments, shell_line
+from megatron_rl.rollout.vllm.command import PROGRAM, VLLM, nature_of, server_arguments, shell_lines
 from megatron_rl.servers import Endpoint, KeyRefused, ServerFault, one_line, told
 from sandbox.bounded_http import DENIED, Answer, BoundedClient, NoAnswer, request
+from sandbox.token import read_token
 
 ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
 """What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
@@ -24,7 +25,7 @@ MOST_BYTES, MOST_CHECKSUMS = 1 << 20, 64 << 20
 FIRST_REST_S = 0.5
 T = TypeVar("T", bound=BaseModel)
 HOW = "start it with the command that launch/engine.py prints"
-NO_KEY = "it does not accept this run's requests; start it without --api-key and VLLM_API_KEY"
+NO_KEY = "it does not accept this run's requests; give the file of its token as engine.token_file"
 
 
 class _Version(BaseModel):
@@ -180,10 +181,10 @@ def wanted_of(settings: Settings, renderer: Renderer) -> dict[str, str]:
 
 
 def command_of(settings: Settings) -> str:
-    """The shell's line that starts an engine of this run."""
+    """The shell's line that starts an engine of this run, or one for each of engine.urls."""
     renderer = Renderer(settings.model)
     cuda = is_on_gpu(settings.engine)
-    return shell_line(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
+    return shell_lines(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
 
 
 def words_of(settings: Settings) -> list[str]:
@@ -196,6 +197,14 @@ def words_of(settings: Settings) -> list[str]:
     return [*PROGRAM, *given]
 
 
+def token_of(settings: EngineSettings) -> str:
+    """Return the token of the run's engines; empty without engine.token_file. ValueError: the file cannot be read."""
+    try:
+        return read_token(settings.token_file) if settings.token_file else ""
+    except ValueError as error:
+        raise ValueError(f"engine.token_file={error}") from error
+
+
 def is_on_gpu(settings: EngineSettings) -> bool:
     return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
 
@@ -206,4 +215,4 @@ def check_servers(settings: Settings) -> None:
         return
     wanted = wanted_of(settings, Renderer(settings.model))
     for url in settings.engine.urls:
-        Server(url, longest_s=settings.parallel.timeout_s).check(wanted)
+        Server(url, token=token_of(settings.engine), longest_s=settings.parallel.timeout_s).check(wanted)

@@ -4,19 +4,24 @@
 A server that has died leaves its file, and another may have its port by now: an address is used where the one that answers says the nonce.
 """
 
+import hmac
 import json
-import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config.services import ServiceSettings
 from megatron_rl.jsonl import replace_bytes
+from megatron_rl.rollout.vllm.gate import MIDDLEWARE
 from megatron_rl.servers import KeyRefused, one_line
+from sandbox.access import CHALLENGE, PROOF, proof_of
 from sandbox.bounded_http import DENIED, NoAnswer, request
+from sandbox.token import read_token
 
 FOLDER = "services"
 ANSWER_S, MOST_BYTES = 2.0, 64 << 10
@@ -52,17 +57,15 @@ class Kind:
     question: str
     names: Callable[[bytes], list[str]]
     """Of the answer's body: what it calls itself. ValidationError: it is another server."""
-    token: Callable[[Path], str]
-    """(the file of its token) -> what it asks for; empty where it asks for nothing."""
     key_remedy: str = "another server has its port, or it was started with another token; start it anew"
+    proves: bool = True
+    """It proves that it knows its token before that is sent (sandbox/access.py). A vLLM server that may have an environment of its own
+    (services.X.command) cannot."""
 
 
 def _of_vllm(settings: ServiceSettings, name: str, nonce: str, token: Path) -> list[str]:
-    return ["--model", settings.model, "--served-model-name", name, nonce]
-
-
-def _own_token(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
+    gate = [] if settings.command else ["--middleware", MIDDLEWARE, "--disable-fastapi-docs"]
+    return ["--model", settings.model, "--served-model-name", name, nonce, *gate]
 
 
 KINDS: Mapping[str, Kind] = {
@@ -70,21 +73,19 @@ KINDS: Mapping[str, Kind] = {
         command=[sys.executable, "-m", "vllm.entrypoints.openai.api_server"],
         options=_of_vllm,
         path="/v1", question="/models", names=lambda body: [model.id for model in _Models.model_validate_json(body).data],
-        token=lambda file: os.environ.get("OPENAI_API_KEY", ""),  # one that was started with --api-key takes that of the judge's clients
-        key_remedy="give OPENAI_API_KEY the value of the server's VLLM_API_KEY, or unset both",
+        key_remedy="the run gives its command a key in VLLM_API_KEY; leave that as it is",
+        proves=False,
     ),
     "sandbox": Kind(
         command=[sys.executable, "-m", "sandbox", "serve"],
         options=lambda settings, name, nonce, token: ["--name", nonce, "--token-file", str(token)],
         path="", question="/health", names=lambda body: [_Health.model_validate_json(body).name],
-        token=_own_token,
     ),
     **{
         name: Kind(
             command=[sys.executable, "-m", f"megatron_rl.services.{name}"],
             options=lambda settings, name, nonce, token: ["--model", settings.model, "--name", nonce, "--token-file", str(token)],
             path="", question="/health", names=lambda body: [_Health.model_validate_json(body).name],
-            token=_own_token,
         )
         for name in ("listener", "speaker")
     },
@@ -96,7 +97,7 @@ def file_of(run: Path, name: str) -> Path:
 
 
 def token_file(run: Path, name: str) -> Path:
-    """What a server of ours asks its clients for; only the run's user reads it."""
+    """The file of the token that the run makes for a server; only the run's user reads it."""
     return run / FOLDER / f"{name}.token"
 
 
@@ -114,17 +115,28 @@ def find(run: Path, name: str, kind: str) -> str:
 
 
 def is_there(url: str, kind: str, *, nonce: str, token: Path) -> bool:
-    """Whether the service of this nonce answers at the address. A server of another kind is not told the judge's key.
+    """Whether the service of this nonce answers at the address. It is sent the token that was made for it, and no key of the user.
 
-    KeyRefused: one answers that does not accept the key or token.
+    KeyRefused: one answers that does not accept the token.
     """
     try:
-        answer = request("GET", url + KINDS[kind].question, limit_s=ANSWER_S, max_bytes=MOST_BYTES, token=KINDS[kind].token(token))
+        own = read_token(token)
+        if KINDS[kind].proves and not is_proven(url, token=own):
+            return False
+        answer = request("GET", url + KINDS[kind].question, limit_s=ANSWER_S, max_bytes=MOST_BYTES, token=own)
+        if answer.status in DENIED:
+            raise KeyRefused(f"{url} answers {answer.status}, {one_line(answer.text)}: {KINDS[kind].key_remedy}")
+        return nonce in KINDS[kind].names(answer.content)
+    except (NoAnswer, ValueError):  # no token; pydantic's ValidationError is a ValueError
+        return False
+
+
+def is_proven(url: str, *, token: str) -> bool:
+    """Whether the server at the address shows that it knows the token, which it is not sent (sandbox/access.py)."""
+    challenge = secrets.token_hex(16)
+    try:
+        answer = request("GET", f"{url}/health", limit_s=ANSWER_S, max_bytes=MOST_BYTES, headers={CHALLENGE: challenge})
     except NoAnswer:
         return False
-    if answer.status in DENIED:
-        raise KeyRefused(f"{url} answers {answer.status}, {one_line(answer.text)}: {KINDS[kind].key_remedy}")
-    try:
-        return nonce in KINDS[kind].names(answer.content)
-    except ValidationError:
-        return False
+    expected = proof_of(token, challenge, port=urlsplit(url).port)
+    return hmac.compare_digest(answer.headers.get(PROOF, "").encode(), expected.encode())

@@ -19,14 +19,16 @@ from threading import Lock
 import torch
 
 from megatron_rl.config import EngineSettings, Settings, require
-from megatron_rl.rollout.server import NO_KEY, is_on_gpu, words_of
+from megatron_rl.rollout.server import is_on_gpu, words_of
 from megatron_rl.rollout.vllm.command import server_environment
-from megatron_rl.services.address import ANSWER_S, FOLDER, MOST_BYTES
+from megatron_rl.services.address import FOLDER, is_proven, token_file
 from megatron_rl.services.kept import Kept, environment, free_port
 from megatron_rl.services.serving import LOOK_S, TELL_S, check_service, chosen, host_of
 from megatron_rl.world import World, on_main_rank
-from sandbox.bounded_http import DENIED, NoAnswer, request
+from sandbox.token import write_token
 
+ENGINES = "engines"
+"""The name of their token's file: RUN/services/engines.token."""
 RESTARTS = 5
 """Of one server in a row: with the next end it stays away."""
 STEADY_S = 60.0
@@ -45,6 +47,7 @@ class Engine:
     url: str
     command: Sequence[str]
     environment: dict[str, str]
+    token: str
     log: Path
     kept: Kept | None = None
     """Its process, until it is known to have ended."""
@@ -64,13 +67,8 @@ class Engine:
         self.kept = Kept(command, log=self.log, environment=self.environment)
 
     def answers(self) -> bool:
-        """ValueError: it does not accept this run's requests."""
-        try:
-            answer = request("GET", f"{self.url}/health", limit_s=ANSWER_S, max_bytes=MOST_BYTES)
-        except NoAnswer:
-            return False
-        require(answer.status not in DENIED, "engine.servers", self.name, f"{self.url} answers {answer.status}: {NO_KEY}")
-        return answer.is_success
+        """Whether it takes requests; whoever else has its port does not know the token."""
+        return is_proven(self.url, token=self.token)
 
 
 class Engines:
@@ -81,8 +79,10 @@ class Engines:
         self._start_s, self._is_over, self._told = settings.engine.start_s, False, time.monotonic()
         self._engines: dict[str, Engine] = {}
         words, on_gpu = words_of(settings), is_on_gpu(settings.engine)
+        self._token_file = token_file(Path(settings.run.dir), ENGINES)
+        token, more = write_token(self._token_file), server_environment(settings.engine, token_file=self._token_file)
         for number, place in enumerate(settings.engine.places(num_ranks=num_ranks)):
-            own = environment(os.environ, place if on_gpu else []) | server_environment(settings.engine)
+            own = environment(os.environ, place if on_gpu else []) | more
             binding: list[str] = []
             if cores:
                 binding = ["taskset", "--cpu-list", ",".join(map(str, cores[number]))]
@@ -90,7 +90,7 @@ class Engines:
             port = free_port(host)
             self._engines[f"http://{host}:{port}"] = Engine(
                 name=f"engine {number}", url=f"http://{host}:{port}", command=[*binding, *words, "--host", host, "--port", str(port)],
-                environment=own, log=Path(settings.run.dir) / FOLDER / f"engine_{number}.log",
+                environment=own, token=token, log=Path(settings.run.dir) / FOLDER / f"engine_{number}.log",
             )  # fmt: skip
 
     @property
@@ -170,6 +170,7 @@ class Engines:
         self._is_over = True
         with ThreadPoolExecutor(max_workers=len(self._engines)) as threads:
             list(threads.map(ended, self._engines.values()))
+        self._token_file.unlink(missing_ok=True)
 
 
 def shares(cores: Sequence[int], settings: EngineSettings, *, num_ranks: int) -> tuple[list[int], list[list[int]]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.services import keeper
+from sandbox.token import USERS_KEYS
 
 END_S = 3 * keeper.GRACE_S
 """What a keeper may take to end its server (once GRACE_S), and what that leaves behind (once more)."""
@@ -72,8 +73,8 @@ def kill_all(root: psutil.Process) -> None:
 
 
 def environment(given: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
-    """Of a server, from the run's: without its place among ranks, and with its share of the GPUs that the run sees."""
-    kept = {name: value for name, value in given.items() if not name.startswith(OF_TORCHRUN)}
+    """Of a server, from the run's: without its place among ranks and the user's keys, and with its share of the GPUs that the run sees."""
+    kept = {name: value for name, value in given.items() if not name.startswith(OF_TORCHRUN) and name not in USERS_KEYS}
     if gpus:
         visible = [number for number in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)

@@ -163,8 +163,9 @@ class Listener:
         return {"status": "ok", "name": self.name, "version": room.version, "tokens": tokens, "limits": self.admission.limits.told()}
 
 
-def create_app(listener: Listener, *, token: str = "", receiver: Receiver | None = None) -> FastAPI:
-    app = application("listener", limits=listener.admission.limits, bodies=("score", "batch_score"), token=token, receiver=receiver)
+def create_app(listener: Listener, *, token: str = "", receiver: Receiver | None = None, host: str = "") -> FastAPI:
+    bodies, limits = ("score", "batch_score"), listener.admission.limits
+    app = application("listener", limits=limits, bodies=bodies, token=token, receiver=receiver, host=host)
     app.post("/score", openapi_extra=documented(Item))(listener.score)
     app.post("/batch_score", openapi_extra=documented(Batch))(listener.batch_score)
     app.get("/health")(listener.health)
@@ -173,8 +174,8 @@ def create_app(listener: Listener, *, token: str = "", receiver: Receiver | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    def made(room: "EngineRoom", pictures: Pictures, *, token: str, receiver: Receiver | None, **options: Any) -> FastAPI:
-        return create_app(Listener(room, pictures, **options), token=token, receiver=receiver)
+    def made(room: "EngineRoom", pictures: Pictures, *, token: str, receiver: Receiver | None, host: str, **options: Any) -> FastAPI:
+        return create_app(Listener(room, pictures, **options), token=token, receiver=receiver, host=host)
 
     return run_server("listener", made, description=__doc__, port=9000, arguments=arguments)
 

@@ -15,14 +15,14 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
 
-from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.rewards.listening import MOST_CANDIDATES, MOST_ITEMS
 from megatron_rl.services.admission import Limits
 from megatron_rl.services.incoming import Receiver, WeightPart
 from megatron_rl.services.pictures import Pictures
 from sandbox.connections import Line
 from sandbox.gate import SMALL, Gate
-from sandbox.http import connections, documented, listening, nobody, told, until_asked
+from sandbox.http import NO_PAGES, connections, documented, listening, nobody, told, until_asked
 from sandbox.token import read_token
 
 DESCRIPTORS_BESIDE = 128
@@ -31,11 +31,13 @@ MARKS = SMALL + 64 * MOST_ITEMS * MOST_CANDIDATES
 TRUE = ("1", "true", "yes", "on")
 
 
-def application(title: str, *, limits: Limits, bodies: Sequence[str], token: str, receiver: Receiver | None) -> FastAPI:
-    """Without routes of its own yet; `bodies` are those that take large requests. With a token it answers nobody who does not say it, with
-    a receiver it takes weights."""
-    app = FastAPI(title=title, redirect_slashes=False)
-    app.add_middleware(Gate, most=dict.fromkeys((*bodies, "weights"), limits.body_bytes), marks=MARKS, token=token)
+def application(
+    title: str, *, limits: Limits, bodies: Sequence[str], token: str, receiver: Receiver | None, host: str = ""
+) -> FastAPI:  # fmt: skip
+    """Without routes of its own yet; `bodies` are those that take large requests. `token`, and `host` as a further name of the server:
+    sandbox/gate.py. With a receiver it takes weights."""
+    app = FastAPI(title=title, redirect_slashes=False, **NO_PAGES)
+    app.add_middleware(Gate, most=dict.fromkeys((*bodies, "weights"), limits.body_bytes), marks=MARKS, token=token, hosts=[host])
     if receiver is not None:
         app.post("/weights", openapi_extra=documented(WeightPart))(receiver.weights)
     app.add_exception_handler(StarletteException, told)
@@ -68,14 +70,14 @@ def parser(description: str, *, port: int, given: Mapping[str, str]) -> argparse
     own.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     own.add_argument("--kv-cache-mib", type=int, default=256, help="memory for keys and values on a CPU (default %(default)s)")
     own.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU's memory (default %(default)s)")
-    own.add_argument("--trained", action="store_true", help="take the weights that the run which trains this model sends (audience.urls)")
+    own.add_argument("--trained", action="store_true", help="take weights from the run that trains this model (audience.urls)")
     own.add_argument("--log", type=Path, default=log, help="a file to which every answer is written, one line of JSON each")
     return own
 
 
 def run_server(name: str, make: Callable[..., FastAPI], *, description: str, port: int, arguments: Sequence[str] | None) -> int:
     """A process of its own: 0 when it was asked to end, 1 for a mistake in its words. `make` takes (room, pictures, limits=, name=, log=,
-    token=, receiver=)."""
+    token=, receiver=, host=)."""
     from megatron_rl.services.engine_room import EngineRoom  # brings torch and vLLM
 
     words = parser(description, port=port, given=os.environ).parse_args(arguments)
@@ -83,6 +85,8 @@ def run_server(name: str, make: Callable[..., FastAPI], *, description: str, por
         limits = Limits(
             concurrency=words.concurrency, acquire_s=words.acquire_timeout, timeout_s=words.timeout, body_bytes=int(words.body_mib * 2**20)
         )
+        remedy = "lets whoever reaches the port replace the model; give --token-file FILE, too"
+        require(not words.trained or words.token_file is not None, "--trained", words.trained, remedy)
         token = read_token(words.token_file) if words.token_file else ""
         model = ModelSettings(path=words.model, min_pixels=words.min_pixels, max_pixels=words.max_pixels)
         settings = EngineSettings(
@@ -95,7 +99,7 @@ def run_server(name: str, make: Callable[..., FastAPI], *, description: str, por
             room = EngineRoom(model, settings)
             try:
                 receiver = Receiver(room) if words.trained else None
-                app = make(room, pictures, limits=limits, name=words.name, log=words.log, token=token, receiver=receiver)
+                app = make(room, pictures, limits=limits, name=words.name, log=words.log, token=token, receiver=receiver, host=words.host)
                 asyncio.run(until_asked(app, listener, line=line))
             finally:
                 room.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from megatron_rl.config import (
+    JudgeSettings,
     ListenerSettings,
     ServiceSettings,
     ServicesSettings,
@@ -25,13 +26,14 @@ from megatron_rl.config import (
     require,
     service_of,
 )
-from megatron_rl.config.services import WITH_TOKEN
+from megatron_rl.rollout.vllm.gate import TOKEN_FILE
 from megatron_rl.servers import KeyRefused
 from megatron_rl.services.address import FOLDER, KINDS, file_of, find, is_there, publish, token_file
 from megatron_rl.services.kept import Kept, environment, free_port, is_free
 from megatron_rl.world import World, on_main_rank
+from sandbox.token import write_token
 
-P = TypeVar("P", ListenerSettings, SpeakerSettings)
+P = TypeVar("P", JudgeSettings, ListenerSettings, SpeakerSettings)
 
 LOOK_S, TELL_S = 0.5, 10.0
 """Between two questions whether a service answers, and between two lines about one that does not."""
@@ -61,9 +63,10 @@ class Service:
         options = self._kind.options(self._settings, self.name, self._nonce, token_file(self._run, self.name))
         command = [*(self._settings.command or self._kind.command), *options, "--host", host, "--port", str(port), *self._settings.args]
         file_of(self._run, self.name).unlink(missing_ok=True)
-        if self._settings.kind in WITH_TOKEN:
-            _write_token(token_file(self._run, self.name))
-        self._kept = Kept(command, log=self.log, environment=environment(os.environ, self._settings.gpus))
+        file = token_file(self._run, self.name)
+        own = {"VLLM_API_KEY": write_token(file), TOKEN_FILE: str(file.absolute())}  # vLLM's variable, and that of our gate before it
+        own = own if self._settings.kind == "vllm" else {}
+        self._kept = Kept(command, log=self.log, environment=environment(os.environ, self._settings.gpus) | own)
 
     def look(self) -> None:
         """Ask whether it answers, and then publish where. ValueError: it has ended, or its time is over."""
@@ -148,11 +151,10 @@ def are_up(services: Sequence[Service]) -> bool:
 
 def addressed(task: TaskSettings, urls: Mapping[str, str], *, run: Path) -> TaskSettings:
     """The task's settings with the addresses of services in the place of their names, and the file of the token that one asks for."""
-    judge = replace(task.judge, urls=[urls.get(service_of(url), url) for url in task.judge.urls])
     sandbox, name = task.sandbox, service_of(task.sandbox.url)
     if name:
         sandbox = replace(sandbox, url=urls[name], token_file=str(token_file(run, name)))
-    listener, speaker = (_found(partner, urls, run=run) for partner in (task.listener, task.speaker))
+    judge, listener, speaker = (_found(each, urls, run=run) for each in (task.judge, task.listener, task.speaker))
     return replace(task, judge=judge, sandbox=sandbox, listener=listener, speaker=speaker)
 
 
@@ -184,10 +186,3 @@ def check_service(name: str, settings: ServiceSettings, *, num_taken: int, num_g
 def host_of(world: World) -> str:
     """Where all ranks find what listens on rank 0's node."""
     return os.environ["MASTER_ADDR"] if world.num_nodes > 1 else "127.0.0.1"
-
-
-def _write_token(file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-        opened.write(secrets.token_urlsafe(32))

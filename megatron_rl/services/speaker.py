@@ -31,7 +31,7 @@ from megatron_rl.services.incoming import Receiver
 from megatron_rl.services.model_server import application, run_server
 from megatron_rl.services.pictures import Pictures
 from megatron_rl.services.prompts import prompts, taken
-from megatron_rl.types import Context, HostFault
+from megatron_rl.types import HostFault
 from sandbox.http import busy, documented, read, while_connected
 
 if TYPE_CHECKING:  # it brings torch
@@ -101,6 +101,9 @@ class Speaker:
 
     def __init__(self, room: "EngineRoom", pictures: Pictures, *, limits: Limits, name: str, log: Path | None = None) -> None:
         self.room, self.pictures, self.name = room, pictures, name
+        self._slots = asyncio.Semaphore(room.settings.max_num_seqs)
+        """Pictures, of all requests together, that are rendered or described: as many as the engine answers at a time. One that is rendered
+        takes up to 14 MB."""
         self.admission = Admission("speaker", limits, busy_s=lambda: room.busy_s, log=log)
 
     async def describe(self, request: Request) -> Described:
@@ -117,20 +120,23 @@ class Speaker:
         """And the version of the weights that they are by."""
         async with self.admission.admitted(), self.room.steady() as version:
             shown = await taken(self.room, self.pictures, [[item.picture] for item in items])
-            asked = [
-                prompts(self.room, self.pictures, shown[number], item.words, where=f"item {number}") for number, item in enumerate(items)
-            ]
-            contexts = [context for found in await asyncio.gather(*asked) for _, context in found]
-            replies = await asyncio.gather(*(self._reply(each, item.end) for each, item in zip(contexts, items, strict=True)))
+            tasks = [asyncio.create_task(self._reply(each, items[number], where=f"item {number}")) for number, each in enumerate(shown)]
+            try:
+                replies = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:  # the others, where one has failed
+                    task.cancel()
         results = [_said_in(reply, category=item.category) for reply, item in zip(replies, items, strict=True)]
         self.admission.count(items=len(items), pictures=len(items))
         told = [{"category": item.category, **said.model_dump()} for item, said in zip(items, results, strict=True)]
         self.admission.write(told, version=version)
         return results, version
 
-    async def _reply(self, context: Context, end: str) -> str:
-        sampling = Sampling(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=(end,))
-        completion = await self.room.generate(context, sampling)
+    async def _reply(self, shown: Sequence[Candidate], item: Shown, *, where: str) -> str:
+        sampling = Sampling(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=(item.end,))
+        async with self._slots:
+            ((_, context),) = await prompts(self.room, self.pictures, shown, item.words, where=where)
+            completion = await self.room.generate(context, sampling)
         if not completion.token_ids:
             raise HostFault("the model gave no reply")
         return self.room.renderer.text(completion.token_ids)
@@ -148,8 +154,9 @@ def _said_in(reply: str, *, category: str) -> Said:
     )  # fmt: skip
 
 
-def create_app(speaker: Speaker, *, token: str = "", receiver: Receiver | None = None) -> FastAPI:
-    app = application("speaker", limits=speaker.admission.limits, bodies=("describe", "batch_describe"), token=token, receiver=receiver)
+def create_app(speaker: Speaker, *, token: str = "", receiver: Receiver | None = None, host: str = "") -> FastAPI:
+    bodies, limits = ("describe", "batch_describe"), speaker.admission.limits
+    app = application("speaker", limits=limits, bodies=bodies, token=token, receiver=receiver, host=host)
     app.post("/describe", openapi_extra=documented(Shown))(speaker.describe)
     app.post("/batch_describe", openapi_extra=documented(ShownBatch))(speaker.batch_describe)
     app.get("/health")(speaker.health)
@@ -158,8 +165,8 @@ def create_app(speaker: Speaker, *, token: str = "", receiver: Receiver | None =
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    def made(room: "EngineRoom", pictures: Pictures, *, token: str, receiver: Receiver | None, **options: Any) -> FastAPI:
-        return create_app(Speaker(room, pictures, **options), token=token, receiver=receiver)
+    def made(room: "EngineRoom", pictures: Pictures, *, token: str, receiver: Receiver | None, host: str, **options: Any) -> FastAPI:
+        return create_app(Speaker(room, pictures, **options), token=token, receiver=receiver, host=host)
 
     return run_server("speaker", made, description=__doc__, port=9001, arguments=arguments)
 

@@ -26,6 +26,8 @@ MOVING = ("optim.lr=1e-2", "algo.entropy_coef=0.1", "batch.group_size=2", "task.
 SPEAKS, HEARS = 2, 3
 """Steps."""
 
+TOKEN = "a-word-of-many-letters"
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -43,13 +45,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     rounds(home)
     taught(home / "speaker", words=home / "rounds" / "words.txt")
     make(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
-    services = {name: start(name, home / name, "--trained", "--log", home / f"{name}.jsonl") for name in ("listener", "speaker")}
+    token = home / "token"
+    token.write_text(TOKEN)
+    taken = ("--trained", "--token-file", token)
+    services = {name: start(name, home / name, *taken, "--log", home / f"{name}.jsonl") for name in ("listener", "speaker")}
     says, listens = services["speaker"].url, services["listener"].url
     data = [f"task.data.{split}=[{home}/rounds/speaker:{folder}]" for split, folder in (("train", "train"), ("eval", "test"))]
     words = [*data, f"task.data.images={home}/pictures", *SIZES]
     hears = forked.Process(
         ROOT / "launch" / "train.py", "task=lewis_listener", "task.options.reward=heard", f"model.path={home}/listener", *words, *MOVING,
         f"run.dir={home}/listener_run", f"run.steps={HEARS}", f"task.speaker.urls=[{says}]", f"audience.urls=[{listens}]",
+        f"task.speaker.token_file={token}", f"audience.token_file={token}",
     )  # fmt: skip
     runs, versions, is_over = [hears], {name: [] for name in services}, threading.Event()
     watcher = threading.Thread(target=watch, args=({name: each.url for name, each in services.items()}, versions, is_over))
@@ -60,6 +66,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         runs.append(forked.Process(
             ROOT / "launch" / "train.py", "task=lewis_speaker", f"model.path={home}/speaker", *words, f"run.dir={home}/speaker_run",
             f"run.steps={SPEAKS}", f"task.listener.urls=[{listens}]", "task.listener.follows=true", f"audience.urls=[{says}]",
+            f"task.listener.token_file={token}", f"audience.token_file={token}",
         ))  # fmt: skip
         said, _ = runs[1].communicate(400)
         assert runs[1].returncode == 0, said[-6000:]
@@ -81,9 +88,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def watch(urls: dict[str, str], versions: dict[str, list[str]], is_over: threading.Event) -> None:
     """Note each version of a service when it first says it."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
     while not is_over.wait(0.02):
         for name, url in urls.items():
-            version = httpx.get(f"{url}/health", trust_env=False, timeout=60).json()["version"]
+            version = httpx.get(f"{url}/health", trust_env=False, timeout=60, headers=headers).json()["version"]
             if version not in versions[name]:
                 versions[name].append(version)
 

@@ -57,7 +57,8 @@ def test_on_a_server_that_runs_elsewhere(base: str, random_model: Path, tmp_path
     make(tmp_path / "other", preset="nano", init="random", seed=7)
     settings = replace(SETTINGS, kv_cache_mib=16, max_model_len=512)
     with servers(random_model, tmp_path, num=1, settings=settings, limits={"min_pixels": 3136, "max_pixels": 4000}) as (url,):
-        remote = ("engine.kind=remote", f"engine.urls=[{url}]", "engine.probe_s=60", f"model.path={random_model}")
+        asked = (f"engine.urls=[{url}]", f"engine.token_file={tmp_path}/token")
+        remote = ("engine.kind=remote", *asked, "engine.probe_s=60", f"model.path={random_model}")
         first = played(tmp_path / "first", *remote)
         second = played(tmp_path / "second", *remote, f"evaluation.weights={tmp_path}/other")
     assert first == base and second == played(tmp_path / "expected", f"model.path={random_model}", f"evaluation.weights={tmp_path}/other")

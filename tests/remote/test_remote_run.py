@@ -16,6 +16,7 @@ from megatron_rl.run import published
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.remote_run import REMOTE
+from tests.support.served import token_file
 from tests.support.ways import Way, ways
 
 RUN = SUPPORT / "remote_run.py"
@@ -56,7 +57,7 @@ def mean_gradients(folder: Path) -> dict[str, torch.Tensor]:
 def test_it_learns_what_a_colocated_run_learns(colocated: Path, urls: list[str], random_model: Path, tmp_path: Path) -> None:
     """Two servers, two trainers, pictures, three turns; and when all engines are gone in the middle, the run waits engine.patience_s and no
     longer, keeps the steps that are done though no checkpoint was due, and ends with one line; the same command goes on later."""
-    words = (*REMOTE, "engine.patience_s=2")
+    words = (*REMOTE, "engine.patience_s=2", f"engine.token_file={token_file(tmp_path)}")
     folder = tmp_path / "run"
     with ways(urls) as two:
         command = (random_model, folder, *words, f"engine.urls=[{','.join(way.url for way in two)}]")
@@ -92,7 +93,7 @@ def cut_after_a_step(two: Sequence[Way], folder: Path, cut: list[float]) -> None
 
 def test_it_goes_on_while_the_trainer_works(urls: list[str], random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """run.max_staleness=1: what is trained on is one update old at most, and the engine's logprobs are those of each token's version."""
-    words = (*REMOTE, "run.max_staleness=1", f"engine.urls=[{','.join(urls)}]")
+    words = (*REMOTE, "run.max_staleness=1", f"engine.urls=[{','.join(urls)}]", f"engine.token_file={token_file(tmp_path)}")
     torchrun(1, RUN, random_model, tmp_path / "run", *words, timeout_s=LIMIT_S)
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 3

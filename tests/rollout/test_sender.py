@@ -268,7 +268,7 @@ def test_an_update_that_another_trainer_left_open_is_ended(two: tuple[StandIn, S
 def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> None:
     """With what to do about it."""
     with hostile("401") as url:
-        line = rf"engine.urls={url}: /version: 401, no such key; it does not accept .*; start it without --api-key and VLLM_API_KEY"
+        line = rf"engine.urls={url}: /version: 401, no such key; it does not accept .*; give the file of its token as engine.token_file"
         with pytest.raises(ValueError, match=f"^{line}$"):
             Server(url).check({"model": "m"})
     with hostile("body by drops") as url:

@@ -166,7 +166,7 @@ def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str]
     """It is not waited for, and the line says what to do."""
     with hostile(status) as url:
         engine = alone(url)
-        line = rf"^engine.urls={url}: /\S+: {status}, no such key; it does not accept .*; start it without --api-key and VLLM_API_KEY$"
+        line = rf"^engine.urls={url}: /\S+: {status}, no such key; it does not accept .*; give the file of its token as engine.token_file$"
         with pytest.raises(AccessDenied, match=line):
             engine.run(say(engine))
 

@@ -65,8 +65,8 @@ def answered(app: FastAPI, verb: str, path: str, content: bytes, headers: dict[s
     """What the application raises comes out of it."""
 
     async def work() -> httpx.Response:
-        async with httpx.AsyncClient(base_url="http://sandbox", transport=httpx.ASGITransport(app)) as http:
-            name = (await http.post("/boxes", content=b"{}")).json()["box"]
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:8080", transport=httpx.ASGITransport(app)) as http:
+            name = (await http.post("/boxes", json={})).json()["box"]
             return await http.request(verb, path.replace("{name}", name), content=content, headers=headers)
 
     return asyncio.run(work())
@@ -76,11 +76,12 @@ def answered(app: FastAPI, verb: str, path: str, content: bytes, headers: dict[s
 @given(
     route=st.sampled_from(ROUTES),
     body=(RIGHT | BODY | ANY).map(lambda value: json.dumps(value).encode()) | RAW,
-    kind=st.sampled_from(["application/json", "text/plain", "multipart/form-data; boundary=a", "application/json; charset=utf-16", ""]),
+    kind=st.sampled_from(["application/json", "application/json; charset=utf-16", "text/plain", "multipart/form-data; boundary=a", ""]),
 )
 def test_no_input_is_a_mistake_of_the_server(route: tuple[str, str], body: bytes, kind: str) -> None:
     answer = answered(APP, *route, body, {"Content-Type": kind})
-    assert answer.status_code in (200, 201, 204, 404, 405, 409, 413, 422, 429), (answer.status_code, answer.text[:200])
+    allowed = (200, 201, 204, 404, 405, 409, 413, 422, 429) if kind.startswith("application/json") else (200, 204, 404, 405, 415)
+    assert answer.status_code in allowed, (answer.status_code, answer.text[:200])
     assert len(answer.content) < 10_000
     assert all("where" in each for each in answer.json()["detail"]) if answer.status_code == 422 and answer.text[10] == "[" else True
 

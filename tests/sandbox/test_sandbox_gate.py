@@ -23,6 +23,7 @@ from sandbox.server import create_app
 from sandbox.token import is_for_all, read_token
 from tests.support.sandbox_lines import StillPool, answer_of, request, serving
 
+JSON = {"Content-Type": "application/json"}
 TOKEN = "a-word-of-thirty-two-characters!"
 TIGHT = Limits(input_bytes=1 << 20, code=1 << 16)
 
@@ -32,7 +33,7 @@ def talk(pool: StillPool, *talks: Callable[[httpx.AsyncClient], Any], **options:
 
     async def work() -> list[httpx.Response]:
         transport = httpx.ASGITransport(create_app(pool, **options))
-        async with httpx.AsyncClient(base_url="http://sandbox", transport=transport) as http:
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:8080", transport=transport) as http:
             return [await each(http) for each in talks]
 
     return asyncio.run(work())
@@ -40,7 +41,7 @@ def talk(pool: StillPool, *talks: Callable[[httpx.AsyncClient], Any], **options:
 
 def posted(path: str, body: object) -> Callable[[httpx.AsyncClient], Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return lambda http: http.post(path, content=content)
+    return lambda http: http.post(path, content=content, headers=JSON)
 
 
 def junk(num_keys: int) -> bytes:
@@ -71,7 +72,7 @@ def test_junk_keys_hold_up_nobody() -> None:
         """Seconds of this process, whatever else the machine does, and bytes of the answer."""
 
         async def work() -> tuple[float, int]:
-            async with httpx.AsyncClient(base_url="http://sandbox", transport=httpx.ASGITransport(app)) as http:
+            async with httpx.AsyncClient(base_url="http://127.0.0.1:8080", transport=httpx.ASGITransport(app)) as http:
                 began = time.process_time()
                 answer = await http.post("/boxes", content=body, headers={"Content-Type": "application/json"})
                 assert answer.status_code == 422
@@ -121,7 +122,8 @@ def test_each_route_takes_bodies_of_its_own_size(path: str, most: int) -> None:
         answer.status_code
         for answer in talk(
             pool, posted(path, b" " * most), posted(path, b" " * (most + 1)),
-            lambda http: http.post(path, content=chunks(most)), lambda http: http.post(path, content=chunks(most + 1)),
+            lambda http: http.post(path, content=chunks(most), headers=JSON),
+            lambda http: http.post(path, content=chunks(most + 1), headers=JSON),
         )
     ]  # fmt: skip
     assert statuses[1] == statuses[3] == 413
@@ -173,14 +175,14 @@ def test_a_time_out_without_measure_is_the_servers_own() -> None:
         name = (await http.post("/boxes", json={})).json()["box"]
         for number, seconds in enumerate((b"1000", b"1e308", b"0.5", b"null")):
             body = b'{"call": "%d", "code": "1", "timeout_s": %b}' % (number, seconds)
-            assert (await http.post(f"/boxes/{name}/calls", content=body)).status_code == 200
+            assert (await http.post(f"/boxes/{name}/calls", content=body, headers=JSON)).status_code == 200
         for seconds in (b"Infinity", b"NaN", b"1e999", b"-1", b"0"):
             body = b'{"call": "x", "code": "1", "timeout_s": %b}' % seconds
-            assert (await http.post(f"/boxes/{name}/calls", content=body)).status_code == 422, seconds
+            assert (await http.post(f"/boxes/{name}/calls", content=body, headers=JSON)).status_code == 422, seconds
         for seconds in (b"1000", b"0.25"):
             body = b'{"language": "python", "code": "1", "run_timeout": %b}' % seconds
-            assert (await http.post("/run_code", content=body)).status_code == 200
-        return await http.post("/run_code", content=b'{"language": "python", "code": "1", "run_timeout": Infinity}')
+            assert (await http.post("/run_code", content=body, headers=JSON)).status_code == 200
+        return await http.post("/run_code", content=b'{"language": "python", "code": "1", "run_timeout": Infinity}', headers=JSON)
 
     (last,) = talk(pool, calls)
     assert last.status_code == 422

@@ -18,7 +18,7 @@ def room() -> Iterator[Room]:
 
 
 def remote(room: Room) -> SandboxClient:
-    return SandboxClient("http://sandbox", transport=httpx.ASGITransport(create_app(room.pool)))
+    return SandboxClient("http://127.0.0.1:8080", transport=httpx.ASGITransport(create_app(room.pool)))
 
 
 @pytest.mark.parametrize("code", ["x = '\ud800'", "\n# \udc00\udc01 \u00e9", "print('\u00e9\U0001f600')"], ids=["one", "two", "whole"])

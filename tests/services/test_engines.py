@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,11 @@ import pytest
 from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.services import address
 from megatron_rl.services import engines as room
-from megatron_rl.services.engines import Engine, Engines, check_engines, engines, placed, shares
+from megatron_rl.services.address import is_proven, token_file
+from megatron_rl.services.engines import ENGINES, Engine, Engines, check_engines, engines, placed, shares
 from megatron_rl.types import Stopped
 from megatron_rl.world import connect, disconnect, place
+from sandbox.token import read_token, write_token
 from tests.conftest import SUPPORT
 from tests.support.hostile_server import hostile
 
@@ -84,15 +87,20 @@ def gone(pid: int) -> bool:
 
 
 def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Two of them, each by its own port, as servers of vLLM that take weights, and as no ranks."""
-    monkeypatch.setenv("RANK", "0")
+    """Two of them, each by its own port, as servers of vLLM that take weights, as no ranks, and without the user's keys: finding 4."""
+    for name in ("RANK", "VLLM_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "0")
     with engines(settings_of(tmp_path), place(), go_on=go_on) as (urls, own):
         begun = starts(tmp_path)
         assert sorted(urls) == sorted(f"http://{HERE}:{each['port']}" for each in begun) and len(set(urls)) == 2 and own.urls == urls
         assert [(each["VLLM_SERVER_DEV_MODE"], each["RANK"]) for each in begun] == [("1", None)] * 2
+        assert {each[name] for each in begun for name in ("VLLM_API_KEY", "OPENAI_API_KEY")} == {None}
+        token = token_file(tmp_path, ENGINES)
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600 and all(is_proven(url, token=read_token(token)) for url in urls)
     assert all(gone(each["pid"]) for each in begun)
     said = capsys.readouterr().out
     assert all(f"engine {number}: {url}, after " in said for number, url in enumerate(urls))
+    assert not token.exists()
     log = (tmp_path / "services" / "engine_1.log").read_text()
     assert f"--host {HERE} --port {urls[1].rpartition(':')[2]}" in log
 
@@ -101,7 +109,6 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
     ("how", "more", "line"),
     [
         ("ends", {}, "engine.servers=2: engine [01] has ended with exit code 3; .*engine_[01].log ends: ValueError: then why$"),
-        ("denies", {}, r"engine.servers=engine [01]: http://\S+ answers 401: it does not accept .*--api-key and VLLM_API_KEY$"),
         ("silent", {"start_s": 1.0}, r"engine.start_s=1.0: engine [01] does not answer; .*engine_[01].log has no word of it yet$"),
     ],
 )
@@ -115,12 +122,12 @@ def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, 
 @pytest.mark.parametrize("way", ["body by drops", "endless", "packed"])
 def test_an_answer_without_end_is_none(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an engine nor a service is there that answers so; who looks at them waits no longer than for one that is silent."""
-    monkeypatch.setattr(room, "ANSWER_S", 0.3)
     monkeypatch.setattr(address, "ANSWER_S", 0.3)
     began = time.monotonic()
     with hostile(way) as url:
-        assert not Engine(name="engine 0", url=url, command=[], environment={}, log=tmp_path / "log").answers()
-        assert not any(address.is_there(url, kind, nonce="n", token=tmp_path / "none") for kind in ("vllm", "sandbox"))
+        assert not Engine(name="engine 0", url=url, command=[], environment={}, token="t", log=tmp_path / "log").answers()
+        write_token(tmp_path / "token")
+        assert not any(address.is_there(url, kind, nonce="n", token=tmp_path / "token") for kind in ("vllm", "sandbox"))
     assert time.monotonic() - began < 20
 
 

@@ -220,7 +220,7 @@ def test_another_rank_takes_its_part_in_making_them_and_sends_nothing() -> None:
 
 def test_weights_are_taken_only_where_a_run_sends_them() -> None:
     async def ask(app: Any) -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url="http://l", transport=httpx.ASGITransport(app)) as http:
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9000", transport=httpx.ASGITransport(app)) as http:
             body = part(0, 1, TENSORS).model_dump()
             return [await http.post("/weights", json=body), await http.post("/weights", json={**body, "parts": 0})]
 

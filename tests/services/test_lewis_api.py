@@ -93,7 +93,7 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def status(app: Any, method: str, path: str, content: bytes, kind: str) -> int:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(base_url="http://x", transport=transport) as http:
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9000", transport=transport) as http:
             return await http.request(method, path, content=content, headers={"content-type": kind})
 
     return asyncio.run(ask()).status_code
@@ -115,7 +115,7 @@ def test_no_body_is_a_500(apps: dict[str, Any], path: str, data: st.DataObject) 
     kind = data.draw(st.sampled_from(["application/json", "application/json", "text/plain", "multipart/form-data"]))
     found = status(app, "POST", f"/{route}", content, kind)
     SEEN.setdefault(path, set()).add(found)
-    assert found in (200, 404, 413, 422), (found, content)
+    assert found in ((200, 404, 413, 422) if kind == "application/json" else (415,)), (found, content)
 
 
 def test_what_is_drawn_comes_through_and_is_refused(apps: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 many GPUs there are and what it was to start, and counts steps where it is asked to. launch/lewis_pair.sh with another that only tells."""
 
 import os
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from megatron_rl.services.kept import environment
 from megatron_rl.services.model_server import parser
 from megatron_rl.services.serving import check_service
 from megatron_rl.tasks.options import LewisSpeakerOptions
+from sandbox.token import read_token
 from tests.rewards.test_listener_client import held
 from tests.support.listeners import Room
 from tests.support.listening import listener_of
@@ -204,11 +206,17 @@ def test_the_services_of_a_pair_are_started_with_the_users_words(tmp_path: Path,
     """Which their own command line reads; without any, for nano models."""
     tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
     variables = {name: value for name, value in os.environ.items() if name != "SERVICE_ARGS"} | ({"SERVICE_ARGS": given} if given else {})
-    subprocess.run(
+    told = subprocess.run(
         ["bash", str(tree / "launch" / "lewis_pair.sh"), "simultaneous", "S", "L", str(tmp_path / "out")], env=variables, check=True,
-        capture_output=True, timeout=60,
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
+    token = tmp_path / "out" / "services.token"
     for kind, model, port in (("listener", "L", "9000"), ("speaker", "S", "9001")):
         _, *words = (tmp_path / "out" / f"{kind}.log").read_text().split()
-        expected = ["-m", f"megatron_rl.services.{kind}", "--model", model, "--port", port, "--trained", *(given or NANO_ARGS).split()]
+        taken = ["--trained", "--token-file", str(token)]
+        expected = ["-m", f"megatron_rl.services.{kind}", "--model", model, "--port", port, *taken, *(given or NANO_ARGS).split()]
         assert words == expected and parser("", port=0, given={}).parse_args(words[2:]).trained
+    assert read_token(token) and stat.S_IMODE(token.stat().st_mode) == 0o600
+    runs = told.stdout + (tmp_path / "out" / "listener_run.log").read_text()
+    for key in ("task.speaker", "task.listener", "audience"):
+        assert f" {key}.token_file={token} " in runs, key

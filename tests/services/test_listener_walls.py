@@ -29,7 +29,7 @@ Talk = Callable[[httpx.AsyncClient], Awaitable[Any]]
 
 def talk(app: Any, *talks: Talk, at_once: bool = False) -> list[Any]:
     async def work() -> list[Any]:
-        async with httpx.AsyncClient(base_url="http://listener", transport=httpx.ASGITransport(app), timeout=30) as http:
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9000", transport=httpx.ASGITransport(app), timeout=30) as http:
             return list(await asyncio.gather(*(each(http) for each in talks))) if at_once else [await each(http) for each in talks]
 
     return asyncio.run(work())
@@ -183,6 +183,13 @@ def test_the_version_is_that_of_everything(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
     versions.append(version_of(tmp_path, 1))
     assert versions[0] == versions[1] and len(set(versions)) == 4
+
+
+def test_one_that_takes_weights_asks_for_a_token(capsys: pytest.CaptureFixture) -> None:
+    """Finding 6: whoever reached the port replaced the model that pays the reward."""
+    assert run_server("listener", app_of, description="", port=0, arguments=["--model", "m", "--trained"]) == 1
+    said = "listener: --trained=True: lets whoever reaches the port replace the model; give --token-file FILE, too\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_seeds_variables_are_words_of_the_command_line() -> None:

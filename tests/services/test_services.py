@@ -15,11 +15,12 @@ import pytest
 
 from megatron_rl.config import JudgeSettings, ModelSettings, RunSettings, SandboxSettings, ServiceSettings, ServicesSettings, Settings
 from megatron_rl.config import TaskSettings as Task
-from megatron_rl.services.address import file_of, find, publish
+from megatron_rl.services.address import file_of, find, publish, token_file
 from megatron_rl.services.kept import environment
 from megatron_rl.services.serving import addressed, check_service, serving
 from megatron_rl.types import Stopped
 from megatron_rl.world import connect, disconnect, place
+from sandbox.token import write_token
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 from tests.support.hostile_server import hostile
@@ -40,7 +41,7 @@ def service_of(folder: Path, how: str = "well", **settings: object) -> ServiceSe
 
 
 def settings_of(run: Path, judge: ServiceSettings) -> Settings:
-    task = Task(name="vqa", judge=JudgeSettings(urls=["service:judge", "http://far/v1"]))
+    task = Task(name="vqa", judge=JudgeSettings(urls=["service:judge"]))
     return Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(run)), task=task, services=ServicesSettings(judge=judge))
 
 
@@ -71,15 +72,18 @@ def go_on() -> None:
 def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("RANK", "0")
+    for name in ("VLLM_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "the-users-own")
     settings = settings_of(tmp_path, service_of(tmp_path, args=["--more", "1"]))
     with serving(settings, place(), go_on=go_on) as urls:
         (url,) = urls.values()
         assert urls.keys() == {"judge"} and url.startswith("http://127.0.0.1:") and url.endswith("/v1")
         assert find(tmp_path, "judge", "vllm") == url
-        assert addressed(settings.task, urls, run=tmp_path).judge.urls == [url, "http://far/v1"]
+        assert addressed(settings.task, urls, run=tmp_path).judge.urls == [url]
         assert settings.task.judge.urls[0] == "service:judge", "what is kept with the run names no port of today"
         assert all(map(psutil.pid_exists, pids(tmp_path))) and len(pids(tmp_path)) == 2
         told = json.loads((tmp_path / "environment.json").read_text())
+        assert told["VLLM_API_KEY"] == token_file(tmp_path, "judge").read_text() and "OPENAI_API_KEY" not in told
         assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & told.keys() and "PATH" in told
     assert are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm") == ""
     log = (tmp_path / "services" / "judge.log").read_text()
@@ -116,6 +120,7 @@ def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
 def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
     """A server answers there, but it is not the one that wrote the file; or the file is half."""
     with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on) as urls:
+        write_token(token_file(tmp_path, "listener"))
         publish(tmp_path, "listener", url=urls["judge"], nonce="of one that died")
         assert find(tmp_path, "judge", "vllm") and not find(tmp_path, "listener", "vllm")
         assert not find(tmp_path, "judge", "sandbox"), "a server of another kind"
@@ -135,14 +140,15 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
         pass
     with hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
+        write_token(token_file(tmp_path, "judge"))
         publish(tmp_path, "judge", url=url, nonce="n")
-        line = rf"^services.judge.start_s=0.2: {url} answers 401, no such key: give OPENAI_API_KEY the value of the server's VLLM_API_KEY"
+        line = rf"^services.judge.start_s=0.2: {url} answers 401, no such key: the run gives its command a key in VLLM_API_KEY"
         with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
             pass
 
 
 def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -> None:
-    line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 answers 401, .*: give OPENAI_API_KEY the value of the server's VLLM_API_KEY"
+    line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 answers 401, .*: the run gives its command a key in VLLM_API_KEY"
     with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, service_of(tmp_path, "denies")), place(), go_on=go_on):
         pass
     assert are_gone(tmp_path)

@@ -2,20 +2,39 @@
 
 import asyncio
 import os
+import socket
 import stat
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from megatron_rl.config import ModelSettings, RunSettings, SandboxSettings, ServiceSettings, ServicesSettings, Settings, TaskSettings
+from megatron_rl.config import (
+    JudgeSettings,
+    ModelSettings,
+    RunSettings,
+    SandboxSettings,
+    ServiceSettings,
+    ServicesSettings,
+    Settings,
+    TaskSettings,
+)
+from megatron_rl.rewards.judge import Judge
 from megatron_rl.services.address import find, token_file
-from megatron_rl.services.serving import addressed, serving
+from megatron_rl.services.serving import Service, addressed, serving
 from megatron_rl.tasks.visual_python.task import sandbox_client
+from megatron_rl.types import HostFault
 from megatron_rl.world import connect, disconnect, place
 from sandbox import Sandbox, SandboxFault
 from sandbox.client import SandboxClient
+from sandbox.token import write_token
+from tests.support import judges
 
 
 def test_the_runs_own_sandbox_asks_for_a_word_that_only_the_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +86,69 @@ def test_a_token_that_is_none_is_told_under_its_setting(tmp_path: Path) -> None:
         sandbox_client(SandboxSettings(url="http://127.0.0.1:9", token_file=str(tmp_path / "word")))
     with pytest.raises(ValueError, match=r"^task.sandbox.token_file=word: is for a server: give its address, task.sandbox.url, too$"):
         SandboxSettings(token_file="word")
+
+
+def thieves(folder: Path, stolen: list[str], *, stop: threading.Event) -> None:
+    """Another user of this machine: reads the port off the list of processes, binds it first, and notes what it is sent."""
+    while not stop.is_set():
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if str(folder) not in " ".join(words) or "--port" not in words:
+                continue
+            with suppress(OSError), socket.create_server(("127.0.0.1", int(words[words.index("--port") + 1]))) as trap:
+                trap.settimeout(0.2)
+                while not stop.is_set():
+                    with suppress(TimeoutError), trap.accept()[0] as line:
+                        stolen.append(line.recv(4096).decode())
+                        line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sandbox", "listener"])
+def test_who_takes_a_services_port_first_gets_no_key_of_the_user(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 2. A sandbox and the like, which prove that they know their token, are not sent even that."""
+    for name in ("OPENAI_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.setenv(name, "sk-canary-of-the-user-0123456789")
+    command = [sys.executable, "-c", f"import time; time.sleep(30)  # {tmp_path}"]
+    given = ServiceSettings(kind=kind, model="" if kind == "sandbox" else "m", command=command)
+    stolen, stop = [], threading.Event()
+    thief = threading.Thread(target=thieves, args=(tmp_path, stolen), kwargs={"stop": stop})
+    thief.start()
+    service = Service("it", given, run=tmp_path, host="127.0.0.1")
+    try:
+        deadline = time.monotonic() + 20
+        while len(stolen) < 2 and time.monotonic() < deadline:
+            service.look()
+            time.sleep(0.05)
+        assert len(stolen) >= 2 and service.url == ""
+        said, token = "".join(stolen), token_file(tmp_path, "it").read_text()
+        assert "canary" not in said and (token in said) == (kind == "vllm")
+        (process,) = [each for each in psutil.Process().children(recursive=True) if each.cmdline()[1:2] == ["-c"]]
+        assert "canary" not in " ".join(process.environ().values())
+    finally:
+        stop.set()
+        thief.join()
+        service.end()
+
+
+async def judged(judge: Judge) -> None:
+    assert await judge.verdict(judges.PROMPT, fields=judges.fields()) == 1.0
+
+
+def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-of-the-user-0123456789")
+    given = JudgeSettings(urls=["service:judge"], model="judge")
+    with judges.serving(judges.right) as server:
+        token = write_token(token_file(tmp_path, "judge"))
+        found = addressed(TaskSettings(name="vqa", judge=given), {"judge": server.url}, run=tmp_path).judge
+        assert (found.urls, found.token_file) == ([server.url], str(token_file(tmp_path, "judge"))) and given.token_file == ""
+        judges.held(found, judged)
+        assert server.keys == {f"Bearer {token}"}
+        judges.held(replace(found, token_file=""), judged)
+        assert server.keys == {f"Bearer {token}", "Bearer sk-canary-of-the-user-0123456789"}
+    with pytest.raises(HostFault, match=r"^task.judge.token_file=.*none: .*No such file"):
+        judges.held(replace(found, token_file=str(tmp_path / "none")), judged)
+    mixed = TaskSettings(name="vqa", judge=JudgeSettings(urls=["service:judge", "http://far/v1"]))
+    services = ServicesSettings(judge=ServiceSettings(kind="vllm", model="m"))
+    with pytest.raises(ValueError, match=r"^task.judge.urls=\['service:judge', 'http://far/v1'\]: one token is for all; name one service$"):
+        services.require_asked(mixed)

@@ -1,6 +1,7 @@
 """The speaker's application: around replies that are known, and as it is started, beside Hugging Face's own greedy words."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.config import AudienceSettings
+from megatron_rl.config import AudienceSettings, EngineSettings
 from megatron_rl.rewards.description import PROMPT
 from megatron_rl.rollout.audience import Audience
 from megatron_rl.rollout.engine import Completion, Sampling
@@ -28,18 +29,25 @@ REPLIES = {
     "cap": "A photo of a blue cap. The cap is blue and old. <state>worn</state><location>a shelf",
 }
 
+TOKEN = "a-word-of-many-letters"
 SAID = "<state>chipped</state><location>on a shelf</location>"
 
 
 class Room:
     """Says what belongs to the category that its prompt names."""
 
-    version, busy_s, is_well = "one", 0.0, True
+    version, busy_s, is_well, settings = "one", 0.0, True, EngineSettings(max_num_seqs=4)
+    held, most = 0, 0
+    """Pictures that are rendered and not answered yet, now and at most."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.renderer = SimpleNamespace(prompt=self._prompt, text=lambda ids: "".join(map(chr, ids)))
 
     def _prompt(self, messages: Any) -> str:
+        with self.lock:
+            self.held += 1
+            self.most = max(self.most, self.held)
         return messages[0]["content"][1]["text"]
 
     async def aside(self, act: Any) -> Any:
@@ -52,18 +60,45 @@ class Room:
     async def generate(self, context: str, sampling: Sampling) -> Completion:
         assert sampling.temperature == 0.0 and sampling.max_tokens == MOST_TOKENS
         (category,) = [name for name in REPLIES if context.startswith(PROMPT.format(category=name))]
+        await asyncio.sleep(0.001)
+        with self.lock:
+            self.held -= 1
         has_situation = "<state>" in context and "<location>" in context
         assert sampling.stop == (("</location>",) if has_situation else ("</detailed>",))
         return Completion(list(map(ord, REPLIES[category] + SAID * has_situation)), [], finished=True, versions=[])
 
 
-def asked(path: str, body: object) -> httpx.Response:
+def asked(path: str, body: object, *, room: Room | None = None) -> httpx.Response:
     async def ask() -> httpx.Response:
-        app = create_app(Speaker(Room(), Pictures([]), limits=Limits(), name="scripted"))
-        async with httpx.AsyncClient(base_url="http://speaker", transport=httpx.ASGITransport(app)) as http:
+        app = create_app(Speaker(room or Room(), Pictures([]), limits=Limits(), name="scripted"))
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9001", transport=httpx.ASGITransport(app)) as http:
             return await http.post(path, json=body)
 
     return asyncio.run(ask())
+
+
+def test_few_pictures_are_rendered_at_a_time() -> None:
+    """Finding 7: all of a request's, 14 MB each, waited for the engine. As many as it answers at a time, of all requests together; and
+    one that fails gives back its places."""
+    images = [{"base64": as_base64(png(noise(seed, side=28)))} for seed in range(40)]
+    batch = [{"image": image, "category": "mug" if number % 3 else "cap"} for number, image in enumerate(images)]
+    room = Room()
+
+    async def ask() -> list[httpx.Response]:
+        app = create_app(Speaker(room, Pictures([]), limits=Limits(), name="scripted"))
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9001", transport=httpx.ASGITransport(app)) as http:
+            bodies = [{"batch": batch}, {"batch": batch[::-1]}]
+            answers = await asyncio.gather(*(http.post("/batch_describe", json=body) for body in bodies))
+            assert room.most == room.settings.max_num_seqs and room.held == 0
+            lacking = [{"image": {"sha256": "0" * 64}, "category": "mug"}] * 6
+            failed = [await http.post("/batch_describe", json={"batch": batch[:5] + lacking}) for _ in range(3)]
+            return [*answers, *failed, await http.post("/batch_describe", json={"batch": batch[:5]})]
+
+    answers = asyncio.run(ask())
+    assert [answer.status_code for answer in answers] == [200, 200, 404, 404, 404, 200]
+    coarse = [each["coarse"] for each in answers[0].json()["results"]]
+    assert coarse == ["a photo of a red mug" if number % 3 else "A photo of a blue cap" for number in range(40)]
+    assert [each["coarse"] for each in answers[1].json()["results"]] == coarse[::-1]
 
 
 def test_each_picture_has_one_description() -> None:
@@ -104,7 +139,10 @@ def speaker(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     root = tmp_path_factory.mktemp("speaker")
     for number in range(2):
         (root / f"{number}.png").write_bytes(png(noise(number)))
-    with started("speaker", random_model, "--root", root, "--max-model-len", "256", "--trained") as server:
+    token = root / "token"
+    token.write_text(TOKEN)
+    with started("speaker", random_model, "--root", root, "--max-model-len", "256", "--trained", "--token-file", token) as server:
+        server.headers = {"Authorization": f"Bearer {TOKEN}"}
         yield server
 
 
@@ -134,6 +172,9 @@ def test_it_says_what_hugging_face_says_with_its_weights_and_with_those_that_a_r
     first = says_what_hugging_face_says(speaker, random_model)
     make(tmp_path / "other", preset="nano", init="random", seed=7)
     tensors = load_file(tmp_path / "other" / "model.safetensors")
-    audience = Audience(AudienceSettings(urls=[speaker.url], part_mib=1.0, timeout_s=120.0), run="r", is_main=True)
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    settings = AudienceSettings(urls=[speaker.url], part_mib=1.0, timeout_s=120.0, token_file=str(token))
+    audience = Audience(settings, run="r", is_main=True)
     assert audience.serve(lambda: iter(tensors.items()), step=1) == {"audience/behind": 0.0}
     assert says_what_hugging_face_says(speaker, tmp_path / "other") != first

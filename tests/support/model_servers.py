@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -25,9 +25,10 @@ NANO = ("--kv-cache-mib", "32", "--max-model-len", "512", "--max-pixels", "12544
 class Started:
     url: str
     process: subprocess.Popen[str]
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: object, *, timeout_s: float = 60) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=timeout_s, trust_env=False)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=timeout_s, trust_env=False, headers=self.headers)
 
     def end(self) -> int:
         self.process.terminate()

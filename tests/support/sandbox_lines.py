@@ -110,7 +110,8 @@ def serving(*, line: Line | None = None, pool: StillPool | None = None, app: Fas
 def request(path: str, body: object = None, *, verb: str = "POST", more: str = "", length: int | None = None) -> bytes:
     content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     size = len(content) if length is None else length
-    return f"{verb} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}Content-Length: {size}\r\n\r\n".encode() + content
+    head = f"{verb} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}Content-Length: {size}\r\n\r\n"
+    return head.encode() + content
 
 
 def answer_of(line: socket) -> bytes:

@@ -15,12 +15,19 @@ from megatron_rl.rollout.sender import Sender
 from megatron_rl.rollout.server import Server
 from megatron_rl.rollout.vllm.command import PROGRAM, nature_of, server_arguments, server_environment
 from megatron_rl.services.kept import Kept, free_port
+from sandbox.token import bearer
 from tests.conftest import ROOT
 
-HOST = "127.0.0.1"
+HOST, TOKEN = "127.0.0.1", "a-word-of-many-letters"
 SETTINGS = EngineSettings(kind="remote", urls=["http://127.0.0.1:1"], kv_cache_mib=32, probe_s=60)
 """Of the servers; the addresses are known once they are started."""
 NO_LIMITS: Mapping[str, int] = {}
+
+
+def token_file(folder: Path) -> Path:
+    """Return a file in the folder with the token of all these servers."""
+    (folder / "token").write_text(TOKEN)
+    return folder / "token"
 
 
 def start_server(
@@ -30,7 +37,8 @@ def start_server(
     renderer = Renderer(ModelSettings(path=str(model), **limits))
     port, given = port or free_port(HOST), {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels}
     arguments = server_arguments(str(model), settings, **given, cuda=False, seed=seed, timeout_s=60)
-    environment = {**os.environ, **server_environment(settings), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = server_environment(settings, token_file=token_file(log.parent))
+    environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return f"http://{HOST}:{port}", Kept([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
 
 
@@ -38,7 +46,7 @@ def wait_for(url: str, kept: Kept, log: Path, *, within_s: float = 240.0) -> Non
     deadline = time.monotonic() + within_s
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+            if httpx.get(f"{url}/health", timeout=5, trust_env=False, headers=bearer(TOKEN)).is_success:
                 return
         except httpx.HTTPError:
             assert kept.code() is None, f"a server has ended:\n{log.read_text()[-4000:]}"
@@ -52,9 +60,10 @@ def openai_server(model: Path, log: Path, *, pixels: tuple[int, int]) -> Iterato
     renderer, settings, port = Renderer(ModelSettings(path=str(model))), EngineSettings(kv_cache_mib=32), free_port(HOST)
     arguments = server_arguments(str(model), settings, banned_ids=renderer.banned_ids, pixels=pixels, cuda=False, seed=0, timeout_s=60)
     arguments[arguments.index("--load-format") + 1] = "auto"
-    place = arguments.index("--logits-processors")  # which asks for a run's own arguments
-    del arguments[place : place + 2]  # such a model's likeliest tokens are none that it bans
-    environment = {**os.environ, **server_environment(settings), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("--logits-processors", "--middleware"):  # which ask for a run's own arguments, and its token
+        place = arguments.index(name)
+        del arguments[place : place + 2]  # such a model's likeliest tokens are none that it bans
+    environment = {**os.environ, **server_environment(settings, token_file="none"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kept = Kept([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
     try:
         wait_for(f"http://{HOST}:{port}", kept, log)
@@ -84,7 +93,7 @@ def remote_engine(
     urls: Sequence[str], renderer: Renderer, *, name: str = "test", settings: EngineSettings = SETTINGS, bucket_bytes: int = 1 << 20
 ) -> Iterator[RemoteEngine]:
     """A run's way to these servers, which have no weights before the first load_weights."""
-    own = [Server(url) for url in urls]
+    own = [Server(url, token=TOKEN) for url in urls]
     wanted = nature_of(settings, renderer.tokenizer.name_or_path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
     sender = Sender(own, wanted=wanted, owner=f"{name} of a test", kind="gloo", bucket_bytes=bucket_bytes, timeout_s=20)
     sender.claim()

@@ -2,8 +2,8 @@
 
 usage: stand_in_engine.py FOLDER ... --host H --port P
 
-FOLDER/how, read at each start and each question: well; silent (takes no questions); ends (with code 3, behind two lines); denies (asks for
-a key). Each start adds a line to FOLDER/starts: its process, its cores, and what it is told of GPUs and threads.
+It asks for its token, and proves that it knows it. FOLDER/how, read at each start and each question: well; silent (takes no questions);
+ends (with code 3, behind two lines). Each start adds a line to FOLDER/starts: its process, its cores, and variables of its environment.
 """
 
 import json
@@ -13,12 +13,18 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from megatron_rl.rollout.vllm.gate import TOKEN_FILE
+from sandbox.access import CHALLENGE, PROOF, proof_of
+from sandbox.token import read_token
+
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         while how() == "silent":
             time.sleep(0.05)
-        self.send_response(401 if how() == "denies" else 200 if self.path == "/health" else 404)
+        token = read_token(os.environ[TOKEN_FILE])
+        self.send_response(401)
+        self.send_header(PROOF, proof_of(token, self.headers[CHALLENGE], port=port))
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -33,7 +39,8 @@ def how() -> str:
 if __name__ == "__main__":
     folder, words = Path(sys.argv[1]), sys.argv[2:]
     host, port = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
-    told = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_SERVER_DEV_MODE", "RANK")}
+    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "OPENAI_API_KEY", "RANK")
+    told = {name: os.environ.get(name) for name in names}
     told |= {"seed": words[words.index("--seed") + 1]}
     with (folder / "starts").open("a") as starts:
         starts.write(json.dumps({"pid": os.getpid(), "port": port, "cores": sorted(os.sched_getaffinity(0)), **told}) + "\n")

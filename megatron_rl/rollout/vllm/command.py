@@ -6,23 +6,30 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from megatron_rl.config import EngineSettings
+from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.vllm.core import engine_arguments
+from megatron_rl.rollout.vllm.gate import MIDDLEWARE, TOKEN_FILE
 from megatron_rl.rollout.vllm.sampler import BANNED
+from sandbox.token import USERS_KEYS
 
 BACKEND = "megatron_rl"
 VLLM = "0.32.0"
 """The version that all of this was read against and tried with."""
 PROGRAM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+NO_DOMAIN = "none.invalid"
+"""The only domain that pictures may be fetched from, which cannot exist (RFC 6761): a server takes them as `data:` alone. vLLM itself
+refuses `file:`."""
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a config.json that say nothing of what is computed."""
 
 
-def server_environment(settings: EngineSettings) -> dict[str, str]:
-    """Of a server, beside what it inherits. Without the first the calls for weights are not there. On a CPU an engine of one worker
-    computes in the process that schedules: with multiprocessing on vLLM gives it another one (0.32.0, platforms/cpu.py)."""
+def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
+    """Of a server, beside what it inherits. Without VLLM_SERVER_DEV_MODE the calls for weights are not there. On a CPU an engine of one
+    worker computes in the process that schedules: with multiprocessing on vLLM gives it another one (0.32.0, platforms/cpu.py)."""
     return {
+        TOKEN_FILE: str(Path(token_file).absolute()),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -44,7 +51,8 @@ def server_arguments(
         "mm_processor_cache_gb": 4, "tensor_parallel_size": settings.tp, "seed": seed, "additional_config": {BANNED: list(banned_ids)},
         "weight_transfer_config": {"backend": BACKEND}, "worker_extension_cls": "megatron_rl.rollout.vllm.served.Served",
         "logits_processors": "megatron_rl.rollout.vllm.served:BanAndSeed", "enable_scale_out": True,
-        "disable_uvicorn_access_log": True, **({"distributed_executor_backend": "uni"} if settings.tp == 1 else {}),
+        "middleware": MIDDLEWARE, "allowed_media_domains": NO_DOMAIN, "disable_fastapi_docs": True, "disable_uvicorn_access_log": True,
+        **({"distributed_executor_backend": "uni"} if settings.tp == 1 else {}),
     }  # fmt: skip
     return [word for key, value in given.items() if value is not None for word in _words(key.replace("_", "-"), value)]
 
@@ -55,11 +63,17 @@ def _words(name: str, value: object) -> list[str]:
     return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-def shell_line(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
-    """What starts a server on whatever node, at port 8000 of all its addresses, in the environment that this project is installed in."""
+def shell_lines(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
+    """What starts each of engine.urls on its node, in the environment that this project is installed in; one at 127.0.0.1:8000 without
+    any. ValueError: engine.token_file is not given."""
+    remedy = "servers ask for the token in a file; make one and give it: head -c 32 /dev/urandom | base64 > FILE; engine.token_file=FILE"
+    require(bool(settings.token_file), "engine.token_file", settings.token_file, remedy)
     given = server_arguments(model_path, settings, banned_ids=banned_ids, pixels=pixels, cuda=cuda, seed=None, timeout_s=600.0)
-    environment = [f"{name}={value}" for name, value in server_environment(settings).items()]
-    return f"{shlex.join(['env', *environment, *PROGRAM, *given])} --seed $RANDOM --host 0.0.0.0 --port 8000"
+    environment = [f"{name}={value}" for name, value in server_environment(settings, token_file=settings.token_file).items()]
+    unset = [word for name in USERS_KEYS for word in ("-u", name)]
+    line = shlex.join(["env", *unset, *environment, *PROGRAM, *given])
+    places = [urlsplit(url) for url in settings.urls or ["http://127.0.0.1:8000"]]
+    return "\n".join(f"{line} --seed $RANDOM --host {shlex.quote(each.hostname)} --port {each.port or 80}" for each in places)
 
 
 def nature(

@@ -1,0 +1,103 @@
+"""Headers that let a request in: what web pages send, names of other servers, and how a server proves that it has the token."""
+
+import hashlib
+import hmac
+import socket
+
+import httpx
+import pytest
+
+from sandbox.access import CHALLENGE, PROOF, AccessRules
+from sandbox.http import NO_PAGES
+from sandbox.server import create_app
+from tests.support.sandbox_lines import StillPool, answer_of, serving
+
+TOKEN = "a-word-of-thirty-two-characters!"
+HERE = socket.gethostname()
+JSON = ("Content-Type", "application/json")
+
+
+def refused(*headers: tuple[str, str], method: str = "POST", token: str = "", hosts: tuple[str, ...] = ()) -> int:
+    """The status of the refusal, 0 where there is none."""
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
+    scope = {"type": "http", "method": method, "headers": raw, "server": ("127.0.0.1", 8000)}
+    refusal = AccessRules(token=token, hosts=hosts).refusal(scope)
+    return refusal.code if refusal else 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "10.1.2.3:80", "localhost:1", "LOCALHOST", HERE])
+def test_addresses_and_own_names_are_hosts(host: str) -> None:
+    assert refused(("Host", host), JSON) == 0
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "127.0.0.1@evil.example", "evil.example#127.0.0.1", "", ":8000",
+        "[::1].evil.example", "[evil.example]", "[::1", "localhost.evil.example", "127.0.0.1:8000:1", "127.0.0.1 ", "localhost:x",
+        f"{HERE}.evil.example", "node2", "\xff",
+    ],
+)  # fmt: skip
+def test_other_names_are_no_hosts(host: str) -> None:
+    assert refused(("Host", host), JSON) == 421
+    assert refused(("Host", host), JSON, token=TOKEN) == 421, "before the token: nothing is learned about it"
+
+
+def test_there_is_one_host_and_a_name_can_be_given() -> None:
+    assert refused(JSON) == 421 and refused(("Host", "127.0.0.1"), ("Host", "evil.example"), JSON) == 421
+    assert refused(("Host", "Node2:8000"), JSON, hosts=("node2",)) == 0 and refused(("Host", ""), JSON, hosts=("",)) == 421
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "code"),
+    [
+        ("POST", [("Content-Type", "text/plain;charset=UTF-8")], 415), ("POST", [], 415), ("POST", [("Content-Length", "0")], 415),
+        ("POST", [("Content-Type", "application/x-www-form-urlencoded")], 415), ("POST", [("Content-Type", "application/jsonp")], 415),
+        ("POST", [("Content-Type", "multipart/form-data; boundary=application/json")], 415),
+        ("GET", [("Content-Length", "2"), ("Content-Type", "text/plain")], 415), ("DELETE", [("Transfer-Encoding", "chunked")], 415),
+        ("POST", [JSON, ("Origin", "http://evil.example")], 403), ("GET", [("Origin", "null")], 403),
+        ("GET", [("Sec-Fetch-Site", "cross-site")], 403), ("GET", [("Sec-Fetch-Site", "same-origin")], 403),
+        ("POST", [("Content-Type", "Application/JSON; charset=utf-8")], 0), ("GET", [], 0), ("DELETE", [], 0),
+        ("GET", [("Sec-Fetch-Site", "none")], 0),
+    ],
+)  # fmt: skip
+def test_what_a_web_page_can_send_is_refused(method: str, headers: list[tuple[str, str]], code: int) -> None:
+    """A page sends a POST of these types to any port without asking first (Fetch standard, CORS-safelisted request headers)."""
+    assert refused(("Host", "127.0.0.1"), *headers, method=method) == code
+
+
+def test_a_page_of_a_stranger_does_nothing_at_a_real_server() -> None:
+    """Finding 6, over a socket: as httpx sends it, and with the same request as our client sends it beside it."""
+    page = {"Host": "evil.example", "Origin": "http://evil.example", "Content-Type": "text/plain"}
+    with serving() as server:
+        for left_out, code in (((), 421), (("Host",), 403), (("Host", "Origin"), 415)):
+            headers = {name: value for name, value in page.items() if name not in left_out}
+            answer = httpx.post(f"{server.url}/boxes", content=b"{}", headers=headers)
+            assert (answer.status_code, server.pool.num_open) == (code, 0)
+        assert httpx.post(f"{server.url}/boxes", json={}).status_code == 201 and server.pool.num_open == 1
+        assert [httpx.get(f"{server.url}{page}").status_code for page in ("/docs", "/redoc", "/openapi.json")] == [404] * 3
+    assert create_app(StillPool()).docs_url is None and NO_PAGES["openapi_url"] is None
+
+
+def test_a_server_proves_that_it_knows_the_token() -> None:
+    """Without being sent it; by a digest made here with the standard library, of the challenge and of the server's own port."""
+    challenge = "0123456789abcdef" * 2
+    with serving(token=TOKEN) as server:
+        answer = httpx.get(f"{server.url}/health", headers={CHALLENGE: challenge})
+        expected = hmac.new(TOKEN.encode(), f"{challenge} {server.port}".encode(), hashlib.sha256).hexdigest()
+        assert (answer.status_code, answer.headers[PROOF]) == (401, expected)
+        for odd in ("", "0", "x" * 32, challenge * 9, challenge + "\xff"):
+            assert PROOF not in httpx.get(f"{server.url}/health", headers={CHALLENGE: odd.encode("latin-1")}).headers
+    with serving() as server:
+        assert PROOF not in httpx.get(f"{server.url}/health", headers={CHALLENGE: challenge}).headers
+
+
+def test_bytes_that_are_no_request_are_answered_once() -> None:
+    """With what their header was refused for and with 400 it would be twice: uvicorn wrote a traceback into the log."""
+    head = b"POST /boxes HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving() as server:
+        for _ in range(5):
+            with server.connect() as line:
+                line.sendall(head + b"no length\r\n")
+                assert answer_of(line).startswith(b"HTTP/1.1 400")
+        assert httpx.get(f"{server.url}/health").status_code == 200 and server.log == []
