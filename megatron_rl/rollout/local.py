@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.engine import Completion, ImageInput, Request, Sampling, placeholder_offsets
 from megatron_rl.rollout.loop import StandingLoop
-from megatron_rl.rollout.vllm.core import VllmCore
+from megatron_rl.rollout.vllm.core import CACHED_PATCHES, VllmCore
 from megatron_rl.types import Image, LastingFault
 
 T = TypeVar("T")
@@ -75,10 +75,11 @@ class LocalEngine:
         pixels: tuple[int, int] | None = None,
         reads_weights: bool = True,
         timeout_s: float = 600.0,
+        cached_patches: int = CACHED_PATCHES,
     ) -> None:
         """Without the weights of model_path it starts sooner, and plays after the first load_weights. pixels: the fewest and the most of a
         picture that will come; None takes the limits of the folder's processor. timeout_s: how long ranks wait for one another in
-        vLLM's groups, which all of the world make together."""
+        vLLM's groups, which all of the world make together. cached_patches: of pictures that are kept between requests."""
         assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
         self._settings = settings
         self._image_token_id = image_token_id
@@ -86,6 +87,7 @@ class LocalEngine:
         self._core = VllmCore(
             model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group), pixels=pixels,
             reads_weights=reads_weights, timeout_s=timeout_s, version=weight_version,
+            cached_patches=cached_patches,
         )  # fmt: skip
         self._has_weights = reads_weights
         self.weight_version = weight_version

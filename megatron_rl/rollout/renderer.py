@@ -54,9 +54,12 @@ def small_pixels(engine: EngineSettings) -> int:
 class Renderer:
     """Renders for one checkpoint. `banned_ids` and `stop_ids` are the same for engine and trainer."""
 
-    def __init__(self, model: ModelSettings, *, small_pixels: int = SMALL_PIXELS, allow_grounding_tokens: bool = False) -> None:
-        """`small_pixels`: see the function of this name; `allow_grounding_tokens`: see DataSettings."""
-        self.small_pixels = small_pixels
+    def __init__(
+        self, model: ModelSettings, *, small_pixels: int = SMALL_PIXELS, allow_grounding_tokens: bool = False,
+        cached_bytes: int = _CACHED_BYTES,
+    ) -> None:  # fmt: skip
+        """`small_pixels`: see the function of this name; `allow_grounding_tokens`: see DataSettings; `cached_bytes`: of pictures."""
+        self.small_pixels, self._most_bytes = small_pixels, cached_bytes
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
         self._path, self.processor = model.path, load_processor(model.path)
         self.tokenizer = self.processor.tokenizer
@@ -66,16 +69,13 @@ class Renderer:
             require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give the checkpoint's own tokenizer")
         blanked = [token for token in known if token.startswith("<|") and not (allow_grounding_tokens and token in GROUNDING_TOKENS)]
         self._special = re.compile("|".join(map(re.escape, blanked)))
-        self.image_token_id = known["<|image_pad|>"]
-        self.end_id = known["<|im_end|>"]
+        self.image_token_id, self.end_id = known["<|image_pad|>"], known["<|im_end|>"]
         self.stop_ids = [self.end_id]
         vocab = self.tokenizer.get_vocab()
         check_vocabulary({}, vocab_size=spec.vocab_size, num_token_ids=max(vocab.values()) + 1, where=f"model.path={model.path}")
         self._never_sampled = {known[token] for token in _NEVER_SAMPLED}
         self.banned_ids = find_banned_ids(vocab, spec, never_sampled=_NEVER_SAMPLED)
-        self.max_positions = spec.max_positions
-        self.merge = spec.vision.merge
-        self.patch = spec.vision.patch
+        self.max_positions, self.merge, self.patch = spec.max_positions, spec.vision.merge, spec.vision.patch
         self.vision_pixels = self.patch * self.merge
         cut = (self.processor.image_processor.patch_size, self.processor.image_processor.merge_size)
         for what, found, stated in (
@@ -149,7 +149,7 @@ class Renderer:
             if image.key not in self._images:
                 self._images[image.key], self._given[image.key] = image, set()
                 self._num_bytes += _bytes_of(image)
-            while self._num_bytes > _CACHED_BYTES and len(self._images) > 1:
+            while self._num_bytes > self._most_bytes and len(self._images) > 1:
                 key, oldest = self._images.popitem(last=False)
                 self._num_bytes -= _bytes_of(oldest)
                 for digest in self._given.pop(key):

@@ -148,7 +148,7 @@ class VllmCore:
     def __init__(
         self, model_path: str, settings: EngineSettings, *,
         banned_ids: list[int], stop_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
-        version: int,
+        version: int, cached_patches: int = CACHED_PATCHES,
     ) -> None:  # fmt: skip
         """`name` is this engine's alone, the same on all its ranks. It has the folder's weights, or none before load_weights."""
         self._llm = _start_vllm(
@@ -158,7 +158,7 @@ class VllmCore:
         self._engine.set_weight_version(str(version))
         self._stop_ids = stop_ids
         self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()
-        self._num_patches = 0
+        self._num_patches, self._most_patches = 0, cached_patches
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.weights = Weights(runner.get_model(), bucket_bytes=int(settings.bucket_mib * 2**20))
         self._cuda = runner.device.type == "cuda"
@@ -188,7 +188,7 @@ class VllmCore:
 
     def trim_images(self) -> None:
         """Forget the images used longest ago; once a step, so that every rank knows the same ones when the leader asks."""
-        while self._num_patches > CACHED_PATCHES:
+        while self._num_patches > self._most_patches:
             _, oldest = self._items.popitem(last=False)
             self._num_patches -= int(oldest["image_grid_thw"].data.prod())
 
