@@ -1827,7 +1827,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sandbox/access.py",
         "return match is not None and (",
         'return match is None or ("." in match[0]) or (',
-        "tests/sandbox/test_sandbox_access.py -k 'other_names or one_host'",
+        "tests/sandbox/test_sandbox_access.py -k hosts",
     ),
     Mutant(
         "a request of a web page is answered",
@@ -1921,10 +1921,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/services/test_listener_walls.py -k takes_weights",
     ),
     Mutant(
+        "a listener renders what all requests show at once",
+        "megatron_rl/services/listener.py",
+        "Places(MOST_HELD)",
+        "Places(1 << 20)",
+        "tests/services/test_listener_walls.py -k many_large_batches",
+    ),
+    Mutant(
         "a speaker renders all pictures of a request",
         "megatron_rl/services/speaker.py",
-        "asyncio.Semaphore(room.settings.max_num_seqs)",
-        "asyncio.Semaphore(1 << 20)",
+        "Places(room.settings.max_num_seqs)",
+        "Places(1 << 20)",
         "tests/services/test_speaker.py -k few_pictures",
     ),
 )

@@ -17,7 +17,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from megatron_rl.services.admission import Admission, Limits
 from megatron_rl.services.incoming import Receiver
 from megatron_rl.services.model_server import application, run_server
 from megatron_rl.services.pictures import Pictures
-from megatron_rl.services.prompts import prompts, taken
+from megatron_rl.services.prompts import Places, prompts, taken
 from megatron_rl.types import Context, HostFault
 from sandbox.http import busy, documented, read, while_connected
 
@@ -41,10 +41,8 @@ if TYPE_CHECKING:  # they bring torch
 
 MOST_ASKED = 128
 """Tokens whose logprobs vLLM 0.32 tells of (sampling_params.py, MAX_LOGPROB_TOKEN_IDS)."""
-
-
-MOST_RENDERED = MOST_CANDIDATES
-"""Pictures of a request that are ready for the engine at a time: it is given 8 times a picture, 10 MB at 401,408 pixels."""
+MOST_RENDERED, MOST_HELD = MOST_CANDIDATES, 2 * MOST_CANDIDATES
+"""Pictures that are ready for the engine at a time, of a request and of all together: 14 MB each at 401,408 pixels."""
 
 
 def surface_forms(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
@@ -117,6 +115,7 @@ class Listener:
     def __init__(self, room: "EngineRoom", pictures: Pictures, *, limits: Limits, name: str, log: Path | None = None) -> None:
         """`log` is a file that every answer is written to, one line of JSON each."""
         self.scorer, self.pictures, self.name = Scorer(room), pictures, name
+        self._places = Places(MOST_HELD)
         self.admission = Admission("listener", limits, busy_s=lambda: room.busy_s, log=log)
 
     async def score(self, request: Request) -> Answer:
@@ -136,15 +135,20 @@ class Listener:
             shown = await taken(self.scorer.room, self.pictures, [item.shown for item in items])
             logprobs: list[float] = []
             for part in slices([len(each) for each in shown]):
-                asked = [self._prompts(shown[number], items[number].question, where=f"item {number}") for number in part]
-                contexts = [context for of_item in await asyncio.gather(*asked) for context in of_item]
-                logprobs += await asyncio.gather(*map(self.scorer.yes_logprob, contexts))
+                async with self._places.held(sum(len(shown[number]) for number in part)):
+                    logprobs += await self._scored({number: (shown[number], items[number].question) for number in part})
         given = iter(logprobs)
         results = [heard([next(given) for _ in each], topk=item.topk) for item, each in zip(items, shown, strict=True)]
         self.admission.count(items=len(items), pictures=len(logprobs))
         told = [{"question": item.question, **result.model_dump()} for item, result in zip(items, results, strict=True)]
         self.admission.write(told, version=version)
         return results, version
+
+    async def _scored(self, part: Mapping[int, tuple[Sequence[Candidate], str]]) -> list[float]:
+        """log p(yes) of all pictures of these items, by their numbers in the request. What was rendered is gone when it returns."""
+        asked = [self._prompts(shown, question, where=f"item {number}") for number, (shown, question) in part.items()]
+        contexts = [context for of_item in await asyncio.gather(*asked) for context in of_item]
+        return await asyncio.gather(*map(self.scorer.yes_logprob, contexts))
 
     async def _prompts(self, shown: Sequence[Candidate], question: str, *, where: str) -> list[Context]:
         """ValueError, beside what prompts raises: a picture stands there twice."""

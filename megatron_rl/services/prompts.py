@@ -1,7 +1,8 @@
 """Prompts of the pictures that a request names: what is sent is kept, what is asked for by its hash is found, each is shown with words."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,27 @@ from megatron_rl.types import Context
 
 if TYPE_CHECKING:  # it brings torch
     from megatron_rl.services.engine_room import EngineRoom
+
+
+class Places:
+    """Places for rendered pictures, of all requests together. Requests get theirs in the order in which they ask."""
+
+    def __init__(self, num: int) -> None:
+        self._free, self._turn = asyncio.Semaphore(num), asyncio.Lock()
+
+    @asynccontextmanager
+    async def held(self, num: int) -> AsyncIterator[None]:
+        """Wait for so many places, and give them back at the end of the block. There must be as many."""
+        got = 0
+        try:
+            async with self._turn:
+                while got < num:
+                    await self._free.acquire()
+                    got += 1
+            yield
+        finally:
+            for _ in range(got):
+                self._free.release()
 
 
 async def taken(room: "EngineRoom", pictures: Pictures, given: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:

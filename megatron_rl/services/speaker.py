@@ -30,7 +30,7 @@ from megatron_rl.services.admission import Admission, Limits
 from megatron_rl.services.incoming import Receiver
 from megatron_rl.services.model_server import application, run_server
 from megatron_rl.services.pictures import Pictures
-from megatron_rl.services.prompts import prompts, taken
+from megatron_rl.services.prompts import Places, prompts, taken
 from megatron_rl.types import HostFault
 from sandbox.http import busy, documented, read, while_connected
 
@@ -101,7 +101,7 @@ class Speaker:
 
     def __init__(self, room: "EngineRoom", pictures: Pictures, *, limits: Limits, name: str, log: Path | None = None) -> None:
         self.room, self.pictures, self.name = room, pictures, name
-        self._slots = asyncio.Semaphore(room.settings.max_num_seqs)
+        self._places = Places(room.settings.max_num_seqs)
         """Pictures, of all requests together, that are rendered or described: as many as the engine answers at a time. One that is rendered
         takes up to 14 MB."""
         self.admission = Admission("speaker", limits, busy_s=lambda: room.busy_s, log=log)
@@ -134,7 +134,7 @@ class Speaker:
 
     async def _reply(self, shown: Sequence[Candidate], item: Shown, *, where: str) -> str:
         sampling = Sampling(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=(item.end,))
-        async with self._slots:
+        async with self._places.held(1):
             ((_, context),) = await prompts(self.room, self.pictures, shown, item.words, where=where)
             completion = await self.room.generate(context, sampling)
         if not completion.token_ids:

@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.config import EngineSettings
 from megatron_rl.services import engine_room
 from megatron_rl.services.admission import Limits
-from megatron_rl.services.listener import MOST_RENDERED, slices, surface_forms
+from megatron_rl.services.listener import MOST_HELD, MOST_RENDERED, slices, surface_forms
 from megatron_rl.services.model_server import parser, run_server
 from megatron_rl.services.version import version_of
 from tests.support.listeners import Renderer, Room, Tokenizer, app_of, p_of
@@ -90,6 +90,19 @@ def test_a_large_batch_is_rendered_as_it_is_scored() -> None:
         {**each, "candidates": [FILES[HASHES.index(one)] for one in each["candidates"]]} for each in spoilt
     ]}))  # fmt: skip
     assert late.status_code == 422 and "item 120: candidates 0 and 1 are the same picture" in late.text
+
+
+def test_many_large_batches_are_rendered_two_slices_at_a_time() -> None:
+    """Six requests of 42 items: the places of all of them are counted together, and each has its numbers."""
+    room, counts = Counting(), [2 + number % 4 for number in range(42)]
+    batch = [{"candidates": HASHES[:count], "question": f"This {number}?"} for number, count in enumerate(counts)]
+    app = app_of(room)
+    talk(app, scored(*FILES))
+    answers = talk(app, *[lambda http: http.post("/batch_score", json={"batch": batch})] * 6, at_once=True)
+    assert MOST_RENDERED < room.most <= MOST_HELD < 6 * MOST_RENDERED
+    for answer in answers:
+        for number, (count, result) in enumerate(zip(counts, answer.json()["results"], strict=True)):
+            assert result["yes_probabilities"] == pytest.approx([p_of(picture, f"This {number}?") for picture in PICTURES[:count]])
 
 
 @pytest.mark.parametrize("counts", [[64] * 3, [2] * 256, [63, 2, 64, 1, 1, 62, 64], [64, 64, 2], [2]])
