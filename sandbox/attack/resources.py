@@ -146,10 +146,10 @@ DISK = (
     ),
 )
 
-SPIN = 'end = time.monotonic() + W["too_long_s"]\nwhile time.monotonic() < end:\n    {body}\npwned()'
+SPIN = 'end = time.{clock}() + W["too_long_s"]\nwhile time.{clock}() < end:\n    {body}\npwned()'
 LONG = {"call_s": 30}
 ENDLESS = (
-    Probe("loop", "endless", "a loop", Evidence.TOLD, (SPIN.format(body="pass"),), frozenset(), LONG),
+    Probe("loop", "endless", "a loop", Evidence.TOLD, (SPIN.format(clock="process_time", body="pass"),), frozenset(), LONG),
     Probe(
         "ignores_signals",
         "endless",
@@ -157,7 +157,7 @@ ENDLESS = (
         Evidence.TOLD,
         (
             "for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n    signal.signal(number, signal.SIG_IGN)\n"
-            + SPIN.format(body="pass"),
+            + SPIN.format(clock="process_time", body="pass"),
         ),
         frozenset(),
         LONG,
@@ -167,7 +167,7 @@ ENDLESS = (
         "endless",
         "a loop that catches whatever is raised in it",
         Evidence.TOLD,
-        (SPIN.format(body="try:\n        time.sleep(0.01)\n    except BaseException:\n        pass"),),
+        (SPIN.format(clock="monotonic", body="try:\n        time.sleep(0.01)\n    except BaseException:\n        pass"),),
         frozenset(),
         LONG,
     ),

@@ -22,6 +22,10 @@ seed = next(word for word in sys.argv if word.startswith("run.seed="))[9:]
 def hear(number, frame):
     with open(os.path.join(folder, f"heard_{signal.Signals(number).name}_{life}_{node}"), "w"):
         pass  # srun, which is canceled too, may not hand on what is said now
+    heard_by_node_1 = os.path.join(folder, f"heard_SIGUSR1_{life}_1")
+    deadline = time.monotonic() + 20
+    while number == signal.SIGUSR1 and not os.path.exists(heard_by_node_1) and time.monotonic() < deadline:
+        time.sleep(0.05)  # the first end ends the job: --kill-on-bad-exit
     time.sleep(2 * int(node))
     sys.exit(75)
 
