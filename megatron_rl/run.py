@@ -276,8 +276,8 @@ class Result:
 
 
 def published(folder: Path) -> list[Path]:
-    """The complete checkpoints of RUN/checkpoints, oldest first."""
-    return sorted(folder.glob("step_*"))
+    """The complete checkpoints of RUN/checkpoints, oldest first; a copy that somebody made under another name is none."""
+    return sorted(path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
 
 
 def step_of(checkpoint: Path) -> int:

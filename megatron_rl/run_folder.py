@@ -138,10 +138,14 @@ def _leave_word(folder: Path, kind: type[BaseException] | None, error: BaseExcep
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
     line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
-    step = max(map(step_of, published(folder / CHECKPOINTS)), default=0)
-    ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": step}
+    ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": saved_step(folder)}
     with suppress(OSError):  # the disk may be what the run ends for
         replace_bytes(folder / ENDED, json.dumps(ended).encode())
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of a run's newest checkpoint, 0 if there is none."""
+    return max(map(step_of, published(folder / CHECKPOINTS)), default=0)
 
 
 def look(folder: Path, settings: Settings) -> Standing:

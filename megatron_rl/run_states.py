@@ -4,11 +4,12 @@
         critic/                               of a run whose critic has a trunk of its own: the critic's
         hf/                                   the Hugging Face folder without its weights, for tools/convert/merger.py
         adapter/                              of a run that trains a LoRA adapter: this, in PEFT's format
-        run/state.json                        what the run itself remembers, and the size of every other file
+        run/state.json                        what the run itself remembers, and size and digest of every other file
     RUN/checkpoints/.step_00000004.partial/   on its way, or on its way out; what a kill leaves of it the next start removes
 What is a function of seed and step (who is dealt, how is sampled) needs no state.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,16 +28,17 @@ from megatron_rl.jsonl import read_json, replace_bytes
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
-from megatron_rl.run import CHECKPOINTS, History, Run, published, writing
+from megatron_rl.run import CHECKPOINTS, History, Run, published, step_of, writing
+from megatron_rl.run_superseded import SUPERSEDED, free_path
 from megatron_rl.types import RunFailed
+from megatron_rl.weights.formats.digests import CRITIC, MAX_STATE_BYTES, STATE, check_records, find_difference, record
 from megatron_rl.weights.formats.files import copy_companions, flush
-from megatron_rl.world import on_main_rank
+from megatron_rl.world import gather, on_main_rank, together
 
-_CRITIC = "critic"
-_STATE = "run/state.json"
-_STATE_BYTES = 64 << 20
+_OWN_DIGEST = "sha256"
+"""Key of run/state.json: the digest of its other values."""
 _SUCCESS = "eval/greedy_success"
-_REMEDY = "remove this folder to go on from the checkpoint before it, or from the beginning"
+_REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -48,42 +50,80 @@ class RunState:
     success: float | None = None
     """Greedy success of the evaluation that followed this step, if there was one."""
     settings: dict = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-    """Bytes of every file of the checkpoint but this one, by its name relative to the checkpoint."""
+    files: dict[str, dict[str, int | str]] = field(default_factory=dict)
+    """Size and digest of every file of the checkpoint but this one, by its name relative to the checkpoint (digests.py)."""
 
 
 def recall(checkpoint: Path) -> RunState:
-    """Its state. ValueError: a file is missing or has changed its size."""
-    state = _state_in(checkpoint)
+    """Return what a checkpoint's run/state.json holds. ValueError: it is not there, or not what a run wrote."""
+    path = checkpoint / STATE
     try:
-        sizes = {name: (checkpoint / name).stat().st_size for name in state.files}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{checkpoint}: damaged ({error}); {_REMEDY}") from error
-    for name, size in state.files.items():
-        if sizes[name] != size:
-            raise ValueError(f"{checkpoint}: damaged ({name} has {sizes[name]} bytes, not {size}); {_REMEDY}")
-    return state
-
-
-def _state_in(checkpoint: Path) -> RunState:
-    """The same without a look at the files. ValueError: it is not there, or not what a run wrote."""
-    try:
-        read = read_json(checkpoint / _STATE, at_most=_STATE_BYTES)
+        read = read_json(path, at_most=MAX_STATE_BYTES)
+        expected, found = read.pop(_OWN_DIGEST), _digest_of(read)
+        if found != expected:
+            raise ValueError(f"has the SHA-256 {found}, not {expected}")
+        check_records(read["files"])
         return RunState(**{**read, "history": History(**read["history"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{checkpoint}: damaged ({error}); {_REMEDY}") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{checkpoint}: damaged: {STATE} is missing") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{checkpoint}: damaged: {STATE} cannot be read ({error})") from error
 
 
-def find(settings: Settings) -> tuple[Path | None, RunState]:
-    """Where a run goes on: its newest checkpoint with its state, or nowhere. All ranks together; leftovers of a kill are removed.
+def write_state(path: Path, values: Mapping[str, object]) -> None:
+    replace_bytes(path, json.dumps({_OWN_DIGEST: _digest_of(values), **values}, indent=1).encode())
 
-    Whether it may go on there is run_folder.py's matter.
+
+def _digest_of(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def find(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, RunState]:
+    """Return the newest intact checkpoint and its state, (None, RunState()) in a new run. All ranks together, waiting in `group`.
+
+    A damaged checkpoint moves to RUN/superseded/checkpoints, with one line in the log, if an older one is intact. Leftovers of a kill are
+    removed. Whether a run may go on there at all is decided by run_folder.py. ValueError: all are damaged.
     """
     folder = Path(settings.run.dir) / CHECKPOINTS
     with writing(folder.parent):
         on_main_rank(partial(_remove_partial, folder))
-    found = on_main_rank(lambda: published(folder)[-1:])
-    return (found[0], recall(found[0])) if found else (None, RunState())
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(on_main_rank(lambda: published(folder))):
+        state, damage = on_main_rank(partial(_try_recall, checkpoint))
+        damage = damage or _find_damage(checkpoint, state, group=group)
+        if not damage:
+            with writing(folder.parent):
+                on_main_rank(lambda: _set_aside(damaged, into=folder.parent / SUPERSEDED / CHECKPOINTS, intact=checkpoint))  # noqa: B023
+            return checkpoint, state
+        damaged[checkpoint] = damage
+    if damaged:
+        raise ValueError(f"{next(iter(damaged.values()))}; {_REMEDY}")
+    return None, RunState()
+
+
+def _try_recall(checkpoint: Path) -> tuple[RunState | None, str]:
+    try:
+        return recall(checkpoint), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _find_damage(checkpoint: Path, state: RunState, *, group: dist.ProcessGroup | None) -> str:
+    """Return the first difference between a checkpoint's files and their record, "" if there is none; every rank reads its share."""
+    by_size = sorted(state.files, key=lambda name: (-state.files[name]["bytes"], name))
+    share = by_size[dist.get_rank() :: dist.get_world_size()]
+    found = together(lambda: find_difference(checkpoint, state.files, share), group=group)
+    difference = next(filter(None, gather(found, group=group)), "")
+    return f"{checkpoint}: damaged: {difference}" if difference else ""
+
+
+def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None:
+    """Move damaged checkpoints out of the way of those that the run writes when it does their steps again."""
+    for checkpoint, damage in damaged.items():
+        into.mkdir(parents=True, exist_ok=True)
+        target = free_path(into / checkpoint.name)
+        checkpoint.rename(target)
+        print(f"{damage}; moved to {target}, the run goes on from {intact.name} and does the steps behind it again", flush=True)
 
 
 def surplus(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
@@ -125,7 +165,7 @@ class Checkpoints:
         if self._start is not None:
             self._policy.load(self._start, seed=self._settings.run.seed)
             if self._critic is not None:
-                self._critic.load(self._start / _CRITIC, seed=self._settings.run.seed)
+                self._critic.load(self._start / CRITIC, seed=self._settings.run.seed)
 
     def begin(self, step: int, *, is_last: bool = False) -> None:
         """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
@@ -151,7 +191,7 @@ class Checkpoints:
         background = self._settings.checkpoint.background
         saves = [self._policy.save(folder, background=background)]
         if self._critic is not None:
-            saves.append(self._critic.save(folder / _CRITIC, background=background))
+            saves.append(self._critic.save(folder / CRITIC, background=background))
         self._pending = _Pending(folder, step, saves)
 
     def step_done(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
@@ -207,9 +247,8 @@ class Checkpoints:
         """The evaluation that was owed when the run's last life ended is made: its checkpoint learns of it."""
 
         def write() -> None:
-            path = self._start / _STATE
-            state = read_json(path, at_most=_STATE_BYTES) | {"history": asdict(history), "success": metrics.get(_SUCCESS)}
-            replace_bytes(path, json.dumps(state, indent=1).encode())
+            state = replace(recall(self._start), history=history, success=metrics.get(_SUCCESS))
+            write_state(self._start / STATE, asdict(state))
 
         with writing(self._run):
             on_main_rank(write)
@@ -217,8 +256,10 @@ class Checkpoints:
     def _publish(self, pending: _Pending) -> None:
         """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""
         folder, checkpoint = pending.folder, pending.folder.with_name(_name(pending.step))
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-        (folder / _STATE).write_text(json.dumps({**asdict(pending.state), "files": files}, indent=1))
+        digests = {path: sha256 for save in pending.saves for path, sha256 in save.digests.items()}
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(folder)): record(path, digests.get(path)) for path in paths}
+        write_state(folder / STATE, asdict(replace(pending.state, files=files)))
         for root, _, names in os.walk(folder):
             for path in (*(Path(root, name) for name in names), Path(root)):
                 flush(path)
@@ -228,8 +269,8 @@ class Checkpoints:
 
     def _thin_out(self, folder: Path) -> None:
         keep = self._settings.checkpoint
-        states = [_state_in(path) for path in published(folder)]
-        successes = {state.step: state.success for state in states}
+        states = {step_of(path): _try_recall(path)[0] for path in published(folder)}
+        successes = {step: state.success if state else None for step, state in states.items()}
         for step in surplus(successes, keep_last=keep.keep_last, keep_best=keep.keep_best):
             going = folder / _hidden(step)
             (folder / _name(step)).rename(going)
@@ -252,7 +293,7 @@ def _remove_partial(folder: Path) -> None:
 
 def _make(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
     """An empty checkpoint but for its copy of the Hugging Face folder's small files, with the limits of pixels that are trained with."""
-    (folder / Path(_STATE).parent).mkdir(parents=True)
+    (folder / Path(STATE).parent).mkdir(parents=True)
     if with_critic:
-        (folder / _CRITIC).mkdir()
+        (folder / CRITIC).mkdir()
     copy_companions(hf, folder / "hf", pixels=pixels)

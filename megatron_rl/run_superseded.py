@@ -5,6 +5,7 @@
         eval.json, prompts.jsonl             results of a run that had finished, and is made longer
         final/, adapter/                     its model, if steps of it are done again
         rollouts/                            recorded rollouts of those steps, with their pictures
+    RUN/superseded/checkpoints/step_00000008/    a damaged checkpoint that the run did not go on from (run_states.py)
 A second folder of that name is step_00000006.1. Nothing in RUN/superseded is read or removed by the program.
 """
 
@@ -74,12 +75,18 @@ def _step_files(folder: Path) -> list[Path]:
 
 
 def _new_folder(wanted: Path) -> Path:
-    folder, number = wanted, 0
-    while folder.exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}.{number}")
+    folder = free_path(wanted)
     folder.mkdir(parents=True)
     return folder
+
+
+def free_path(wanted: Path) -> Path:
+    """Return the path if nothing is there, else the same with the first free number behind it."""
+    path, number = wanted, 0
+    while path.exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.name}.{number}")
+    return path
 
 
 def _move_rollouts(files: Sequence[Path], to: Path) -> None:

@@ -36,7 +36,7 @@ from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.server import check_servers
 from megatron_rl.run import ADAPTER, Result, Run, writing
 from megatron_rl.run_checks import check_improvement
-from megatron_rl.run_folder import held
+from megatron_rl.run_folder import held, saved_step
 from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.services.address import token_file
 from megatron_rl.services.engines import ENGINES, check_started, engines
@@ -107,7 +107,7 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
                     asked = replace(settings.engine, urls=urls, servers=0, token_file=str(token_file(folder, ENGINES)))
                     playing = replace(settings, engine=asked)
             except Stopped:
-                step = find(settings)[1].step
+                step = together(lambda: saved_step(folder))
                 return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)
             if settings.run.rollout_only:
                 algorithm = {**ALGORITHMS, **own.algorithms}[settings.algo.name]
@@ -179,13 +179,13 @@ def prepared(settings: Settings, own: Own, *, world: World, needed: int | ValueE
 
 def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: World, stop: Stop, closing: ExitStack) -> Parts:
     """All but the engines, on every rank; where the run goes on, it is found here."""
-    checkpoint, state = find(settings)
+    group = patient(timeout_s=settings.parallel.skew_s)
+    checkpoint, state = find(settings, group=group)
     num_steps = stage.num_steps(settings)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
     renderer = together(lambda: build_renderer(settings, continues_contexts=stage.is_rl and task.continues_contexts))
     algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
-    group = patient(timeout_s=settings.parallel.skew_s)
     gallery = Gallery(patch=renderer.patch, group=group)
     patches = partial(renderer.patches, picture_of=gallery.picture)
     policy = build_policy(

@@ -200,7 +200,7 @@ class SharedOSError(OSError):
     """The same of the system."""
 
 
-def together(act: Callable[[], T]) -> T:
+def together(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """What every rank does for itself; where one of them meets an OSError or a ValueError, every rank raises it (the first of several).
 
     It is told of whom it is, unless all have met it.
@@ -212,7 +212,7 @@ def together(act: Callable[[], T]) -> T:
         met = (SharedOSError, str(reason))
     except ValueError as reason:
         met = (SharedValueError, str(reason))
-    everyones = gather((met, socket.gethostname()))
+    everyones = gather((met, socket.gethostname()), group=group)
     troubles = [(rank, host, *trouble) for rank, (trouble, host) in enumerate(everyones) if trouble is not None]
     if troubles:
         rank, host, kind, text = troubles[0]

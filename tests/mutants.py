@@ -34,6 +34,41 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "digests of a checkpoint's files are not compared",
+        "megatron_rl/weights/formats/digests.py",
+        'if found != expected["sha256"]:',
+        'if len(found) != len(expected["sha256"]):',
+        "tests/test_run_states.py -k damaged_checkpoint",
+    ),
+    Mutant(
+        "tensors of a run's checkpoint are read without their file's digest",
+        "megatron_rl/weights/formats/torch_dist.py",
+        "self._compare(self._recorded, [place.relative_path])",
+        "pass",
+        "tests/weights/test_digests.py -k changed_numbers",
+    ),
+    Mutant(
+        "the state of a run is believed without its digest",
+        "megatron_rl/run_states.py",
+        "if found != expected:",
+        "if not found:",
+        "tests/test_run_states.py -k damaged_checkpoint",
+    ),
+    Mutant(
+        "a damaged checkpoint is moved away although no other is intact",
+        "megatron_rl/run_states.py",
+        "        damaged[checkpoint] = damage\n",
+        "        damaged[checkpoint] = damage\n        checkpoint.rename(folder.parent / checkpoint.name)\n",
+        "tests/test_run_states.py -k damaged_checkpoint",
+    ),
+    Mutant(
+        "a damaged older checkpoint keeps newer ones from being published",
+        "megatron_rl/run_states.py",
+        "_try_recall(path)[0] for path",
+        "recall(path) for path",
+        "tests/test_run_states.py -k beside_a_damaged",
+    ),
+    Mutant(
         "a minus sign of Unicode is dropped",
         "megatron_rl/data/answer_text.py",
         "\\u2015\\u2212\\u2043",

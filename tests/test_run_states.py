@@ -1,10 +1,13 @@
 """Which checkpoints are kept, which one a run goes on from, and what is refused; in a world of one, with a policy that writes one file."""
 
+import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,12 +40,14 @@ def settings(random_model: Path, tmp_path: Path) -> Settings:
 class SlowSave:
     folder: Path
     written: bool = False
+    digests: dict[Path, str] = field(default_factory=dict)
 
     def is_written(self) -> bool:
         return self.written
 
     def finish(self, *, group: dist.ProcessGroup | None) -> None:
         (self.folder / "tensors").write_text("3.14")
+        self.digests = {self.folder / "tensors": hashlib.sha256(b"3.14").hexdigest()}
 
 
 class SlowPolicy:
@@ -95,7 +100,9 @@ def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings) 
     assert (checkpoint.name, state.step, state.history.returns, state.success) == ("step_00000005", 5, [0.5] * 5, None)
     assert recall(published(checkpoint.parent)[0]).success == 0.7
     assert state.settings["model"]["path"] == settings.model.path
-    assert {"tensors", "hf/config.json", "hf/tokenizer.json"} <= state.files.keys() and state.files["tensors"] == 4
+    assert {"tensors", "hf/config.json", "hf/tokenizer.json"} <= state.files.keys() and state.files["tensors"]["bytes"] == 4
+    sums = subprocess.run(["sha256sum", *state.files], cwd=checkpoint, capture_output=True, text=True, check=True).stdout
+    assert sums == "".join(f"{file['sha256']}  {name}\n" for name, file in state.files.items())
     assert not [name for name in state.files if name.endswith(".safetensors")]
 
 
@@ -177,21 +184,65 @@ def test_a_checkpoint_can_be_had_at_once(settings: Settings) -> None:
     assert names(settings) == ["step_00000002", "step_00000003"] and len(policy.saves) == 2
 
 
-@pytest.mark.parametrize("damage", ["shorter", "missing", "no state", "half a state"])
-def test_damage_is_told_with_the_folder_and_what_to_do(damage: str, settings: Settings) -> None:
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "shorter": ("tensors has 1 bytes, not 4", lambda folder: (folder / "tensors").write_text("3")),
+    "other numbers": (
+        "tensors has the SHA-256 be7a82b16d01e48c6c40abd3962b891c140f73e612b0b9c48dc4e8db68e1e5c5, not "
+        "2efff1261c25d94dd6698ea1047f5c0a7107ca98b0a6c2427ee6614143500215",
+        lambda folder: (folder / "tensors").write_text("3.41"),
+    ),
+    "missing": ("tensors is missing", lambda folder: (folder / "tensors").unlink()),
+    "a FIFO": ("tensors is missing", lambda folder: (folder / "tensors").unlink() or os.mkfifo(folder / "tensors")),
+    "no state": ("run/state.json is missing", lambda folder: (folder / "run" / "state.json").unlink()),
+    "half a state": (r"run/state.json cannot be read \(is no JSON: [^\n]*\)", lambda folder: _edit(folder, lambda text: text[:20])),
+    "another state": (
+        r"run/state.json cannot be read \(has the SHA-256 \w{64}, not \w{64}\)",
+        lambda folder: _edit(folder, lambda text: text.replace("0.5", "0.7")),
+    ),
+}
+
+
+def _edit(folder: Path, change: Callable[[str], str]) -> None:
+    state = folder / "run" / "state.json"
+    state.write_text(change(state.read_text()))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Settings, capfd: pytest.CaptureFixture[str]) -> None:
+    """With one line, and the damaged one is kept; where no other is intact, nothing is moved and the run ends."""
+    words, spoil = DAMAGES[damage]
     write(settings, [0.9, None])
-    newest = Path(settings.run.dir) / "checkpoints" / "step_00000002"
-    state = newest / "run" / "state.json"
-    {
-        "shorter": lambda: (newest / "tensors").write_text("3"),
-        "missing": (newest / "tensors").unlink,
-        "no state": state.unlink,
-        "half a state": lambda: state.write_text(state.read_text()[:20]),
-    }[damage]()
-    remedy = "remove this folder to go on from the checkpoint before it, or from the beginning"
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(newest))}: damaged \([^\n]*\); {remedy}$"):
+    first, second = published(Path(settings.run.dir) / "checkpoints")
+    spoil(second)
+    damaged = rf"{re.escape(str(second))}: damaged: {words}"
+    kept = Path(settings.run.dir) / "superseded" / "checkpoints" / "step_00000002"
+    for target in (kept, kept.with_name("step_00000002.1")):
+        checkpoint, state = find(settings)
+        assert (checkpoint, state.step, names(settings)) == (first, 1, ["step_00000001"])
+        moved = f"moved to {target}, the run goes on from step_00000001 and does the steps behind it again"
+        assert re.fullmatch(f"{damaged}; {moved}\n", capfd.readouterr().out)
+        assert target.is_dir()
+        shutil.copytree(target, second, symlinks=True, copy_function=_copy_anything)
+    spoil(first)
+    remedy = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
+    with pytest.raises(ValueError, match=rf"^{damaged}; {remedy}$"):
         find(settings)
-    assert names(settings) == ["step_00000001", "step_00000002"], "nothing is removed, nothing silently older is taken"
+    assert names(settings) == ["step_00000001", "step_00000002"]
+
+
+def _copy_anything(source: str, target: str) -> None:
+    subprocess.run(["cp", "-a", source, target], check=True)
+
+
+def test_a_checkpoint_is_published_beside_a_damaged_older_one(settings: Settings) -> None:
+    settings.checkpoint = CheckpointSettings(every=1, keep_last=2, keep_best=0)
+    write(settings, [0.9])
+    (Path(settings.run.dir) / "checkpoints" / "step_00000001" / "run" / "state.json").write_text("{")
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None)
+    checkpoints.begin(2)
+    checkpoints.step_done(2, history=History(), metrics={})
+    checkpoints.settle()
+    assert names(settings) == ["step_00000001", "step_00000002"]
 
 
 def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings: Settings) -> None:

@@ -32,12 +32,14 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.models.mapping import padded_vocab
 from megatron_rl.policy.optimizer_state import optimizer_tensors, prepare, restart, set_step
 from megatron_rl.policy.padding import padded, unpadded
 from megatron_rl.policy.parallel import Layout, seed_generators
 from megatron_rl.weights.formats import torch_dist_load
+from megatron_rl.weights.formats.digests import digest
 from megatron_rl.world import of_collective, on_main_rank
 
 _METADATA = {"non_homogeneous_layers": True}
@@ -74,6 +76,8 @@ class Save:
     def __init__(self, state: TrainingState, folder: Path, *, background: bool) -> None:
         """`folder` exists. In the background, CPU tensors are copied first; otherwise this returns when they are written."""
         self._folder = folder
+        self.digests: dict[Path, str] = {}
+        """Of the files with tensors, on rank 0, when it is finished."""
         if state.num_updates == 0:  # while its critic warms up: AdamW has no moments yet, and Megatron saves what it has
             restart(state.optimizer)
         self._common = io.BytesIO()
@@ -87,9 +91,15 @@ class Save:
         planner.set_up_planner(mcore_to_pyt_state_dict(_own(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
         plan, self._metadata = _plan(self._writer, planner)
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._written = self._thread.submit(lambda: self._writer.write_data(plan, planner).value())
+        self._written = self._thread.submit(self._write, plan, planner)
         if not background:
             wait([self._written])
+
+    def _write(self, plan: SavePlan, planner: MCoreSavePlanner) -> tuple[list[WriteResult], dict[str, str]]:
+        """Write this rank's files, and return their digests, read from the page cache while they are in it."""
+        results = self._writer.write_data(plan, planner).value()
+        names = {result.storage_data.relative_path for result in results}
+        return results, {name: digest(self._folder / name) for name in sorted(names)}
 
     def is_written(self) -> bool:
         """Whether the tensors of all ranks are on disk (or one of them could not be written): `finish` will not wait for long."""
@@ -106,12 +116,13 @@ class Save:
         failed = [text for text in errors if text]
         if failed:
             raise OSError(failed[0])
-        results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self._written.result(), results, group=group)
-        on_main_rank(partial(self._complete, results), group=group)
+        written = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(self._written.result(), written, group=group)
+        on_main_rank(partial(self._complete, written), group=group)
 
-    def _complete(self, results: list) -> None:
-        self._writer.finish(self._metadata, results)
+    def _complete(self, written: list[tuple[list[WriteResult], dict[str, str]]]) -> None:
+        self._writer.finish(self._metadata, [results for results, _ in written])
+        self.digests = {self._folder / name: sha256 for _, digests in written for name, sha256 in digests.items()}
         (self._folder / torch_dist_load.COMMON).write_bytes(self._common.getvalue())
         save_config(CheckpointingConfig("torch_dist"), str(self._folder))
 

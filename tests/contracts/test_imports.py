@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "run": {"observe", "jsonl", "run_superseded", "step_metrics", *DATA},
     "run_checks": {"step_metrics", *DATA},
     "evaluate": {"rollout", "run", "run_checks", "step_metrics", "tasks", *DATA},
-    "run_states": {"jsonl", "policy", "run", "weights", *DATA},
+    "run_states": {"jsonl", "policy", "run", "run_superseded", "weights", *DATA},
     "run_folder": {"jsonl", "observe", "run", "run_superseded", *DATA},
     "stop": {"types"},
     "watch": {"types", "world"},

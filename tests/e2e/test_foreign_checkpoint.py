@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support import forked
-from tests.support.poisoned import POISONS, renew_sizes
+from tests.support.poisoned import POISONS, renew_record
 
 TRAIN = ROOT / "launch" / "train.py"
 SFT = (
@@ -44,7 +44,7 @@ def test_it_is_one_line(where: str, begun: Path, random_model: Path, tmp_path: P
         (checkpoint / "run" / "state.json").write_text(STATES[where])
     else:
         POISONS[where](checkpoint, mark)
-        renew_sizes(checkpoint)
+        renew_record(checkpoint)
     result = forked.world(1, TRAIN, *SFT, f"model.path={random_model}", f"run.dir={run}", timeout_s=280)
     assert result.returncode == 1 and "Traceback" not in result.stdout and not mark.exists(), result.stdout[-3000:]
     (said,) = [line for line in result.stdout.splitlines() if line.startswith("error: ")]

@@ -23,6 +23,7 @@ from megatron_rl.run_states import recall
 from megatron_rl.wire import to_record
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
+from tests.support.rotten import turn_signs
 from tests.support.untimed import untimed
 
 TRAIN = ROOT / "launch" / "train.py"
@@ -185,6 +186,21 @@ def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
     assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}, sampled ")
     told = f"error: run.dir={run}: holds a run with other settings: run.steps=5 (was 6); run.overwrite=true moves it aside"
     assert told in end(begin(*third, "run.steps=5"), code=1)
+    check_equal(run, unbroken)
+
+
+def test_wrong_numbers_in_a_checkpoint(warm: Path, unbroken: Path, tmp_path: Path) -> None:
+    """The newest one's signs are turned: the run goes back to the one before by itself, and ends as if nothing had been."""
+    run = tmp_path / "run"
+    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=1", "checkpoint.background=false")
+    kill_when_there_is(run / "checkpoints" / "step_00000002", begin(*overrides))
+    newest, kept = run / "checkpoints" / "step_00000002", run / "superseded" / "checkpoints" / "step_00000002"
+    num_lines = len(read_metrics(run / "metrics.jsonl"))
+    assert turn_signs(newest) > 3
+    said = end(begin(*overrides))
+    moved = f"; moved to {kept}, the run goes on from step_00000001 and does the steps behind it again\n"
+    assert re.search(rf"{newest}: damaged: __0_\d.distcp has the SHA-256 \w{{64}}, not \w{{64}}{moved}", said)
+    assert len(read_metrics(run / "superseded" / "step_00000001" / "metrics.jsonl")) == num_lines - 1
     check_equal(run, unbroken)
 
 

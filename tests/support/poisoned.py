@@ -4,12 +4,16 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from megatron_rl.run_states import RunState, recall, write_state
+from megatron_rl.weights.formats.digests import STATE, record
 
 
 class Poison:
@@ -104,9 +108,13 @@ RUNS = {"metadata", "a weight called bytes", "a moment called bytes"}
 """Where it runs when megatron-core 0.16.1 and torch 2.13 read the folder by themselves."""
 
 
-def renew_sizes(checkpoint: Path) -> None:
-    """Let run/state.json name the files of a run's checkpoint as they are now."""
-    path = checkpoint / "run" / "state.json"
-    files = {str(each.relative_to(checkpoint)): each.stat().st_size for each in sorted(checkpoint.rglob("*")) if each.is_file()}
-    files.pop("run/state.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
+def renew_record(checkpoint: Path) -> None:
+    """Let run/state.json record the files of a run's checkpoint as they are now."""
+    write_record(checkpoint, recall(checkpoint))
+
+
+def write_record(checkpoint: Path, state: RunState, *, files: object = None) -> None:
+    """Write run/state.json with these records of files, or with those of what is there."""
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path != checkpoint / STATE]
+    found = {str(path.relative_to(checkpoint)): record(path) for path in paths}
+    write_state(checkpoint / STATE, asdict(replace(state, files=found if files is None else files)))

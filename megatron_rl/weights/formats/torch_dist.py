@@ -23,6 +23,7 @@ from torch.utils.serialization import config
 from megatron_rl.jsonl import read_json
 from megatron_rl.models.mapping import Tensors
 from megatron_rl.weights.formats import pickled
+from megatron_rl.weights.formats.digests import RecordedFiles, recorded_files
 from megatron_rl.weights.formats.files import SteadyFile, mapped
 from megatron_rl.weights.formats.pickled import StoredTensor
 from megatron_rl.weights.formats.source import Spec
@@ -49,12 +50,16 @@ class McoreTensors:
     """The model's tensors in a torch_dist folder by their keys there, each read on its own; the optimizer's are left out.
 
     Raises ValueError under the setting's or option's name `key` where chunks do not make up their tensor or lie beyond the end of their
-    file.
+    file, and where a run's checkpoint has another content than it recorded: of a file with tensors when the first of them is read.
     """
 
-    def __init__(self, folder: str | Path, *, key: str = "--checkpoint", once: bool = False, with_optimizer: bool = False) -> None:
-        """`once`: each tensor is read once, by this process alone (files.mapped)."""
+    def __init__(
+        self, folder: str | Path, *, key: str = "--checkpoint", once: bool = False, with_optimizer: bool = False, is_verified: bool = False
+    ) -> None:
+        """`once`: each tensor is read once, by this process alone (files.mapped). `is_verified`: the run has compared all digests."""
         self.folder, self.key, self._once = Path(folder), key, once
+        self._recorded = None if is_verified else self._read_record()
+        self._verified: set[str] = set()
         self.metadata = read_metadata(self.folder, key=key)
         self._tensors = {
             name: entry for name, entry in self.metadata.state_dict_metadata.items()
@@ -64,6 +69,19 @@ class McoreTensors:
         self._places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = self.metadata.storage_data
         self._check()
         self.specs = {name: Spec(entry.properties.dtype, entry.size) for name, entry in self._tensors.items()}
+
+    def _read_record(self) -> RecordedFiles | None:
+        try:
+            recorded = recorded_files(self.folder)
+        except ValueError as error:
+            raise ValueError(f"{self.key}={self.folder}: {error}; copy the whole checkpoint again") from error
+        self._compare(recorded, recorded.others() if recorded else [])
+        return recorded
+
+    def _compare(self, recorded: RecordedFiles | None, names: list[str]) -> None:
+        difference = recorded.difference(names) if recorded else ""
+        if difference:
+            raise ValueError(f"{self.key}={self.folder}: damaged: {difference}; copy the checkpoint again, or take another one")
 
     def _check(self) -> None:
         lengths: dict[str, int] = {}
@@ -108,6 +126,9 @@ class McoreTensors:
         """The chunk that begins there. ValueError: the file holds something else."""
         place, spec = self._places[metadata.MetadataIndex(name, offsets)], self.specs[name]
         sizes, path = self._sizes[name, offsets], self.folder / place.relative_path
+        if place.relative_path not in self._verified:
+            self._compare(self._recorded, [place.relative_path])
+            self._verified.add(place.relative_path)
         try:
             stored = pickled.load(path, start=place.offset, length=place.length)
         except ValueError as error:

@@ -31,13 +31,14 @@ COMMON = "common.pt"
 
 
 def load(wanted: ShardedStateDict, folder: Path, *, key: str, whole: bool) -> StateDict:
-    """dist_checkpointing.load of the tensors alone. `whole`: all that the folder holds is wanted, the optimizer's part too.
+    """dist_checkpointing.load of the tensors alone. `whole`: all that the folder holds is wanted, the optimizer's part too, and the run
+    that goes on there has compared its digests (run_states.find).
 
     ValueError under `key`: the folder is damaged, or not what torch and Megatron write.
     """
     if backends_of(folder, key=key) != BACKENDS:
         raise ValueError(f"{key}={folder}: its metadata.json names another format than Megatron's torch_dist; copy it again")
-    stored = McoreTensors(folder, key=key, with_optimizer=whole)
+    stored = McoreTensors(folder, key=key, with_optimizer=whole, is_verified=whole)
     entries = stored.metadata.state_dict_metadata.items()
     no_tensor = next((name for name, entry in entries if isinstance(entry, BytesStorageMetadata)), None)
     if whole and no_tensor is not None:

@@ -1,0 +1,93 @@
+"""Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json and checked when the files are read.
+
+    "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}        # every file of the checkpoint but run/state.json
+Any other folder has no record, and nothing is checked. On a CPU with SHA extensions one core hashes more than 1 GB/s.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.jsonl import read_json
+
+STATE = "run/state.json"
+"""Of a checkpoint: the file that records the others."""
+MAX_STATE_BYTES = 64 << 20
+CRITIC = "critic"
+"""Folder of a checkpoint with a training state of its own, recorded by the same run/state.json."""
+Record = Mapping[str, object]
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits, as sha256sum prints it."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def record(path: Path, sha256: str | None = None) -> dict[str, int | str]:
+    """Return size and digest of a file; the digest is computed unless it is given."""
+    return {"bytes": path.stat().st_size, "sha256": sha256 or digest(path)}
+
+
+def find_difference(folder: Path, files: Mapping[str, Record], names: Iterable[str]) -> str:
+    """Return how the first of these files differs from its record, "" if none does. OSError: one cannot be read."""
+    for name in names:
+        expected, path = files[name], folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size} bytes, not {expected['bytes']}"
+        found = digest(path)
+        if found != expected["sha256"]:
+            return f"{name} has the SHA-256 {found}, not {expected['sha256']}"
+    return ""
+
+
+@dataclass(slots=True, frozen=True)
+class RecordedFiles:
+    """The files of a folder of tensors that a run's checkpoint records."""
+
+    checkpoint: Path
+    files: Mapping[str, Record]
+    prefix: str
+    """From the checkpoint to the folder: "" or "critic/"."""
+
+    def difference(self, names: Iterable[str]) -> str:
+        """`find_difference` of files of the folder; what has no record is not the run's, and differs."""
+        recorded = [self.prefix + name for name in names]
+        unknown = next((name for name in recorded if name not in self.files), "")
+        return f"{unknown} is not recorded in {STATE}" if unknown else find_difference(self.checkpoint, self.files, recorded)
+
+    def others(self) -> list[str]:
+        """Return the recorded files of the folder that hold no tensors of a rank."""
+        own = [name.removeprefix(self.prefix) for name in self.files if name.startswith(self.prefix)]
+        return [name for name in own if not name.endswith(".distcp")]
+
+
+def recorded_files(folder: Path) -> RecordedFiles | None:
+    """Return what a run's checkpoint records of this folder, the checkpoint itself or its critic's; None if it is none of a run.
+
+    ValueError, in words that follow the folder's name: the record cannot be read.
+    """
+    for checkpoint, prefix in ((folder, ""), (folder.absolute().parent, f"{CRITIC}/")):
+        if (checkpoint / STATE).is_file() and (not prefix or folder.absolute().name == CRITIC):
+            try:
+                files = check_records(read_json(checkpoint / STATE, at_most=MAX_STATE_BYTES)["files"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{STATE} cannot be read ({error})") from error
+            return RecordedFiles(checkpoint, files, prefix)
+    return None
+
+
+def check_records(files: object) -> Mapping[str, Record]:
+    """Return the record of a state file. ValueError or TypeError: a name leads out of the checkpoint, or it has no size or no digest."""
+    if not isinstance(files, dict):
+        raise TypeError(f"files is a {type(files).__name__}")
+    for name, expected in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{name!r:.80} is no file of the checkpoint")
+        if not isinstance(expected, dict) or (type(expected.get("bytes")), type(expected.get("sha256"))) != (int, str):
+            raise TypeError(f"{name} has no size and digest")
+    return files
