@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
+from megatron_rl.bounded_files import read_tail
 from megatron_rl.stop import SIGNALS, die_with_parent, hearing
 
 LOGS, OUTPUT = "logs", "output.txt"
@@ -78,7 +79,7 @@ class Attempt:
 
     def last_line(self) -> str:
         """What it said last, '' if nothing."""
-        lines = self.output.read_text(errors="replace").split("\n") if self.output else []
+        lines = read_tail(self.output).split("\n") if self.output else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 

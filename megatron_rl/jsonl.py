@@ -6,11 +6,15 @@ Numbers that JSON lacks travel as the strings "NaN", "Infinity" and "-Infinity".
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from megatron_rl.bounded_files import open_regular, read_bytes
 
 MAX_LINE_BYTES = 64 << 20
 """A rollout of a million tokens has 40 MB."""
+MAX_LINES_BYTES = 1 << 30
+"""Of a file of lines that is read as a whole."""
 DEEPEST = 64
 """Objects and lists within one another, in a file of settings or names."""
 LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -24,27 +28,41 @@ def to_line(record: object) -> str:
 def to_number(value: float | str) -> float:
     """A number as it was before `to_line`: "NaN", "Infinity" and "-Infinity" become floats again. ValueError: it is none."""
     number = LACKING.get(value) if isinstance(value, str) else value
-    if not isinstance(number, int | float):
+    if not isinstance(number, int | float) or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
         raise ValueError(f"{str(value)[:40]!r} is no number")
     return number
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The records of all complete lines. A last line without a newline was cut off by a kill, or is being written: it is left out.
+def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: int = MAX_LINES_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Yield each complete line with its number, from 1. A last line without a newline was cut off by a kill, or is being written: it is
+    left out.
 
-    ValueError, with file and line: one is not JSON, or has more than MAX_LINE_BYTES.
+    ValueError, with file and line: a line, or all of them together, have more bytes than they may.
     """
+    left = at_most
+    try:
+        opened = open_regular(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    with opened as file:
+        for number, line in enumerate(iter(lambda: file.readline(max_line_bytes), b""), 1):
+            left -= len(line)
+            if left < 0:
+                raise ValueError(f"{path} line {number}: the file has more than {at_most} bytes")
+            if line.endswith(b"\n"):
+                yield number, line
+            elif len(line) == max_line_bytes:
+                raise ValueError(f"{path} line {number}: has more than {max_line_bytes} bytes")
+
+
+def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> list[dict]:
+    """Return the records of `iterate_lines`. ValueError, with file and line: one is not JSON, too, or it is no regular file."""
     records = []
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-            if not line.endswith(b"\n"):
-                if len(line) == MAX_LINE_BYTES:
-                    raise ValueError(f"{path} line {number}: has more than {MAX_LINE_BYTES} bytes")
-                break
-            try:
-                records.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path} line {number}: {error}") from error
+    for number, line in iterate_lines(path, max_line_bytes=max_line_bytes):
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
     return records
 
 
@@ -54,11 +72,9 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
     ValueError, in words that follow a file's name: more than `at_most` bytes, no JSON, or deeper than DEEPEST (what goes through it
     by recursion survives that).
     """
-    size = path.stat().st_size
-    if size > at_most:
-        raise ValueError(f"has {size} bytes, more than {at_most}")
+    content = read_bytes(path, at_most=at_most)
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from error
     level = [found]

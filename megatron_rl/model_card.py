@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_rl.bounded_files import parse_yaml, read_bytes
 from megatron_rl.config import Settings
 from megatron_rl.models.released import HUB_IDS
 
@@ -52,14 +53,11 @@ def make_model_card(settings: Settings, *, metrics: Mapping[str, float], num_ste
 
 def _metadata_of(base: Path) -> dict[str, object]:
     """Return the metadata at the top of the base model's card; empty where there is none that can be read."""
-    card = base / "README.md"
-    if not card.is_file() or card.stat().st_size > MAX_README_BYTES:
-        return {}
-    _, _, rest = card.read_text(errors="replace").partition("---\n")
-    head, end, _ = rest.partition("\n---")
     try:
-        found = yaml.safe_load(head) if end else {}
-    except (yaml.YAMLError, RecursionError):
+        _, _, rest = read_bytes(base / "README.md", at_most=MAX_README_BYTES).decode(errors="replace").partition("---\n")
+        head, end, _ = rest.partition("\n---")
+        found = parse_yaml(head) if end else {}
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

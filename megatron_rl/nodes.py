@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.bounded_files import read_bytes
 from megatron_rl.config import Settings, require
 from megatron_rl.run import writing
 from megatron_rl.world import World, gather, on_main_rank
 
+MAX_CONFIG_BYTES = 16 << 20
 SHARED = "put it on a folder that all nodes share"
 
 
@@ -88,8 +90,15 @@ def described(path: Path) -> dict[str, object]:
     """What tells a file or a model's folder from another: sizes, and the digests of what says a model's shape. Nothing where it is not."""
     if path.is_file():
         return {str(path): path.stat().st_size}
-    shapes = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.glob("*config.json"))}
+    shapes = {str(file): _digest(file) for file in sorted(path.glob("*config.json"))}
     return shapes | {str(file): file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(read_bytes(file, at_most=MAX_CONFIG_BYTES)).hexdigest()
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; copy the model again") from error
 
 
 def require_alike(settings: Settings, views: Sequence[View]) -> None:

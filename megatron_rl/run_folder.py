@@ -27,6 +27,7 @@ from typing import TextIO
 
 import yaml
 
+from megatron_rl.bounded_files import read_yaml
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import read_json, replace_bytes, to_number
 from megatron_rl.observe.metrics import METRICS_FILE
@@ -50,7 +51,6 @@ FREE = (
 """Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
 _OPEN = ("optim.part_lr", "task.options")
 """Settings whose keys are the user's: they are compared as a whole where they have other keys than before."""
-_CONFIG_BYTES = 16 << 20
 STEPS = {"rl": "run.steps", "sft": "sft.steps"}
 """By stage: the setting that says how long a run takes."""
 
@@ -200,26 +200,11 @@ def _evaluation_in(folder: Path) -> dict[str, float]:
         raise ValueError(f"{path}: cannot be read ({error}); remove it, and the run makes its last evaluation again") from error
 
 
-class _Plain(yaml.SafeLoader):
-    """YAML without aliases: nothing of a run has them, and with them ten lines stand for more text than a memory holds."""
-
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"an alias, *{self.peek_event().anchor}")
-        return super().compose_node(parent, index)
-
-
 def read_settings(path: Path) -> dict[str, object]:
-    """A run's config.yaml. ValueError, in words that do not name the file: it holds no settings. OSError: it cannot be read."""
-    size = path.stat().st_size
-    if size > _CONFIG_BYTES:
-        raise ValueError(f"{size} bytes, more than {_CONFIG_BYTES}")
-    try:
-        found = yaml.load(path.read_text(), Loader=_Plain)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"no YAML: {error}") from error
+    """A run's config.yaml. ValueError, in words that follow the file's name: it holds no settings. OSError: it cannot be read."""
+    found = read_yaml(path)
     if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__}, no settings")
+        raise ValueError(f"is a {type(found).__name__}, no settings")
     return found
 
 

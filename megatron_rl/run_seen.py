@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from megatron_rl.attempts import LATEST
+from megatron_rl.bounded_files import is_regular, read_tail
 from megatron_rl.jsonl import read_json
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published
@@ -123,8 +124,7 @@ def _said(path: Path) -> tuple[float, State, str] | None:
     """When the newest attempt last said something, and how it ended, if it told."""
     if not path.is_file():
         return None
-    lines = path.read_text(errors="replace").splitlines()
-    for line in reversed(lines):
+    for line in reversed(read_tail(path).splitlines()):
         if line.startswith("error: "):
             return path.stat().st_mtime, State.FAILED, line.removeprefix("error: ")
         if line.startswith("stopped at step "):
@@ -135,9 +135,9 @@ def _said(path: Path) -> tuple[float, State, str] | None:
 def _settings_of(folder: Path) -> dict[str, object]:
     path = folder / CONFIG
     try:
-        return flat(read_settings(path)) if path.is_file() else {}
+        return flat(read_settings(path)) if is_regular(path) else {}
     except ValueError as error:
-        raise ValueError(f"{path}: is no YAML ({' '.join(str(error).split())[:200]}); it is the run's own, restore it") from error
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; it is the run's own, restore it") from error
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

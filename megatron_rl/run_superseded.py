@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.bounded_files import is_regular
 from megatron_rl.jsonl import replace_lines
 from megatron_rl.observe.bank import STEP, keys_in_step, step_of
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
@@ -94,7 +95,7 @@ def _move_rollouts(files: Sequence[Path], to: Path) -> None:
     for file in files:
         for name in map(name_of, KEYS_OF[file.suffix](file)):
             source, target = file.parent / name, to / name
-            if source.is_file() and not target.exists():
+            if is_regular(source, follow_link=False) and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(source, target)
         to.mkdir(exist_ok=True)

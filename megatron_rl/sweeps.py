@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import yaml
-
+from megatron_rl.bounded_files import read_yaml
 from megatron_rl.config import require
 
 KINDS = ("grid", "list", "random")
@@ -75,11 +74,11 @@ def read_sweep(path: Path) -> Sweep:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        given = yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # every scalar is text
+        given = read_yaml(path, as_text=True)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such file; give a sweep's yaml (launch/slurm/example.yaml is one)") from error
-    except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{path}: line {error.problem_mark.line + 1} is no YAML: {error.problem}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     require(isinstance(given, dict), str(path), "...", f"expects keys with values; a sweep has {', '.join(KEYS)}")
     return given
 

@@ -9,6 +9,7 @@ patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes
 """
 
 import math
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 VERSION = 6
 """Of the fields and their meaning. A record of another version is refused."""
+KEY = re.compile(r"[0-9A-Za-z]{1,64}")
+"""Of an image: it names a file."""
 MAX_PATCHES = 1 << 24
 """Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
 FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, Context, Turn, ToolCall, Verdict)}
@@ -121,6 +124,7 @@ def _read_images(value: Any, load: Callable[[str], "Picture | None"]) -> dict[st
     images = {}
     for key, each in value.items():
         where = f"images[{reprlib.repr(key)}]"
+        _require(KEY.fullmatch(key) is not None, "images", key, "no key of a picture")
         _require(isinstance(each, dict) and each.keys() == {"name", "grid", "merge"}, where, each, "not a name, a grid and a merge")
         grid = _read(tuple[int, int, int], each["grid"], where, {})
         _require(min(grid) > 0 and math.prod(grid) <= MAX_PATCHES, where, each["grid"], "no grid of patches")

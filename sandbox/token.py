@@ -8,12 +8,15 @@ from pathlib import Path
 
 USERS_KEYS = ("OPENAI_API_KEY", "VLLM_API_KEY")
 """Variables with keys of the user, which no server that is started for a run inherits. A vLLM server asks for the latter one."""
+MAX_BYTES = 1000
+"""Of a token's file."""
 
 
 def read_token(path: str | Path) -> str:
     """Raises ValueError."""
     try:
-        text = Path(path).read_text(encoding="ascii").strip()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO is not waited for
+            text = (file.read(MAX_BYTES) or b"").decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not re.fullmatch(r"[!-~]{16,256}", text):

@@ -89,7 +89,7 @@ def test_numbers_are_those_of_the_steps(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "stage": "sft"}))
     assert see(tmp_path).num_steps == 30 + 10
     (tmp_path / "config.yaml").write_text("{half")
-    with pytest.raises(ValueError, match="config.yaml: is no YAML"):
+    with pytest.raises(ValueError, match="config.yaml: line 1 is no YAML"):
         see(tmp_path)
 
 

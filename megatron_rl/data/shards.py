@@ -4,13 +4,13 @@ save_to_disk writes state.json beside the shards of a data set, whose `_data_fil
 Shards of an earlier save may lie beside them.
 """
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import require
+from megatron_rl.jsonl import read_json
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 NOT_DATA = {STATE, SPLITS, "dataset_info.json", "dataset_infos.json"}
@@ -83,7 +83,7 @@ def check_shards(files: Sequence[Path], *, key: str, name: str) -> None:
 
 def _read(path: Path, *, key: str, name: str) -> Mapping[str, object]:
     try:
-        found = json.loads(path.read_text())
-    except (ValueError, OSError, RecursionError) as error:
+        found = read_json(path)
+    except (ValueError, OSError) as error:
         raise ValueError(f"{key}={name}: {path} is no JSON ({error}); save the data set anew") from error
     return found if isinstance(found, dict) else {}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_rl.bounded_files import read_text
 from megatron_rl.choices import Own, build_task, check_examples
 from megatron_rl.config import ParallelSettings, Settings, require
 from megatron_rl.evaluate import summarize
@@ -20,7 +21,7 @@ from megatron_rl.evaluation.endpoint import Player
 from megatron_rl.evaluation.folder import EVALUATION, EXAMPLES, PROMPT, chunk_path, evaluation_folder, keep, kept, lightened
 from megatron_rl.evaluation.report import by_example, intervals, show, stated
 from megatron_rl.gallery import Gallery
-from megatron_rl.jsonl import replace_bytes, replace_lines
+from megatron_rl.jsonl import MAX_LINE_BYTES, replace_bytes, replace_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.progress import Progress
 from megatron_rl.opening import tell_column_warnings
@@ -188,7 +189,7 @@ def _published(
     if "episodes" in scores:
         scores = scores | intervals(lines, samples=settings.evaluation.samples)
     scores = scores | official_interval(settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored])
-    conditions = stated(settings, num_examples=len(examples), prompt=(folder / PROMPT).read_text())
+    conditions = stated(settings, num_examples=len(examples), prompt=read_text(folder / PROMPT, at_most=MAX_LINE_BYTES))
     with writing(folder):
         replace_lines(folder / EXAMPLES, lines)
         replace_bytes(folder / EVALUATION, (json.dumps({"scores": scores, "stated": conditions}, indent=1) + "\n").encode())

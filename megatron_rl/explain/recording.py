@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings
 from megatron_rl.evaluation.folder import EVALUATION
-from megatron_rl.jsonl import MAX_LINE_BYTES
+from megatron_rl.jsonl import iterate_lines
 from megatron_rl.observe.bank import num_rows, path_of, read_rollouts
 from megatron_rl.observe.recorder import FOLDER, picture_loader
 from megatron_rl.run import CHECKPOINTS, CONFIG, FINAL
@@ -168,9 +168,8 @@ def _rows_alone(path: Path) -> Iterator[tuple[int, Load]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, Load]]:
     load_picture = picture_loader(path.parent)
-    with path.open("rb") as file:
-        for place, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b"")):
-            yield place, lambda pictures, line=line: _of_line(line, load_picture if pictures else lambda name: None)
+    for number, line in iterate_lines(path):
+        yield number - 1, lambda pictures, line=line: _of_line(line, load_picture if pictures else lambda name: None)
 
 
 def _of_line(line: bytes, load: Callable) -> Rollout:

@@ -18,14 +18,17 @@ from typing import Any, get_args, get_origin
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.bounded_files import is_regular
 from megatron_rl.jsonl import replace_bytes
 from megatron_rl.observe.recorder import FOLDER, keys_in, name_of, picture_loader, store_pictures
 from megatron_rl.types import ATTACHED, Image, Rollout
-from megatron_rl.wire import FIELDS, from_record, to_record
+from megatron_rl.wire import FIELDS, KEY, from_record, to_record
 
 ROWS_TOGETHER = 64
 """Rollouts of a row group: what is decompressed to read one of them."""
 GB = 1e9
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
+"""What a damaged file makes of its reader."""
 STEP = re.compile(r"step_\d{6,}")
 SHOWN_CHARACTERS = 400
 """Of what is wrong with a file."""
@@ -89,7 +92,7 @@ class Bank:
         for path in steps(self._folder):
             try:
                 self._hold(path)
-            except (pa.ArrowException, KeyError, TypeError) as error:
+            except _UNREADABLE as error:
                 told = " ".join(str(error).split())[:SHOWN_CHARACTERS]
                 raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
 
@@ -114,7 +117,7 @@ class Bank:
         return sum(self._sizes.values()) + sum(each.num_bytes for each in self._steps.values())
 
     def _hold(self, path: Path) -> None:
-        table = pq.read_table(path, columns=["images"])
+        table = _open(path).read(columns=["images"])
         keys = _keys(table)
         self._steps[step_of(path)] = Held(table.num_rows, path.stat().st_size, keys)
         files = {key: self._folder / name_of(key) for key in keys - self._sizes.keys()}
@@ -181,25 +184,26 @@ def summary(rollout: Rollout, *, step: int, place: int) -> dict[str, Any]:
 def keys_in_step(path: Path) -> frozenset[str]:
     """Return the keys of the pictures that a step's file shows; of a damaged file none."""
     try:
-        return _keys(pq.read_table(path, columns=["images"]))
-    except (pa.ArrowException, KeyError, TypeError):
+        return _keys(_open(path).read(columns=["images"]))
+    except _UNREADABLE:
         return frozenset()
 
 
 def _keys(table: pa.Table) -> frozenset[str]:
-    return frozenset(key for images in table["images"].to_pylist() for key, _ in images)
+    """Of pictures; what names no file is no key of one."""
+    return frozenset(key for images in table["images"].to_pylist() for key, _ in images if KEY.fullmatch(key))
 
 
 def num_rows(path: Path) -> int:
     """Rollouts of a step. ValueError: the file is damaged."""
     with _naming(path):
-        return pq.ParquetFile(path).metadata.num_rows
+        return _open(path).metadata.num_rows
 
 
 def rounds_of(path: Path) -> int:
     """Rounds of prompts that were dealt for a step. ValueError: it is no step of a bank."""
     with _naming(path):
-        about = (pq.ParquetFile(path).schema_arrow.metadata or {}).get(b"megatron_rl")
+        about = (_open(path).schema_arrow.metadata or {}).get(b"megatron_rl")
         if about is None:
             raise ValueError("holds no step that run.record=all wrote")
         return int(json.loads(about)["rounds"])
@@ -208,7 +212,7 @@ def rounds_of(path: Path) -> int:
 def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
     """Some columns of a step, as SCHEMA has them. ValueError: the file is damaged, or has other columns."""
     with _naming(path):
-        file = pq.ParquetFile(path, pre_buffer=False)  # the whole step would be read ahead
+        file = _open(path)
         lacking = set(names) - set(file.schema_arrow.names)
         if lacking:
             raise ValueError(f"lacks {', '.join(sorted(lacking))}; it was written by another version of this program")
@@ -222,7 +226,7 @@ def read_rollouts(path: Path, places: Sequence[int] | None = None, *, pictures: 
     """
     load = picture_loader(path.parent) if pictures else lambda name: None
     with _naming(path):
-        file = pq.ParquetFile(path)
+        file = _open(path)
         wanted = range(file.metadata.num_rows) if places is None else places
         rollouts = {place: from_record(_record(row), load) for place, row in _rows(file, frozenset(wanted))}
         return [rollouts[place] for place in wanted]
@@ -239,8 +243,22 @@ def _naming(path: Path) -> Iterator[None]:
     """Whatever a damaged file makes of its reader is a ValueError of one line that begins with its name."""
     try:
         yield
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}") from error
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    """Open a step's file, of which nothing is read ahead. ValueError: no regular file, or none that `write` wrote.
+
+    In a group of a few rows, a dictionary's text cannot stand in a million of them.
+    """
+    if not is_regular(path):
+        raise ValueError("is no regular file")
+    file = pq.ParquetFile(path, pre_buffer=False)
+    largest = max((file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)), default=0)
+    if largest > ROWS_TOGETHER:
+        raise ValueError(f"has a row group of {largest} rows, more than {ROWS_TOGETHER}: this program did not write it")
+    return file
 
 
 def _rows(file: pq.ParquetFile, places: frozenset[int]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -8,11 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_rl.bounded_files import read_text
 from megatron_rl.config import TrackioSettings, WandbSettings, require
 from megatron_rl.jsonl import read_lines, replace_bytes, to_line, to_number
 from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
+MAX_METRICS_BYTES = 1 << 20
+"""Of a line: a hundred times those of a run."""
+MAX_ID_BYTES = 1000
 PREDICTIONS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
 """Columns of W&B's table of rollouts: the first picture, and all that the policy said."""
 
@@ -85,7 +89,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     ValueError: a line has no step, or something that is no number.
     """
     steps = []
-    for number, line in enumerate(read_lines(path), 1):
+    for number, line in enumerate(read_lines(path, max_line_bytes=MAX_METRICS_BYTES), 1):
         try:
             if not isinstance(line, dict):
                 raise ValueError(f"is a {type(line).__name__}, no step")
@@ -120,7 +124,7 @@ def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, objec
         replace_bytes(id_file, uuid.uuid4().hex[:8].encode("ascii"))
     run = wandb.init(
         mode=settings.mode, project=settings.project, name=run_dir.name, dir=str(run_dir), config=config,
-        id=id_file.read_text(encoding="ascii"), resume="allow" if settings.mode == "online" else None,
+        id=read_text(id_file, at_most=MAX_ID_BYTES), resume="allow" if settings.mode == "online" else None,
     )  # fmt: skip
     run.define_metric("*", step_metric="step")
     return run
@@ -140,7 +144,7 @@ def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, o
     run = trackio.init(project=settings.project, name=run_dir.name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False)
     id_file = run_dir / "trackio_id"
     if id_file.exists():
-        earlier = id_file.read_text(encoding="ascii")
+        earlier = read_text(id_file, at_most=MAX_ID_BYTES)
         for each in trackio.Api().runs(settings.project):
             if each.id == earlier:
                 each.delete()

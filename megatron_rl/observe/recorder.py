@@ -7,7 +7,10 @@ observed and 56 for each that it sampled (37 and 98 where old and reference logp
 """
 
 import io
+import math
 import re
+import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +21,8 @@ from PIL import Image as pil
 from PIL.Image import DecompressionBombError
 from PIL.Image import Image as Picture
 
-from megatron_rl.jsonl import read_lines, replace_bytes, replace_lines
+from megatron_rl.bounded_files import read_bytes
+from megatron_rl.jsonl import MAX_LINES_BYTES, read_lines, replace_bytes, replace_lines
 from megatron_rl.types import Image, Rollout
 from megatron_rl.wire import from_record, to_record
 
@@ -27,6 +31,8 @@ PICTURES = "images"
 """In the folder of a file."""
 THREADS = 4
 """That write pictures: each waits until the disk has its own."""
+MAX_PICTURE_BYTES, MAX_PIXELS = 256 << 20, 1 << 26
+"""Of a recorded picture that is read back: more than a policy is ever given."""
 _NAMED = re.compile(PICTURES.encode() + rb"/([0-9A-Za-z]+)\.png")
 _NAME = re.compile(PICTURES + r"/[0-9A-Za-z]+\.png")
 
@@ -121,7 +127,7 @@ def read(path: Path, *, pictures: bool = True) -> list[Entry]:
 
 def keys_in(path: Path) -> frozenset[str]:
     """Of the pictures that a file names, whatever else of it can be read."""
-    return frozenset(key.decode() for key in _NAMED.findall(path.read_bytes()))
+    return frozenset(key.decode() for key in _NAMED.findall(read_bytes(path, at_most=MAX_LINES_BYTES)))
 
 
 def picture_path(path: Path, image: Image) -> Path:
@@ -154,7 +160,10 @@ def _load(folder: Path, name: str) -> Picture:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r:.80} names no picture of the folder images")
     try:
-        with pil.open(folder / name, formats=["PNG"]) as picture:
+        content = read_bytes(folder / name, at_most=MAX_PICTURE_BYTES)
+        with pil.open(io.BytesIO(content), formats=["PNG"]) as picture:
+            if math.prod(picture.size) > MAX_PIXELS:
+                raise ValueError(f"{picture.width}x{picture.height} pixels, more than {MAX_PIXELS}")
             return picture.copy()
-    except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, DecompressionBombError) as error:
         raise ValueError(f"{name}: no picture can be read ({error})") from error

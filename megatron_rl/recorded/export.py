@@ -126,6 +126,8 @@ def link_pictures(folder: Path, out: Path, keys: Iterable[str]) -> None:
     """Have the pictures of a folder of rollouts in another one, without a second copy where both are on one disk."""
     (out / name_of("x")).parent.mkdir(parents=True, exist_ok=True)
     for name in {name_of(key) for key in keys}:
+        if (folder / name).is_symlink():
+            raise ValueError(f"{folder / name}: is a link, which may lead to anything; put a copy of the picture in its place")
         with suppress(FileExistsError):
             try:
                 os.link(folder / name, out / name)

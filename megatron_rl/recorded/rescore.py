@@ -71,7 +71,10 @@ def _enter(out: Path, settings: Settings) -> None:
     """ValueError: there are scores of another task, or of other rollouts."""
     new = yaml.safe_load(yaml.safe_dump(asdict(settings)))
     if (out / CONFIG).exists():
-        changes = changed(read_settings(out / CONFIG), new)
+        try:
+            changes = changed(read_settings(out / CONFIG), new)
+        except ValueError as error:
+            raise ValueError(f"{out / CONFIG}: {error}; choose another folder") from error
         others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
         require(not others, "run.dir", str(out), f"holds other scores: {told(others)}; choose another folder")
     with writing(out):

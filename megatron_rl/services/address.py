@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.bounded_files import read_bytes
 from megatron_rl.config.services import ServiceSettings
 from megatron_rl.jsonl import replace_bytes
 from megatron_rl.rollout.vllm.gate import MIDDLEWARE
@@ -26,6 +27,8 @@ from sandbox.token import read_token
 FOLDER = "services"
 ANSWER_S, MOST_BYTES = 2.0, 64 << 10
 """Of a server's answer to the question whether it is there."""
+MAX_BYTES = 16 << 10
+"""Of a file that names an address."""
 
 
 class _Model(BaseModel):
@@ -108,8 +111,8 @@ def publish(run: Path, name: str, *, url: str, nonce: str) -> None:
 def find(run: Path, name: str, kind: str) -> str:
     """The published address, if the service is there that published it; else nothing. KeyRefused: see is_there."""
     try:
-        published = _Published.model_validate_json(file_of(run, name).read_bytes())
-    except (OSError, ValidationError):
+        published = _Published.model_validate_json(read_bytes(file_of(run, name), at_most=MAX_BYTES))
+    except (OSError, ValueError):
         return ""
     return published.url if is_there(published.url, kind, nonce=published.nonce, token=token_file(run, name)) else ""
 

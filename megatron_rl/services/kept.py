@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.bounded_files import read_tail
 from megatron_rl.services import keeper
 from sandbox.token import USERS_KEYS
 
@@ -45,9 +46,7 @@ class Kept:
 
     def last_words(self) -> str:
         """The end of what it has logged, which is told on one line."""
-        with self._log.open("rb") as log:
-            log.seek(self._begin)
-            lines = log.read().decode(errors="replace").strip().splitlines()
+        lines = read_tail(self._log, start=self._begin).strip().splitlines()
         return f"{self._log} ends: {lines[-1].strip()[:SHOWN_CHARACTERS]}" if lines else f"{self._log} has no word of it yet"
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ from megatron_rl.models.family import FAMILIES
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "megatron_rl"
-DATA = {"types", "config", "world"}
+DATA = {"types", "config", "world", "bounded_files"}
 MAY_IMPORT = {
     "types": set(),
     "config": set(),
@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "gpus": DATA,
     "histogram": set(),
     "cpu": set(),
-    "jsonl": set(),
+    "bounded_files": set(),
+    "jsonl": {"bounded_files"},
     "wire": {"jsonl", "types"},
     "torchvision_on_cpu": set(),
     "servers": {"types"},
@@ -34,16 +35,16 @@ MAY_IMPORT = {
     "noted": {"algo", "batch", *DATA},
     "rewards": {"data", "proxies", "servers", "types", "config"},
     "published": {"data", "types", "config"},
-    "tasks": {"data", "jsonl", "published", "rewards", "types", "config"},
-    "data": {"types", "config"},
-    "observe": {"jsonl", "wire", "types", "config"},
+    "tasks": {"bounded_files", "data", "jsonl", "published", "rewards", "types", "config"},
+    "data": {"jsonl", "types", "config"},
+    "observe": {"bounded_files", "jsonl", "wire", "types", "config"},
     "rollout": {"tasks", "rewards", "jsonl", "models", "servers", *DATA},
     "models": {"configs", "jsonl", "types", "cpu"},
-    "weights": {"jsonl", "models", "cpu"},
+    "weights": {"bounded_files", "jsonl", "models", "cpu"},
     "policy": {"weights", "models", "cpu", "batch", "histogram", "minibatches", *DATA},
     "plan": {"algo", "minibatches", "policy", "models", "weights", "cpu", *DATA},
     "step_metrics": {"algo", *DATA},
-    "run_superseded": {"jsonl", "observe"},
+    "run_superseded": {"bounded_files", "jsonl", "observe"},
     "run": {"observe", "jsonl", "run_superseded", "step_metrics", *DATA},
     "run_checks": {"step_metrics", *DATA},
     "evaluate": {"rollout", "run", "run_checks", "step_metrics", "tasks", *DATA},
@@ -53,15 +54,15 @@ MAY_IMPORT = {
     "watch": {"types", "world"},
     "nodes": {"run", *DATA},
     "services": {"data", "jsonl", "models", "rewards", "rollout", "stop", *DATA},
-    "attempts": {"stop"},
-    "run_seen": {"attempts", "jsonl", "observe", "run", "run_folder"},
-    "sweeps": {"config"},
+    "attempts": {"bounded_files", "stop"},
+    "run_seen": {"attempts", "bounded_files", "jsonl", "observe", "run", "run_folder"},
+    "sweeps": {"bounded_files", "config"},
     "sft": {"algo", "data", "minibatches", "run_states", "policy", "rollout", "run", "stop", "tasks", *DATA},
     "train": {
         "algo", "batch", "evaluate", "gallery", "minibatches", "noted", "policy", "recorded", "rollout", "run", "run_checks",
         "run_states", "step_metrics", "stop", "tasks", *DATA,
     },
-    "model_card": {"models", "config"},
+    "model_card": {"bounded_files", "models", "config"},
     "choices": {"algo", "models", "policy", "rewards", "tasks", "weights", *DATA},
     "cli": {
         "algo", "attempts", "choices", "configs", "data", "evaluation", "explain", "gpus", "jsonl", "models", "nodes", "observe", "plan",

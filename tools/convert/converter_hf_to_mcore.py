@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from rich.console import Console
 
 from megatron_rl.config import ParallelSettings, require
+from megatron_rl.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.models.vocabulary import count_token_ids
@@ -45,7 +46,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             console.print(f"warning: {hf} has no {part}; training needs one beside the weights", **PLAIN)
         if dtype is not None:
             described = partial / "hf" / "config.json"
-            described.write_text(json.dumps(as_dtype(json.loads(described.read_text()), dtype), indent=2))
+            described.write_text(json.dumps(as_dtype(read_json(described), dtype), indent=2))
         if check_logits:
             from tools.convert.verify import verify
 

@@ -5,7 +5,6 @@ asks for; the written files are read back before the folder gets its name. Anyth
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.mapping import nested
 from megatron_rl.models.vocabulary import count_token_ids
@@ -70,7 +70,7 @@ def merge(asked: Merge) -> str:
         if asked.verify:
             print(_verify(partial, asked.checkpoint), file=sys.stderr)
 
-    stored, named = json.loads((like / "config.json").read_text()), nested if asked.style == "nested" else spec.released
+    stored, named = read_json(like / "config.json"), nested if asked.style == "nested" else spec.released
     trained = hf_part(asked.checkpoint)
     pixels = read_pixel_limits(trained) if trained is not None and asked.reference is not None else None
     with progress_bar() as progress:
@@ -143,7 +143,7 @@ def _check_written(folder: Path, specs: dict[str, Spec]) -> None:
     for name, spec in specs.items():
         if written.specs[name] != spec:
             raise ValueError(f"--out={folder}: {name} was written as {written.specs[name]}, the checkpoint gives {spec}")
-    planned, total = sum(spec.nbytes for spec in specs.values()), json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
+    planned, total = sum(spec.nbytes for spec in specs.values()), read_json(folder / INDEX)["metadata"]["total_size"]
     if total != planned:
         raise ValueError(f"--out={folder}: {total} bytes were written, the checkpoint gives {planned}")
 

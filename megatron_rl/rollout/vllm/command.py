@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from megatron_rl.bounded_files import read_bytes
 from megatron_rl.config import EngineSettings, require
+from megatron_rl.jsonl import read_json
+from megatron_rl.models.vocabulary import MAX_TOKENIZER_BYTES
 from megatron_rl.rollout.vllm.core import engine_arguments
 from megatron_rl.rollout.vllm.gate import MIDDLEWARE, TOKEN_FILE
 from megatron_rl.rollout.vllm.sampler import BANNED
@@ -82,8 +85,9 @@ def nature(
 ) -> dict[str, str]:  # fmt: skip
     """What server and run compare, by the names that a difference is told by."""
     folder = Path(model_path)
-    config = {key: value for key, value in json.loads((folder / "config.json").read_text()).items() if key not in VOLATILE}
-    tokenizer = [file.read_bytes() for name in ("tokenizer.json", "vocab.json", "merges.txt") if (file := folder / name).is_file()]
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in VOLATILE}
+    files = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
+    tokenizer = [read_bytes(file, at_most=MAX_TOKENIZER_BYTES) for file in files if file.is_file()]
     return {
         "model": _short(json.dumps(config, sort_keys=True).encode()),
         "tokenizer": _short(*tokenizer),

@@ -5,7 +5,6 @@ game is won, turn by turn.
 """
 
 import importlib.util
-import json
 import os
 import random
 from collections.abc import Sequence
@@ -13,13 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from megatron_rl.bounded_files import is_regular, read_bytes
 from megatron_rl.config import DataSettings, require
+from megatron_rl.jsonl import read_json
 from megatron_rl.tasks.alfworld.goals import Goal
 from megatron_rl.types import Example
 
 GAME = "game.tw-pddl"
 TRANSCRIPTS = {"planner": "transcript.json", "searcher": "search.json"}
 """How the game is won, by whom."""
+MAX_GAME_BYTES = 64 << 20
 OFFICIAL = {"train": "json_2.1.1/train", "eval": "json_2.1.1/valid_unseen"}
 """Under ALFWORLD_DATA, by our split; valid_unseen has scenes that train has not."""
 MAKE = "python tools/data/make_alfworld.py --out data/alfworld"
@@ -76,7 +78,8 @@ def games_of(folders: Sequence[Path], *, key: str) -> list[Path]:
 
 def _is_played(path: Path) -> bool:
     """Official games say of themselves whether a solution is known."""
-    return Goal.named(path.parents[1].name) is not None and b'"solvable": false' not in path.read_bytes()
+    is_known = Goal.named(path.parents[1].name) is not None and is_regular(path)
+    return is_known and b'"solvable": false' not in read_bytes(path, at_most=MAX_GAME_BYTES)
 
 
 def example_of(folder: Path, *, picture: str) -> Example:
@@ -88,5 +91,5 @@ def example_of(folder: Path, *, picture: str) -> Example:
 
 @lru_cache(maxsize=4096)
 def transcript_of(folder: Path, player: str = "planner") -> Transcript:
-    read = json.loads((folder / TRANSCRIPTS[player]).read_text())
+    read = read_json(folder / TRANSCRIPTS[player])
     return Transcript(read["task"], [Turn(**turn) for turn in read["turns"]])

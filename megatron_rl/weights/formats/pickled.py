@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import torch
 
+from megatron_rl.bounded_files import open_regular
 from megatron_rl.weights.formats.torch_dist_metadata import shape
 from megatron_rl.weights.formats.unpickling import BROKEN, Record, Unpickler, record
 
@@ -80,7 +81,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
     Raises ValueError naming the file when it is truncated or no file of torch.save (1.6 or newer).
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = file.seek(0, 2) - start if length is None else length
             return _Archive(path, file, start, length).load()
     except (*BROKEN, zipfile.BadZipFile, NotImplementedError) as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
+from megatron_rl.bounded_files import read_bytes
 from megatron_rl.weights.formats.files import is_name
 from megatron_rl.weights.formats.unpickling import BROKEN, Record, Unpickler, blank
 
@@ -72,10 +73,12 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
     path = folder / METADATA
     if not path.is_file():
         raise ValueError(f"{key}={folder}: no {METADATA} in it; give a Megatron torch_dist checkpoint folder")
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{key}={folder}: {METADATA} has {path.stat().st_size} bytes, more than {MAX_BYTES}; copy it again")
     try:
-        found = Unpickler(path.read_bytes(), known=_known, fill=_fill, keys=(metadata.MetadataIndex,)).load()
+        content = read_bytes(path, at_most=MAX_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{key}={folder}: {METADATA} {error}; copy it again") from error
+    try:
+        found = Unpickler(content, known=_known, fill=_fill, keys=(metadata.MetadataIndex,)).load()
         _check(found)
     except BROKEN as error:
         raise ValueError(f"{key}={folder}: {METADATA} is damaged ({str(error)[:200]}); copy it again") from error

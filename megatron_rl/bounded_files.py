@@ -1,0 +1,92 @@
+"""Readers for files that others may have written: regular files alone, and no more bytes than a limit.
+
+A FIFO or a device is refused, not waited for. Every ValueError is worded to follow the file's name. An OSError: it cannot be read.
+What is parsed takes some 30 times its bytes at most: YAML is read without aliases, which stand for any number of copies.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+import yaml
+
+MAX_YAML_BYTES = 512 << 10
+"""A run's settings have 10 KB; the parser takes some 6 s for the worst of so many bytes."""
+TAIL_BYTES = 64 << 10
+"""Of a log, when its last lines are wanted."""
+_YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Of PyYAML 6: `!!int ""` is an IndexError, `!!timestamp x` an AttributeError."""
+
+
+def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
+    """Open a regular file for reading, without waiting for whoever writes a FIFO. ValueError: it is something else."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def is_regular(path: Path, *, follow_link: bool = True) -> bool:
+    """Return whether a regular file is there; False for a name that no file can have."""
+    try:
+        return stat.S_ISREG(os.stat(path, follow_symlinks=follow_link).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_bytes(path: Path, *, at_most: int, follow_link: bool = True) -> bytes:
+    """Return the content of a file. ValueError: it has more than `at_most` bytes."""
+    with open_regular(path, follow_link=follow_link) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > at_most else file.read(at_most + 1)  # it may grow meanwhile
+    if max(size, len(content)) > at_most:
+        raise ValueError(f"has {max(size, len(content))} bytes, more than {at_most}")
+    return content
+
+
+def read_text(path: Path, *, at_most: int) -> str:
+    """Return the text of a file in UTF-8. ValueError: it is none, or has more than `at_most` bytes."""
+    return read_bytes(path, at_most=at_most).decode()
+
+
+def read_tail(path: Path, *, num_bytes: int = TAIL_BYTES, start: int = 0) -> str:
+    """Return the end of a log, of what lies behind byte `start`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(start, size - num_bytes))
+        return file.read(num_bytes).decode(errors="replace")
+
+
+def read_yaml(path: Path, *, at_most: int = MAX_YAML_BYTES, as_text: bool = False) -> object:
+    """Return what a YAML file holds. ValueError: it is too large, or `parse_yaml` refuses it."""
+    return parse_yaml(read_text(path, at_most=at_most), as_text=as_text)
+
+
+def parse_yaml(text: str, *, as_text: bool = False) -> object:
+    """Return plain values; `as_text` leaves every scalar the text that was typed. ValueError: no YAML, or an alias in it."""
+    try:
+        return yaml.load(text, Loader=_TextLoader if as_text else _PlainLoader)
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1} " if error.problem_mark else ""
+        raise ValueError(f"{where}is no YAML: {error.problem}") from error
+    except _YAML_ERRORS as error:
+        raise ValueError(f"is no YAML: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
+
+
+class _NoAliases(yaml.composer.Composer):
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.MarkedYAMLError(problem=f"an alias, *{event.anchor}; write its value out", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+class _PlainLoader(_NoAliases, yaml.SafeLoader):
+    pass
+
+
+class _TextLoader(_NoAliases, yaml.BaseLoader):
+    pass
