@@ -4,12 +4,14 @@
     python -m megatron_rl.observe.viewer runs/a runs/b --port 8010        # side by side
     python -m megatron_rl.observe.viewer --demo                           # a run that never was, to try it with
     ssh -L 8008:127.0.0.1:8008 machine                                    # of a run on another machine
+    python -m megatron_rl.observe.viewer runs/a --host 0.0.0.0 --token-file token    # for others: they open it once as /?token=...
 
 Reads the folders of runs and evaluations, also while they are under way, and writes nothing. Runs with run.record=all have every rollout,
 others the best and the worst of each step.
 """
 
 import argparse
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,11 +19,13 @@ from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pyarrow as pa
 import uvicorn
 
 from megatron_rl.observe.viewer.demo import make
 from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import labelled
+from sandbox.token import is_for_all, read_token
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,6 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8008)
     parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="another name by which this machine is asked")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="holds one word that requests must know; needed beyond this machine"
+    )
+    parser.add_argument("--memory-gb", type=float, default=8.0, metavar="GB", help="most that reading the folders may take (default 8)")
     parser.add_argument("--demo", action="store_true", help="make up a small run and show it, too")
     options = parser.parse_args(arguments)
     if not options.runs and not options.demo:
@@ -49,6 +57,11 @@ def serve(options: argparse.Namespace) -> int:
     if missing:
         print(f"error: RUN={missing[0]}: no such folder; give the run.dir of a run", file=sys.stderr)
         return 2
+    try:
+        token = read_token(options.token_file) if options.token_file else ""
+    except ValueError as error:
+        print(f"error: --token-file={error}", file=sys.stderr)
+        return 2
     with closing(socket.socket()) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -60,10 +73,25 @@ def serve(options: argparse.Namespace) -> int:
             print(f"error: --{key}={given}: {told}; choose another one", file=sys.stderr)
             return 2
         host, port = listening.getsockname()[:2]
+        if is_for_all(host) and not token:
+            print(
+                f"error: --host={options.host}: others than this machine reach it; give --token-file=FILE, or use ssh -L", file=sys.stderr
+            )
+            return 2
+        limit_memory(options.memory_gb)
         print(f"http://{host}:{port}/", flush=True)
-        app = create_app(labelled(options.runs), hosts=["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow])
+        hosts = ["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow]
+        app = create_app(labelled(options.runs), hosts=hosts, token=token)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
     return 0
+
+
+def limit_memory(gb: float) -> None:
+    """Let no file take more: what would is told as unreadable. Memory that pyarrow takes ahead of need would count, too."""
+    pa.set_memory_pool(pa.system_memory_pool())
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = int(gb * 1e9)
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -16,15 +15,16 @@ from typing import Annotated, Any, Literal
 
 import pyarrow.compute as pc
 from fastapi import FastAPI, HTTPException, Query, Request, Response
-from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from tokenizers import Tokenizer
 
-from megatron_rl.observe.recorder import FOLDER, name_of
+from megatron_rl.bounded_files import is_regular
 from megatron_rl.observe.viewer.store import COLUMNS, Filters, Folder, page_of, readable
+from megatron_rl.observe.viewer.token_access import TokenAccess
+from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.types import ATTACHED, Context, Image, Rollout, Turn
+from megatron_rl.wire import KEY
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -36,8 +36,8 @@ HEADERS = {
 }
 SORTED_BY = tuple(name for name in COLUMNS if name not in ("tools", "said"))
 MOST_ROWS = 500
+TOKENIZER = "tokenizer.json"
 PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
-KEY = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 class Page(Filters):
@@ -50,13 +50,21 @@ class Page(Filters):
     limit: int = Field(50, ge=1, le=MOST_ROWS)
 
 
-def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
-    """`hosts` are the names under which the page may be asked for: another one is a web page of a stranger's that points here."""
+def create_app(folders: Mapping[str, Folder], *, hosts: list[str], token: str = "") -> FastAPI:
+    """Return the page's application.
+
+    Args:
+        hosts: Names under which the page may be asked for: another one is a web page of a stranger's that points here.
+        token: What every request must know; empty where only this machine reaches the page.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    if token:
+        app.add_middleware(TokenAccess, token=token)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    words = cache(_tokenizer)
+    decoders = _Decoders()
 
     app.middleware("http")(_guarded)
+    app.exception_handler(MemoryError)(_out_of_memory)
 
     def folder(run: str) -> Folder:
         if run not in folders:
@@ -86,25 +94,44 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str]) -> FastAPI:
 
     @app.get("/api/episode")
     def episode(run: str, step: int, place: int) -> dict[str, Any]:
-        return _plain(_told(folder(run), step, place, words))
+        return _plain(_told(folder(run), step, place, decoders))
 
     @app.get("/picture/{run:path}/{key}.png")
-    def picture(run: str, key: str) -> FileResponse:
-        path = folder(run).path / FOLDER / name_of(key) if KEY.fullmatch(key) else None
-        if path is None or not path.is_file():
+    def picture(run: str, key: str) -> Response:
+        content = folder(run).picture(key) if KEY.fullmatch(key) else None
+        if content is None:
             raise HTTPException(404, "no such picture")
-        return FileResponse(path, media_type="image/png")
+        return Response(content, media_type="image/png")
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
 
 
-def _told(folder: Folder, step: int, place: int, words: Callable[[Path, str], Tokenizer | str]) -> dict[str, Any]:
+class _Decoders:
+    """The tokenizer of each run: that of the model that the run began with, or of what it left. A file that has changed is read again."""
+
+    def __init__(self) -> None:
+        self._found: dict[Path, tuple[tuple[Path, int, int], TokenDecoder]] = {}
+
+    def of(self, folder: Folder) -> TokenDecoder | None:
+        final, model = folder.path / "final", folder.model()
+        file = next((each for each in (Path(model or final) / TOKENIZER, final / TOKENIZER) if is_regular(each)), None)
+        if file is None:
+            return None
+        stamp = (file, file.stat().st_mtime_ns, file.stat().st_size)
+        if folder.path not in self._found or self._found[folder.path][0] != stamp:
+            if folder.path in self._found:
+                self._found.pop(folder.path)[1].close()
+            self._found[folder.path] = (stamp, TokenDecoder(file))
+        return self._found[folder.path][1]
+
+
+def _told(folder: Folder, step: int, place: int, decoders: _Decoders) -> dict[str, Any]:
     """An episode, who is beside it, and which of its pictures are missing."""
     found = _asked(lambda: folder.rollouts(step, lambda row: row["place"] == place))
     if not found:
         raise HTTPException(404, f"step {step} has no rollout {place}")
-    shown = _episode(found[0][1], words(folder.path, folder.model()))
+    shown = _episode(found[0][1], decoders.of(folder))
     before, after = folder.beside(step, place)
     keys = [image.key for part in (*found[0][1].contexts, *found[0][1].turns) for image in part.images]
     return {**shown, "before": before, "after": after, "missing": folder.missing(keys)}
@@ -114,6 +141,10 @@ async def _guarded(request: Request, call: Callable[[Request], Awaitable[Respons
     response = await call(request)
     response.headers.update(HEADERS)
     return response
+
+
+def _out_of_memory(request: Request, error: Exception) -> Response:
+    return Response("reading this takes more memory than --memory-gb", 503, headers=HEADERS)
 
 
 def _asked(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rollout]]:
@@ -160,9 +191,8 @@ def _image(image: Image) -> dict[str, Any]:
     return {"key": image.key, "tokens": image.num_tokens, "grid": list(image.grid)}
 
 
-def _episode(rollout: Rollout, told: Tokenizer | str) -> dict[str, Any]:
-    """`told`: the tokenizer, or why there is none."""
-    tokenizer = None if isinstance(told, str) else told
+def _episode(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str, Any]:
+    prompt, texts, no_words = _words(rollout, decoder)
     plain = (
         "task",
         "example_id",
@@ -182,19 +212,25 @@ def _episode(rollout: Rollout, told: Tokenizer | str) -> dict[str, Any]:
     return {
         **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status), "end": str(rollout.end),
         "verdicts": [asdict(each) for each in rollout.verdicts],
-        "turns": [_turn(turn) for turn in rollout.turns], "contexts": [_context(context, tokenizer) for context in rollout.contexts],
-        "no_words": told if isinstance(told, str) else "", "prompt": _prompt(rollout, tokenizer),
+        "turns": [_turn(turn) for turn in rollout.turns], "contexts": [_context(context, texts) for context in rollout.contexts],
+        "no_words": no_words, "prompt": prompt,
         "first": [_image(image) for image in _first_shown(rollout)],
     }  # fmt: skip
 
 
-def _prompt(rollout: Rollout, tokenizer: Tokenizer | None) -> str:
-    """What the policy read before its first reply, a picture's places as one; empty without a tokenizer."""
-    if tokenizer is None or not rollout.contexts:
-        return ""
+def _words(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[int, str], str]:
+    """Return what the policy read before its first reply, a picture's places as one; the text of each token; or why there is neither."""
+    if decoder is None:
+        return "", {}, "no tokenizer is at hand"
     stop = rollout.turns[0].span[0] if rollout.turns else None
-    words = tokenizer.decode(rollout.contexts[0].token_ids[:stop], skip_special_tokens=False)
-    return PADS.sub(lambda found: f"{found[1]} \u00d7 {len(found[0]) // len(found[1])} ", words)
+    first = rollout.contexts[0].token_ids[:stop] if rollout.contexts else []
+    tokens = sorted({token for context in rollout.contexts for token in context.token_ids})
+    try:
+        words, *texts = decoder.decode([first, *([token] for token in tokens)])
+    except ValueError as error:
+        return "", {}, str(error)
+    prompt = PADS.sub(lambda found: f"{found[1]} \u00d7 {len(found[0]) // len(found[1])} ", words)
+    return prompt, dict(zip(tokens, texts, strict=True)), ""
 
 
 def _first_shown(rollout: Rollout) -> list[Image]:
@@ -206,24 +242,14 @@ def _first_shown(rollout: Rollout) -> list[Image]:
     return images[: len(images) - sum(len(turn.images) for turn in stayed)]
 
 
-def _context(context: Context, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Tokens with their columns; without a tokenizer they are numbers."""
-    ids = context.token_ids
-    texts = [str(token) for token in ids] if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+def _context(context: Context, texts: Mapping[int, str]) -> dict[str, Any]:
+    """Tokens with their columns; without their texts they are numbers."""
     columns = {name: getattr(context, name) for name in ("loss_mask", "engine_logprobs", "versions", *ATTACHED) if getattr(context, name)}
-    return {"tokens": texts, "columns": columns, "images": [_image(image) for image in context.images]}
-
-
-def _tokenizer(run: Path, model: str) -> Tokenizer | str:
-    """Of the model that the run began with, or of what it left; where neither can be read, why."""
-    for folder in (Path(model) if model else run / "final", run / "final"):
-        file = folder / "tokenizer.json"
-        if file.is_file():
-            try:
-                return Tokenizer.from_file(str(file))
-            except Exception as error:  # tokenizers 0.23 raises nothing more precise
-                return f"{file} cannot be read ({' '.join(str(error).split())[:200]})"
-    return "no tokenizer is at hand"
+    return {
+        "tokens": [texts.get(token, str(token)) for token in context.token_ids],
+        "columns": columns,
+        "images": [_image(image) for image in context.images],
+    }
 
 
 def _finite(value: object) -> object:

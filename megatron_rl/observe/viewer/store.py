@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import yaml
 from pydantic import BaseModel, Field
 
-from megatron_rl.jsonl import MAX_LINE_BYTES, to_number
+from megatron_rl.bounded_files import is_regular, read_bytes, read_yaml
+from megatron_rl.jsonl import iterate_lines, to_number
 from megatron_rl.observe.bank import SCHEMA, STEP, path_of, read_columns, read_rollouts, step_of, steps, summary
-from megatron_rl.observe.metrics import METRICS_FILE
-from megatron_rl.observe.recorder import FOLDER, name_of
+from megatron_rl.observe.metrics import MAX_METRICS_BYTES, METRICS_FILE
+from megatron_rl.observe.recorder import FOLDER, MAX_PICTURE_BYTES, name_of
 from megatron_rl.types import Rollout
 from megatron_rl.wire import from_record
 
@@ -28,7 +28,11 @@ TABLE = pa.schema([SCHEMA.field(name) for name in COLUMNS])
 SHOWN_CHARACTERS = 400
 """Of a rollout's words in the table."""
 CONFIG, WEIGHTS = "config.yaml", "weights.json"
-CONFIG_BYTES = 1 << 20
+MAX_FILE_BYTES = 256 << 20
+"""Of a metrics.jsonl, or of the best and worst rollouts of a step. What lies behind is left out and said."""
+READERS = 4
+"""Files that are read at once."""
+PNG = b"\x89PNG\r\n\x1a\n"
 SHOWN_LINES = 5
 """Of those that cannot be read, by number."""
 Step = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -88,16 +92,16 @@ class Folder:
         """The lines of metrics.jsonl that can be read, each with its step."""
         path, found, bad = self.path / METRICS_FILE, [], []
         self._skipped.pop(path, None)
-        if not path.is_file():
+        if not path.exists():
             return []
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-            try:
-                values = {name: to_number(value) for name, value in json.loads(line).items()}
-                if not math.isfinite(values["step"]):
-                    raise ValueError(values["step"])
-                found.append({"step": values.pop("step"), **values})
-            except (ValueError, AttributeError, KeyError, RecursionError):
-                bad.append(str(number))
+        try:
+            for number, line in iterate_lines(path, max_line_bytes=MAX_METRICS_BYTES, at_most=MAX_FILE_BYTES):
+                values = _step_of_line(line)
+                found += [values] if values else []
+                bad += [] if values else [str(number)]
+        except (OSError, ValueError) as error:
+            self._skipped[path] = str(error)
+            return found
         if bad:
             more = f" and {len(bad) - SHOWN_LINES} more" if len(bad) > SHOWN_LINES else ""
             self._skipped[path] = f"{path} line {', '.join(bad[:SHOWN_LINES])}{more}: is no step of a run"
@@ -112,7 +116,7 @@ class Folder:
         for gone in (self._tables.keys() | self._skipped.keys()) - {*paths, self.path / METRICS_FILE}:
             self._tables.pop(gone, None)
             self._skipped.pop(gone, None)
-        with ThreadPoolExecutor() as readers:  # pyarrow lets others read while it does
+        with ThreadPoolExecutor(READERS) as readers:  # pyarrow lets others read while it does
             tables = list(readers.map(self._table, paths))
         return pa.concat_tables([TABLE.empty_table(), *(each for each in tables if each is not None)])
 
@@ -127,7 +131,7 @@ class Folder:
                 if not skipped:
                     self._skipped.pop(path, None)
             return self._tables[path][1]
-        except (ValueError, OSError, pa.ArrowException) as error:
+        except (ValueError, OSError, pa.ArrowException, MemoryError) as error:
             self._skipped[path] = " ".join(str(error).split())[:SHOWN_CHARACTERS]
             return None
 
@@ -142,24 +146,40 @@ class Folder:
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Of these pictures those whose files are not there."""
-        return [key for key in dict.fromkeys(keys) if not (self.path / FOLDER / name_of(key)).is_file()]
+        return [key for key in dict.fromkeys(keys) if self._picture(key) is None]
+
+    def picture(self, key: str) -> bytes | None:
+        """Return the PNG of a key; None where there is no such file in the run's folder, or one that does not begin as a PNG does."""
+        path = self._picture(key)
+        try:
+            content = read_bytes(path, at_most=MAX_PICTURE_BYTES, follow_link=False) if path else b""
+        except (OSError, ValueError):
+            return None
+        return content if content.startswith(PNG) else None
+
+    def _picture(self, key: str) -> Path | None:
+        """Links are not followed: they may lead to any file of who looks at the page."""
+        path = self.path / FOLDER / name_of(key)
+        is_inside = path.parent.resolve().is_relative_to(self.path.resolve())
+        return path if is_inside and is_regular(path, follow_link=False) else None
 
     def rollouts(self, step: int, wanted: Callable[[Mapping[str, Any]], bool]) -> list[tuple[int, Rollout]]:
         """Those of a step whose row is wanted, without pixels, each with its place. ValueError: they cannot be read."""
         path = path_of(self.path / FOLDER, step)
-        if path.is_file():
+        if is_regular(path):
             rows = read_columns(path, ["place", "group", "sample"]).to_pylist()
             places = [row["place"] for row in rows if wanted(row)]
             return list(zip(places, read_rollouts(path, places, pictures=False), strict=True))
         lines = self.path / FOLDER / f"step_{step:06d}.jsonl"
-        if not lines.is_file():
+        if not is_regular(lines):
             raise ValueError(f"{self.path}: no rollout of step {step} is kept")
         found, _ = _lines(lines)
         return [(place, each) for place, each in found if wanted({"place": place, "group": each.group, "sample": each.sample})]
 
     def model(self) -> str:
         """Where its tokenizer may lie; empty where nobody says."""
-        return str(self._setting("model", "path") or "")
+        path = self._setting("model", "path")
+        return path if isinstance(path, str) else ""
 
     def stays(self) -> bool:
         """Whether one set of weights has played all: in an evaluation, and in rollouts alone."""
@@ -167,22 +187,31 @@ class Folder:
 
     def _setting(self, group: str, name: str) -> object:
         """None where nobody says."""
-        path = self.path / CONFIG
         try:
-            return yaml.safe_load(path.read_text())[group][name] if path.stat().st_size <= CONFIG_BYTES else None
-        except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, RecursionError):
+            return read_yaml(self.path / CONFIG)[group][name]
+        except (OSError, ValueError, TypeError, KeyError):
             return None
+
+
+def _step_of_line(line: bytes) -> dict[str, float] | None:
+    try:
+        values = {name: to_number(value) for name, value in json.loads(line).items()}
+        return {"step": values.pop("step"), **values} if math.isfinite(values["step"]) else None
+    except (ValueError, AttributeError, KeyError, RecursionError):
+        return None
 
 
 def _lines(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
     """The rollouts that can be read, by line, and which line cannot."""
     found, skipped = [], ""
-    with path.open("rb") as file:
-        for place, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b"")):
+    try:
+        for number, line in iterate_lines(path, at_most=MAX_FILE_BYTES):
             try:
-                found.append((place, from_record(json.loads(line)["rollout"], lambda name: None)))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                skipped = f"{path} line {place + 1}: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}"
+                found.append((number - 1, from_record(json.loads(line)["rollout"], lambda name: None)))
+            except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
+                skipped = f"{path} line {number}: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}"
+    except ValueError as error:
+        skipped = str(error)
     return found, skipped
 
 

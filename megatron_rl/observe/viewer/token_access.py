@@ -1,0 +1,39 @@
+"""Access to the page by a token: as `Authorization: Bearer TOKEN`, or in a browser once by `/?token=TOKEN`, which leaves a cookie."""
+
+import hashlib
+import hmac
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+COOKIE = "megatron_rl_viewer"
+REFUSAL = "this page asks for the token of its --token-file: open it once as /?token=TOKEN\n"
+
+
+class TokenAccess:
+    """Passes requests that know the token, and answers all others with 401."""
+
+    def __init__(self, app: ASGIApp, *, token: str) -> None:
+        self._app, self._token = app, token.encode()
+        self._cookie = hashlib.sha256(self._token).hexdigest().encode()
+        """Not the token itself: a cookie cannot hold all of its characters."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        answer = self._answer(Request(scope)) if scope["type"] == "http" else PlainTextResponse(REFUSAL, 401)
+        await (answer or self._app)(scope, receive, send)
+
+    def _answer(self, request: Request) -> Response | None:
+        """Return None for a request that is let through."""
+        if hmac.compare_digest(request.query_params.get("token", "").encode(), self._token):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="strict")
+            return answer
+        said = request.headers.get("authorization", "").encode()
+        cookie = request.cookies.get(COOKIE, "").encode()
+        if hmac.compare_digest(said, b"Bearer " + self._token) or hmac.compare_digest(cookie, self._cookie):
+            return None
+        return PlainTextResponse(REFUSAL, 401, headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,121 @@
+"""Texts of token ids, by the tokenizer of a run's folder, which a stranger may have made: its file says what is executed for each token.
+
+It is read and asked in a process of its own, which has limits of time, memory and bytes; a panic of the library ends that process alone.
+A line of JSON in each direction: [[5, 6], [7]] -> ["two words", "."]. Tried with tokenizers 0.23.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from pathlib import Path
+from typing import IO
+
+LIMIT_S = 20.0
+"""For one request; the first one reads the tokenizer, too."""
+MEMORY_BYTES = 2 << 30
+MAX_ANSWER_BYTES = 64 << 20
+SHOWN_CHARACTERS = 200
+
+
+class TokenDecoder:
+    """The process of one tokenizer.json, started when it is first asked. What has failed once is not tried again."""
+
+    def __init__(self, file: Path, *, limit_s: float = LIMIT_S) -> None:
+        self._file, self._limit_s = file, limit_s
+        self._lock = threading.Lock()
+        self._failure = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each sequence. ValueError: the file cannot be read, or decoding exceeds a limit."""
+        with self._lock:
+            if self._failure:
+                raise ValueError(self._failure)
+            try:
+                return self._ask(json.dumps(list(map(list, sequences))).encode() + b"\n")
+            except ValueError as error:
+                self._failure = str(error)
+                self._end()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: bytes) -> list[str]:
+        if self._process is None:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (_end)
+            command = [sys.executable, "-m", "megatron_rl.observe.viewer.token_decoder", str(self._file), str(self._limit_s)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(_exchange, self._process, request)
+            try:
+                line = answer.result(self._limit_s)
+            except Late as error:
+                self._process.kill()  # which ends the exchange
+                raise ValueError(f"{self._file} is not used: its tokens took longer than {self._limit_s:g} s") from error
+        if not line.endswith(b"\n"):
+            self._process.kill()
+            self._process.wait()
+            raise ValueError(f"{self._file} cannot be read ({self._last_error(len(line))})")
+        return [str(text) for text in json.loads(line)]
+
+    def _last_error(self, num_bytes: int) -> str:
+        if num_bytes == MAX_ANSWER_BYTES:
+            return f"its texts have more than {MAX_ANSWER_BYTES} bytes"
+        self._errors.seek(0)
+        lines = self._errors.read(1 << 20).decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return said[:SHOWN_CHARACTERS] or f"its process ended with {self._process.returncode}"
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._errors.close()
+        self._process = None
+
+
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    """Return the answer's line; without a newline where the process ended, or the line is too long."""
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+    except OSError:  # it has ended: why, it wrote to its log
+        return b""
+    return process.stdout.readline(MAX_ANSWER_BYTES)
+
+
+def serve(file: Path, limit_s: float) -> None:
+    """Answer requests until there are no more. The kernel ends this process at its limits, whoever waits for it."""
+    from tokenizers import Tokenizer
+
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of the log
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_cpu(limit_s)
+    tokenizer = Tokenizer.from_file(str(file))
+    for line in sys.stdin.buffer:
+        _limit_cpu(limit_s)
+        texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in json.loads(line)]
+        sys.stdout.buffer.write(json.dumps(texts).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _limit_cpu(limit_s: float) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 1, hard))
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), float(sys.argv[2]))

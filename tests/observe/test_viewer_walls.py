@@ -1,0 +1,252 @@
+"""The page over folders of strangers: no file of theirs takes its time, its memory or other files, and no other machine looks."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image as pil
+from starlette.testclient import TestClient
+from tokenizers import Regex, Tokenizer, decoders, models
+
+from megatron_rl.observe.bank import SCHEMA, path_of, read_columns, write
+from megatron_rl.observe.recorder import Recorder, name_of, store_pictures
+from megatron_rl.observe.viewer import token_decoder
+from megatron_rl.observe.viewer.__main__ import main
+from megatron_rl.observe.viewer.server import create_app
+from megatron_rl.observe.viewer.store import Folder, labelled
+from megatron_rl.observe.viewer.token_decoder import TokenDecoder
+from megatron_rl.services.kept import free_port
+from tests.observe.test_recorder import picture
+from tests.observe.test_viewer import found, rollout
+from tests.support import bombs
+
+TOKEN = "Aa0+/=;,\"'\\~!-word"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of one step, with a bank."""
+    folder = tmp_path / "run"
+    store_pictures(folder / "rollouts", [rollout(0, 1.0, step=0)])
+    write(path_of(folder / "rollouts", 0), [rollout(0, 1.0, step=0)], step=0, rounds=1)
+    return folder
+
+
+@pytest.fixture
+def client(folder: Path) -> TestClient:
+    return TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+
+
+def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> None:
+    """426 bytes stood for 10**8 words of model.path (security3.md, 8): here, for 10**5. A list is none either."""
+    bombs.yaml_of_aliases(folder / "config.yaml")
+    text = (folder / "config.yaml").read_text().partition("a5:")[0]
+    for path in ("*a4", "[a, b]", "!!int ''"):
+        (folder / "config.yaml").write_text(f"{text}model: {{path: {path}}}\n")
+        assert Folder(folder).model() == "" and not Folder(folder).stays()
+        assert found(client, "episode", step=0, place=0)["contexts"][0]["tokens"][:2] == ["1", "2"]
+    (folder / "config.yaml").write_text("model: {path: a}\nrun: {rollout_only: true}\n")
+    assert Folder(folder).model() == "a" and Folder(folder).stays()
+
+
+@pytest.mark.parametrize("kind", ["text", "link to a text", "link to a picture", "linked folder", "FIFO", "device", "sparse"])
+def test_pictures_are_pictures_of_the_folder(kind: str, folder: Path, client: TestClient, tmp_path: Path) -> None:
+    key = picture(1).key
+    file = folder / "rollouts" / name_of(key)
+    assert client.get(f"/picture/run/{key}.png").status_code == 200
+    secret = tmp_path / "private" / f"{key}.png"
+    secret.parent.mkdir()
+    pil.new("RGB", (3, 3)).save(secret)
+    if kind == "linked folder":
+        file.parent.rename(tmp_path / "images")
+        file.parent.symlink_to(secret.parent)
+    else:
+        file.unlink()
+    if kind == "text":
+        file.write_text("root:x:0:0")
+    elif kind.startswith("link to"):
+        file.symlink_to("/etc/passwd" if kind == "link to a text" else secret)
+    elif kind == "FIFO":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "sparse":
+        bombs.sparse(file, 1 << 40, b"\x89PNG\r\n\x1a\n")
+    assert client.get(f"/picture/run/{key}.png").status_code == 404
+    assert (key in found(client, "episode", step=0, place=0)["missing"]) == (kind not in ("text", "sparse"))
+
+
+@pytest.mark.parametrize("key", ["x" * 65, "x" * 300, "../../../etc/passwd", "a b", "\u0660", "", "a/b", "a\\u0000"])
+def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
+    """Of a rollout in lines: that one is left out, and said. Its key is no path, and no name that is too long."""
+    folder = tmp_path / "run"
+    Recorder(folder, best=1, worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(2)])
+    lines = folder / "rollouts" / "step_000004.jsonl"
+    best, worst = lines.read_text().splitlines()
+    lines.write_text(f"{best.replace(picture(1).key, key)}\n{worst}\n")
+    app = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    told = found(app, "rollouts")
+    assert [row["place"] for row in told["rows"]] == [1] and "no key of a picture" in told["skipped"][0]
+    assert app.get("/api/episode", params={"run": "run", "step": 4, "place": 0}).status_code == 404
+    assert app.get("/api/episode", params={"run": "run", "step": 10**300, "place": 0}).status_code == 404
+    assert found(app, "episode", step=4, place=1)["sample"] == 0
+
+
+def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
+    """A line of 10 GiB, numbers that no float holds, a FIFO: what is before it is shown, the rest is said."""
+    path = folder / "metrics.jsonl"
+    bombs.sparse(path, 10 << 30, b'{"step": 0, "loss": 1}\n')
+    assert [line["step"] for line in found(client, "curves")] == [0]
+    assert client.get("/api/runs").json()[0]["skipped"] == [f"{path} line 2: has more than {1 << 20} bytes"]
+    path.write_text(f'{{"step": {"9" * 400}}}\n{{"step": 1, "loss": {"9" * 400}}}\n{{"step": 2}}\n')
+    assert [line["step"] for line in found(client, "curves")] == [2]
+    path.unlink()
+    os.mkfifo(path)
+    assert found(client, "curves") == []
+    assert client.get("/api/runs").json()[0]["skipped"] == [f"{path}: is no regular file"]
+
+
+def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
+    """A dictionary's text stands in a million rows of one group: this program writes 64. And a FIFO."""
+    table = pq.read_table(path_of(folder / "rollouts", 0))
+    pq.write_table(pa.concat_tables([table] * 65), path_of(folder / "rollouts", 1))
+    os.mkfifo(path_of(folder / "rollouts", 2))
+    os.mkfifo(folder / "rollouts" / "step_000003.jsonl")
+    told = found(client, "rollouts")
+    assert told["total"] == 1 and [line.rpartition("/")[2] for line in told["skipped"]] == [
+        "step_000001.parquet: has a row group of 65 rows, more than 64: this program did not write it",
+        "step_000002.parquet: is no regular file",
+        "step_000003.jsonl: is no regular file",
+    ]
+    for step in (1, 2, 3):
+        assert client.get("/api/episode", params={"run": "run", "step": step, "place": 0}).status_code == 404
+
+
+def tokenizer(path: Path, words: list[str], decoder: decoders.Decoder) -> Path:
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    made.decoder = decoder
+    made.save(str(path))
+    return path
+
+
+SLOW = Regex(r"(?:a|b|ab)*[!?][^!]")
+
+
+def test_a_tokenizer_takes_no_longer_than_it_may(tmp_path: Path) -> None:
+    """A token takes half a second: its decoder tries every way to read it (security3.md, 14). It is not tried again."""
+    decoder = TokenDecoder(tokenizer(tmp_path / "tokenizer.json", ["ab" * 20 + "!!"], decoders.Replace(SLOW, "")), limit_s=3)
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/tokenizer.json is not used: its tokens took longer than 3 s$"):
+            decoder.decode([[0]] * 1000)
+    assert time.monotonic() - began < 15 and decoder._process is None
+
+
+def test_a_panic_ends_the_tokenizers_process_alone(tmp_path: Path) -> None:
+    """It is named; by itself it is no Exception."""
+    file = tokenizer(tmp_path / "tokenizer.json", ["ab" * 200 + "!!"], decoders.Replace(SLOW, ""))
+    decoder = TokenDecoder(file, limit_s=60)
+    with pytest.raises(ValueError, match=rf"^{file} cannot be read \(pyo3_runtime.PanicException: .*\)$"):
+        decoder.decode([[0]])
+    assert decoder._process is None
+
+
+def test_words_have_a_limit_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_decoder, "MAX_ANSWER_BYTES", 4000)
+    file = tokenizer(tmp_path / "tokenizer.json", ["word", "x" * 3000], decoders.Fuse())
+    decoder = TokenDecoder(file, limit_s=60)
+    assert decoder.decode([[1], [0, 0], []]) == ["x" * 3000, "wordword", ""]
+    with pytest.raises(ValueError, match=rf"^{file} cannot be read \(its texts have more than 4000 bytes\)$"):
+        decoder.decode([[1], [1]])
+
+
+def test_a_tokenizer_that_has_changed_is_read_again(folder: Path, client: TestClient) -> None:
+    """What has failed is not kept for ever; tokens without words are numbers."""
+    (folder / "final").mkdir()
+    (folder / "final" / "tokenizer.json").write_text("{}")
+    told = found(client, "episode", step=0, place=0)
+    assert "final/tokenizer.json cannot be read" in told["no_words"] and told["contexts"][0]["tokens"][0] == "1"
+    words = ["zero", "one", "two", "three", "four", "five"]
+    tokenizer(folder / "final" / "tokenizer.json", words, decoders.Fuse())
+    told = found(client, "episode", step=0, place=0)
+    assert (told["no_words"], told["contexts"][0]["tokens"][:2]) == ("", ["one", "two"])
+
+
+def test_a_token_is_asked_for(folder: Path) -> None:
+    """On every route; by the header, or in a browser by a cookie that no script and no other site gets."""
+    app = create_app(labelled([folder]), hosts=["testserver"], token=TOKEN)
+    client = TestClient(app, follow_redirects=False)
+    routes = (
+        "/",
+        "/viewer.js",
+        "/api/runs",
+        "/api/curves?run=run",
+        f"/picture/run/{picture(1).key}.png",
+        "/nothing",
+        "/?token=",
+        "/?token=x",
+    )
+    for route in routes:
+        for said in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}, {"Cookie": f"megatron_rl_viewer={'0' * 64}"}):
+            refused = client.get(route, headers=said)
+            assert refused.status_code == 401 and "content-security-policy" in refused.headers and "run" not in refused.text
+    assert client.get("/api/runs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+    assert client.get("/?token=x", headers={"Host": "evil.example"}).status_code == 400
+    entered = client.get("/", params={"token": TOKEN})
+    assert (entered.status_code, entered.headers["location"]) == (303, "/")
+    cookie = entered.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=strict" in cookie and TOKEN not in cookie
+    assert [client.get(route).status_code for route in routes[:5]] == [200] * 5  # it has the cookie now
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "error: --host=0.0.0.0: others than this machine reach it; give --token-file=FILE, or use ssh -L\n"),
+        (["--token-file", "{tmp}/none"], "error: --token-file={tmp}/none: [Errno 2] No such file or directory: '{tmp}/none'\n"),
+        (["--token-file", "/dev/null"], "error: --token-file=/dev/null: a token is one word of 16 to 256 characters: "),
+    ],
+)
+def test_nobody_else_without_a_token(words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = [word.format(tmp=tmp_path) for word in words]
+    assert main([str(tmp_path), "--host", "0.0.0.0", "--port", "0", *given]) == 2
+    assert capsys.readouterr().err.startswith(said.format(tmp=tmp_path))
+
+
+@pytest.fixture
+def url(folder: Path, tmp_path: Path) -> Iterator[str]:
+    """The page of the command itself, for all machines, with little memory."""
+    port = free_port("127.0.0.1")
+    (tmp_path / "token").write_text(TOKEN)
+    words = [str(folder), "--host", "0.0.0.0", "--port", str(port), "--token-file", str(tmp_path / "token"), "--memory-gb", "1"]
+    page = subprocess.Popen([sys.executable, "-m", "megatron_rl.observe.viewer", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert page.stdout.readline() == f"http://0.0.0.0:{port}/\n"
+        yield f"http://127.0.0.1:{port}"
+        assert page.poll() is None, "it has ended"
+    finally:
+        page.kill()
+        page.wait()
+
+
+def test_a_file_that_stands_for_more_than_the_memory(folder: Path, url: str) -> None:
+    """64 rows of one text of 64 MiB, in 8 KB: the page says so, and goes on. Of the command, with the token that it needs."""
+    bomb = path_of(folder / "rollouts", 1)
+    table = pq.read_table(path_of(folder / "rollouts", 0))
+    table = pa.concat_tables([table] * 64)
+    said = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["x" * (64 << 20)]))
+    table = table.set_column(SCHEMA.get_field_index("said"), "said", said)
+    pq.write_table(table, bomb, compression="zstd", store_schema=False)
+    assert bomb.stat().st_size < 1 << 20 and read_columns(bomb, ["place"]).num_rows == 64
+    with httpx.Client(trust_env=False, timeout=60, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        told = client.get(f"{url}/api/rollouts", params={"run": "run"}).json()
+        assert told["total"] == 1 and len(told["skipped"]) == 1 and told["skipped"][0].startswith(f"{bomb}: ")
+        assert client.get(f"{url}/api/runs").json()[0]["rollouts"] == 1
+    assert httpx.get(f"{url}/api/runs", trust_env=False).status_code == 401
