@@ -88,6 +88,26 @@ def test_a_play_may_take_its_grace(asked: bool, passed_s: float, expected: str |
     assert closed == [True]
 
 
+@pytest.mark.parametrize(("passed_s", "expected"), [((4, 3), None), ((4, 1), "played")])
+def test_the_grace_is_counted_from_the_first_signal(
+    passed_s: tuple[float, float], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """6 s, whatever further signals a queue and a launcher send meanwhile."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    now = 100.0
+
+    async def play() -> str:
+        nonlocal now
+        for number, passed in zip((signal.SIGTERM, signal.SIGUSR1), passed_s, strict=True):
+            send(number)
+            now += passed
+        await asyncio.sleep(0.5)
+        return "played"
+
+    with Stop(grace_s=6, clock=lambda: now) as stop:
+        assert asyncio.run(stop.within_grace(play)) == expected
+
+
 def test_what_a_play_raises_comes_out() -> None:
     async def play() -> None:
         raise OSError("disk")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from megatron_rl.bounded_files import read_bytes
 from megatron_rl.config.services import ServiceSettings

@@ -160,6 +160,25 @@ def test_a_second_signal_later_on_does_not_wait_either(monkeypatch: pytest.Monke
     assert timers == [100.0, spawn.AT_ONCE_S]
 
 
+@pytest.mark.parametrize(
+    ("words", "seconds"), [([], 60 + 120), (["run.grace_s=7"], 7 + 120), (["--shutdown-timeout", "9", "run.grace_s=7"], 9)]
+)
+def test_processes_have_the_time_to_close(words: list[str], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer that kills them, as the kernel has it after SIGTERM: two minutes beyond the grace, for updates and a checkpoint."""
+    left: list[float] = []
+
+    def run(given: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+
+    monkeypatch.setattr(spawn, "run", run)
+    monkeypatch.setattr(spawn.psutil, "Process", lambda: SimpleNamespace(children=lambda: [SimpleNamespace(send_signal=lambda _: None)]))
+    monkeypatch.setattr(spawn.logging, "disable", lambda _: None)
+    options = [word for word in words if "=" not in word]
+    assert spawn.spawn([*options, "train.py", *words[len(options) :]]) == 0
+    assert left == [pytest.approx(seconds, abs=2)] and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
 def test_the_grace_is_that_of_the_command_line() -> None:
     assert grace_s(["run.steps=3", "run.grace_s=7", "run.grace_s=8.5"]) == 8.5
     assert grace_s(["run.steps=3"]) == 60.0 and grace_s(["run.grace_s=long"]) == 0.0

@@ -226,3 +226,13 @@ def test_a_step_is_the_sum_of_its_phases() -> None:
     made = Seconds(rollout={"decode": 1.0, "tools": 2.0}, update={"arithmetic": 4.0}, sync={"wake": 8.0}, checkpoint=100.0)
     assert made.step == 15.0
     assert mean_episode(known_spec(SEVEN), settings_of("experiment=deepeyes_7b_h200x32")).sampled == 2048.0
+
+
+def test_the_passes_before_an_update_are_paid(tiny: Case) -> None:
+    """By hand: the old policy's logprobs where there are several updates, the reference's where it has a weight. Each is a pass forwards, 2
+    operations a parameter and token beside the 6 of an update, and one pass of tensor-parallel bytes beside 3."""
+    several, reference = {"batch": {"minibatches": 2}}, {"algo": {"kl_coef": 0.1}}
+    for passes, groups in ((0, {}), (1, several), (1, reference), (2, {**several, **reference})):
+        case = with_settings(tiny, **groups)
+        assert flops(case, 62) == pytest.approx(flops(tiny, 62) * (6 + 2 * passes) / 6)
+        assert tensor_bytes(case, 62) == pytest.approx(tensor_bytes(tiny, 62) * (3 + passes) / 3)

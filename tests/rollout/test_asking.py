@@ -138,6 +138,10 @@ def test_ids_that_were_expanded_otherwise_stop_the_run(stand_in: tuple) -> None:
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 6, 7]}
     with pytest.raises(RuntimeError, match="the engine read 4 tokens, and was sent 3"):
         ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+    for other in ([5, 6, 8], [5, 7, 6], [4, 6, 7]):  # another tokenizer, or another processor
+        answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": other}
+        with pytest.raises(RuntimeError):
+            ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
 
 
 def shown(key: str) -> Image:
@@ -278,3 +282,17 @@ def letters(token_ids: list[int]) -> str:
 @pytest.mark.parametrize("decode", [letters])
 def test_a_stop_text_that_was_cut_in_two(before: str, after: str, stop: tuple[str, ...], place: int | None, decode: Callable) -> None:
     assert stop_place([ord(letter) for letter in before + after], len(before), stop, decode) == place
+
+
+@pytest.mark.parametrize("text", ["\u505c\u6b62\u8bf4\u8bdd", "\U0001f6d1" * 5, "</\u00e9>"])
+def test_a_stop_text_of_many_bytes_is_found_wherever_it_was_cut(text: str) -> None:
+    """Of tokens of one byte each, between words; cut in its first byte, its last, and everywhere between."""
+
+    def decode(token_ids: list[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+    ahead, whole = b"words before it, ", text.encode()
+    token_ids = [*ahead, *whole, *b" and behind"]
+    for cut in range(1, len(whole)):
+        assert stop_place(token_ids, len(ahead) + cut, (text,), decode) == len(ahead) + len(whole)
+    assert stop_place([*ahead, *whole[:-1], *b" and behind"], len(ahead) + 2, (text,), decode) is None

@@ -309,3 +309,14 @@ def test_weights_that_do_not_arrive_are_not_served(renderer: Renderer, monkeypat
     with pytest.raises(RuntimeError, match="does not hold"):
         fleet.serve(iter([]), version=1)
     assert fleet.is_away and engine.log == ["engine sleeps", "trainer wakes"]
+
+
+def test_patience_counts_the_seconds_of_the_tries(renderer: Renderer, pauses: list[float]) -> None:
+    """Of a judge that hangs for 40 s before it fails: tries and pauses of 40 + 1, 40 + 2 and what is left fill 100 s."""
+
+    def gather(mine: list[Rollout]) -> list[Rollout]:
+        return [replace(rollout, wall_s=40.0) for rollout in mine]
+
+    fleet = fleet_of(renderer, Scripted(faults=10**6), patience_s=100.0, tell=lambda _: None, gather=gather)
+    assert len(fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)) == 6
+    assert [pause for pause in pauses if pause] == [1, 2, 4]

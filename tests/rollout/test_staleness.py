@@ -54,6 +54,19 @@ def test_capacity_by_hand() -> None:
     assert admission.drop_stale(3, {7: 2, 8: None}) == [] and admission.admit(3) == {} and admission.rounds == 4
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_is_owed_outlives_a_second_stop(max_staleness: int) -> None:
+    """Eight prompts were under way when a run with max_staleness=3 was stopped. Its next life, which allows less, begins with fewer of them
+    than are owed, and is stopped again; so is one that has begun none."""
+    admission = admission_of(max_staleness=max_staleness)
+    admission.rounds, admission.owed = 4, list(range(8))
+    assert admission.not_trained_on == list(range(8))
+    first, *others = admission.admit(0)
+    assert len(others) == 2 * max_staleness + 1 and admission.not_trained_on == list(range(8))
+    admission.take([first])
+    assert admission.not_trained_on == list(range(1, 8))
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_killed_anywhere_every_prompt_is_trained_on_once(max_staleness: int) -> None:
     """Random groups are played first, random ones grow too old, and the run dies between steps, with what its last state says to go on."""

@@ -248,3 +248,32 @@ def test_within_seconds_one_in_trouble_is_out(
     out_s, elsewhere_s, completion = engine.run(main())
     assert out_s < within_s + SLACK_S and elsewhere_s < SLACK_S, (out_s, elsewhere_s)
     assert completion.token_ids == [5, 5, 5] and len(two[1].asked) == 1 and engine._servers[1].is_in
+
+
+class CutOff(Troubled):
+    """Gives up its first turn with two tokens, and has a stop text begin there that ends in the next one's first token."""
+
+    def sampled(self, body: dict, *, of: str) -> dict:
+        if body["sampling_params"]["max_tokens"] == 1:
+            return super().sampled(body, of=of)
+        is_first = body["token_ids"] == [1, 2]
+        ids = [5, 6] if is_first else [7, 8, 9]
+        choice = {
+            "finish_reason": "abort" if is_first else "length", "token_ids": ids,
+            "logprobs": {"content": [{"logprob": -float(token)} for token in ids]},
+            "weight_versions": [{"version": of, "start": 0, "end": len(ids)}],
+        }  # fmt: skip
+        return {"prompt_token_ids": body["token_ids"], "choices": [choice]}
+
+
+def test_what_a_stop_text_cuts_off_leaves_nothing_behind(open_engine: Open) -> None:
+    """Token for token its logprob and version stay: 6, 7 is the stop text, 8 and 9 came after it."""
+    server = CutOff()
+    try:
+        engine = open_engine([server])
+        turn = engine.generate([1, 2], [], Sampling(5, 1.0, seed=0, stop=("6, 7",)))
+        completion = engine.run(asyncio.wait_for(turn, 60))
+    finally:
+        server.close()
+    assert (completion.token_ids, completion.logprobs, completion.versions) == ([5, 6, 7], [-5.0, -6.0, -7.0], [0, 0, 0])
+    assert completion.finished

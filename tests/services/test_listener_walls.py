@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.services import engine_room
+from megatron_rl.services import engine_room, listener
 from megatron_rl.services.admission import Limits
 from megatron_rl.services.listener import MOST_HELD, MOST_RENDERED, slices, surface_forms
 from megatron_rl.services.model_server import parser, run_server
@@ -149,6 +149,23 @@ def test_files_are_kept_as_long_as_there_is_room() -> None:
     )  # fmt: skip
     assert (sent.status_code, both.status_code, third.status_code, there.status_code) == (200, 200, 200, 200)
     assert gone.status_code == 404 and gone.json()["detail"]["unknown"] == [HASHES[0]["sha256"]]
+
+
+def test_a_file_that_is_asked_for_by_its_hash_is_used_by_that() -> None:
+    """Room for two: the older one is named by its hash, so that a third takes the other's place; then the third is the older one."""
+    app = app_of(Room(), kept_bytes=len(png(PICTURES[0])) * 5 // 2)
+    talks = [scored(*FILES[:2]), scored(HASHES[0], FILES[2]), scored(HASHES[0], HASHES[2]), scored(HASHES[0], HASHES[1])]
+    *well, gone = talk(app, *talks)
+    assert [answer.status_code for answer in well] == [200] * 3
+    assert gone.status_code == 404 and gone.json()["detail"]["unknown"] == [HASHES[1]["sha256"]]
+
+
+def test_no_probability_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the sum of what says yes is rounded up, and is all that there is."""
+    exact = listener.log_sum
+    monkeypatch.setattr(listener, "log_sum", lambda logprobs: exact(logprobs) + (3e-16 if len(logprobs) == 2 else 0.0))
+    (answer,) = talk(app_of(Room(answer=lambda p: [math.log(0.25), -1000.0, math.log(0.75)])), scored(*FILES[:2]))
+    assert answer.status_code == 200 and answer.json()["yes_probabilities"] == [1.0, 1.0]
 
 
 def test_the_token_is_asked_for() -> None:

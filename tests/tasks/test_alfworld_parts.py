@@ -1,5 +1,6 @@
 """ALFWorld without TextWorld: goals, replies, prompts, pictures, and where games are looked for."""
 
+import asyncio
 import json
 import timeit
 from collections import defaultdict
@@ -19,6 +20,7 @@ from megatron_rl.tasks.alfworld.picture import SIDE, blank, drawn
 from megatron_rl.tasks.alfworld.replies import READINGS, Invalid, read_substring
 from megatron_rl.tasks.alfworld.scene import View, prompt_of, thoughts_before, write_reply
 from megatron_rl.tasks.alfworld.searcher import Searcher
+from megatron_rl.tasks.alfworld.task import AlfworldEnv
 from megatron_rl.tasks.options import AlfworldOptions
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
@@ -160,11 +162,18 @@ def a_game(root: Path, folder: str, trial: str, **content: object) -> Path:
     return path
 
 
+@pytest.fixture
+def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Games are found by their files alone: nothing is played here, and what plays them need not be installed."""
+    monkeypatch.setattr(games, "PACKAGES", {})
+
+
 def task_of(tmp_path: Path, **options: object) -> object:
     data = DataSettings(train=[str(tmp_path / "train")], eval=[str(tmp_path / "eval")], max_eval=2)
     return build_task(TaskSettings(name="alfworld", data=data, options=AlfworldOptions(**options)))
 
 
+@pytest.mark.usefixtures("without_packages")
 def test_games_are_found_in_an_order_of_their_own(tmp_path: Path) -> None:
     for number in range(4):
         a_game(tmp_path / "train", "pick_and_place_simple-Mug-None-Desk-308", f"trial_{number}")
@@ -184,6 +193,7 @@ def test_games_are_found_in_an_order_of_their_own(tmp_path: Path) -> None:
     assert task.gold(train[0]) == []
 
 
+@pytest.mark.usefixtures("without_packages")
 def test_official_games_are_where_alfworld_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_game(tmp_path / "json_2.1.1/train", "pick_and_place_simple-Mug-None-Desk-308", "trial_1")
     a_game(tmp_path / "json_2.1.1/valid_unseen", "pick_and_place_simple-Mug-None-Desk-10", "trial_1")
@@ -193,6 +203,7 @@ def test_official_games_are_where_alfworld_has_them(tmp_path: Path, monkeypatch:
     assert [[example.payload["scene"] for example in task.examples(split)] for split in ("train", "eval")] == [[308], [10]]
 
 
+@pytest.mark.usefixtures("without_packages")
 def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     makes = r".*python tools/data/make_alfworld.py --out data/alfworld"
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
@@ -233,3 +244,53 @@ def test_who_searches_gives_up_where_no_way_leads() -> None:
         searcher, commands = Searcher(goal), [f"go to {place}" for place in places]
         assert searcher.next(View("", ["take apple 1 from table 1"], won=False, met=0, conditions=3))[1] == "take apple 1 from table 1"
         assert searcher.next(View("", commands, won=False, met=0, conditions=3)) == expected
+
+
+class Corridor:
+    """Players and a player at once: a household of 30 doors, in which nothing is ever won."""
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    async def take(self, game: str) -> "Corridor":
+        return self
+
+    def give_back(self, player: "Corridor") -> None:
+        """Nothing is held."""
+
+    async def ask(self, *, game: str = "", command: str = "") -> dict[str, object]:
+        self.commands += [command] if command else []
+        view = {"text": "Doors.", "commands": [f"open door {number}" for number in range(30)], "won": False, "met": 0, "conditions": 1}
+        return view | ({"task": "leave"} if game else {})
+
+
+def walked(replies: list[str], *, seed: int = 0, **options: object) -> tuple[list[str], list[str]]:
+    """The prompt of each turn, and the commands that were played."""
+
+    async def walk() -> list[str]:
+        env = AlfworldEnv("game", players=corridor, options=AlfworldOptions(**options))
+        messages = [*await env.reset(seed)]
+        for reply in replies:
+            messages += (await env.step(reply)).messages
+        await env.close()
+        return [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
+
+    corridor = Corridor()
+    return asyncio.run(walk()), corridor.commands
+
+
+@pytest.mark.parametrize("history", [0, 1, 3])
+def test_the_prompt_has_as_many_commands_as_history_says(history: int) -> None:
+    doors = [f"open door {number}" for number in (4, 7, 1, 9)]
+    prompts, played = walked([write_reply("", door) for door in doors], history=history)
+    assert played == doors and len(prompts) == 5
+    for number, shown in enumerate(prompts):
+        before = doors[max(0, number - history) : number]
+        assert f"Before: {'; '.join(before)}." in shown if before else "Before" not in shown
+
+
+def test_commands_drawn_for_replies_without_one_are_the_seeds() -> None:
+    """Members of a group draw alike; another group draws otherwise. Of 12 commands of 30 no two seeds have the same by chance."""
+    drawn_by = [walked(["?"] * 12, seed=seed, invalid="random")[1] for seed in (5, 5, 6)]
+    assert len(drawn_by[0]) == 12 and drawn_by[0] == drawn_by[1] != drawn_by[2]
+    assert len(set(drawn_by[0])) > 4

@@ -78,6 +78,37 @@ def test_blackjacks_figures_are_those_of_games_played_with_its_answers() -> None
     assert task.figures(examples, mixed[:1])["return"] == pytest.approx(-1.0, abs=1e-3), "a position that nobody answered is given up"
 
 
+DRAWN = {1: 1 / 13, **{value: 1 / 13 for value in range(2, 10)}, 10: 4 / 13}
+
+
+def ends_at_21(points: int = 0, *, has_ace: bool = False) -> float:
+    """The probability that a dealer with these cards ends at 21, by drawing from DRAWN until 17."""
+    total = points + 10 * (has_ace and points <= 11)
+    if total >= 17:
+        return float(total == 21)
+    return sum(share * ends_at_21(points + value, has_ace=has_ace or value == 1) for value, share in DRAWN.items())
+
+
+def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
+    """By hand, of a policy that stands on every 21: a natural (8 of 169 hands) earns half a stake more where the dealer has no 21; with sab
+    it also wins a stake against 21 points that are no natural."""
+    found = {}
+    for rules in ({}, {"natural": True}, {"sab": True}):
+        task = task_of("blackjack", **rules)
+        stands = ToolCall(tool="move", source="stand")
+        turn = Turn(context=0, span=(0, 1), text="", call=stands)
+        rollouts = [
+            Rollout(task="blackjack", example_id=example.id, group=group, sample=0, turns=[turn], reward=0.0)
+            for group, example in enumerate(task.examples("eval"))
+        ]
+        found[next(iter(rules), "")] = task.figures(task.examples("eval"), rollouts)
+    chance, at_21 = 8 / 169, ends_at_21()
+    assert found["natural"]["return"] - found[""]["return"] == pytest.approx(0.5 * chance * (1 - at_21), abs=1e-12)
+    assert found["natural"]["success"] == found[""]["success"]
+    for name, more in (("return", 1), ("success", 1), ("draws", -1)):
+        assert found["sab"][name] - found[""][name] == pytest.approx(more * chance * (at_21 - chance), abs=1e-12), name
+
+
 def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
     """Evaluations read formulas strictly, whatever training does: side by side 2 and 4 make nothing."""
     task = task_of("points24", legacy_rules=True)

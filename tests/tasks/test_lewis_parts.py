@@ -116,6 +116,9 @@ def test_a_listener_hears_of_a_target_and_of_another_in_turn(built: tuple[Path, 
             finally:
                 await task.close()
 
+        for number, (given, example) in enumerate(zip(rounds, examples[1::2], strict=True)):
+            others = [each for place, each in enumerate(given.payload["candidates"]) if place != given.payload["target"]]
+            assert len(others) > 1 and example.payload["images"][0].read() == others[number % len(others)].read()
         for messages, example, given in zip(asyncio.run(prompts()), examples, [rounds[0]] * 2 + [rounds[1]] * 2, strict=False):
             candidates, target = given.payload["candidates"], given.payload["target"]
             is_target = example.payload["images"][0].read() == candidates[target].read()
