@@ -67,6 +67,16 @@ def test_weights_by_hand(correction: str, given: dict, weights: list[float]) -> 
     assert correct(rows_of(*GAPS, segments=CONTEXTS), algo).tolist() == pytest.approx(weights, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("correction", "weights"), [("sequence_tis", [2.0, 0.0]), ("sequence_mask", [0.0, 0.0]), ("sequence_mask+k3_mask", [0.0, 0.0])]
+)
+def test_long_sequences_have_weights_in_float32(correction: str, weights: list[float]) -> None:
+    """300 tokens at r = 2 and 300 at r = 1/2: products of 2^300 and of 2^-300 are beyond float32, and inf * 0 is no weight."""
+    gaps = [math.log(2)] * 300 + [-math.log(2)] * 300
+    found = correct(rows_of(*gaps, segments=[0] * 300 + [1] * 300, dtype=torch.float32), AlgoSettings(correction=correction))
+    assert found.tolist() == pytest.approx([weights[0]] * 300 + [weights[1]] * 300, abs=1e-8)
+
+
 def test_opsm_by_hand() -> None:
     """Means of engine - logprob of 0.6, 0.4 and 0.6; only a negative advantage is masked, token by token; the old logprob has no part."""
     engine = [0.1, 1.1, 0.4, 0.2, 1.0]

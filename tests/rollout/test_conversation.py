@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from PIL import Image as pil
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
@@ -62,6 +63,31 @@ def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
         assert end is End.MAX_TOKENS and len(context.token_ids) <= prompt + room
         if room <= 12:
             assert [asked.max_tokens for asked in engine.asked] == [room] and context.loss_mask == [0] * prompt + [1] * room
+
+
+@pytest.mark.parametrize("num_held", [0, 3])
+def test_a_context_has_room_for_one_token_of_the_policy(num_held: int) -> None:
+    """Of a limit of 5 an observation may fill 4."""
+    held, limits = Context(), ContextLimits(max_context=5, max_images=0)
+    held.extend([1] * num_held)
+    for num, end in ((4, None), (5, End.MAX_TOKENS), (6, End.MAX_TOKENS)):
+        more = Context()
+        more.extend([2] * (num - num_held))
+        assert limits.overrun(held, more) is end
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_turn_has_the_pictures_that_answered_it(renderer: Renderer, anew: bool) -> None:
+    """Those of the message behind it, whether that goes on or begins anew; the last turn was not answered."""
+    conversation = TokenConversation(Talkative(), renderer, ContextLimits(max_context=400, max_images=3))
+    asyncio.run(conversation.open(user("?")))
+    pictures = [pil.new("RGB", (56, 56), color) for color in ("red", "green")]
+    for picture in pictures:
+        say(conversation, 2)
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": "And now?"}]
+        assert asyncio.run(conversation.hear([{"role": "user", "content": parts}], anew=anew)) is None
+    say(conversation, 2)
+    assert [[image.key for image in turn.images] for turn in conversation.turns] == [[renderer.image(each).key] for each in pictures] + [[]]
 
 
 def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:

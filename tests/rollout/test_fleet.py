@@ -16,7 +16,7 @@ from megatron_rl.rollout.admission import choose_prompts
 from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import AccessDenied, End, Example, LastingFault, Rollout, RunDenied, Status, WaitedFault
-from tests.support.scripted_fleet import EPISODE, EXAMPLES, Scripted, fleet_of, said
+from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, Scripted, fleet_of, said
 
 
 @pytest.fixture(scope="module")
@@ -320,3 +320,10 @@ def test_patience_counts_the_seconds_of_the_tries(renderer: Renderer, pauses: li
     fleet = fleet_of(renderer, Scripted(faults=10**6), patience_s=100.0, tell=lambda _: None, gather=gather)
     assert len(fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)) == 6
     assert [pause for pause in pauses if pause] == [1, 2, 4]
+
+
+def test_the_seconds_of_an_episode_are_those_of_all_its_tries(renderer: Renderer) -> None:
+    """Two tries fail after 0.1 s each, and the third has a reply of 0.1 s: what run.patience_s is counted by."""
+    fleet = fleet_of(renderer, Paced(faults=2, reply_s=0.1))
+    (rollout,) = fleet.play(EXAMPLES[:1], samples=1, settings=replace(EPISODE, max_turns=1))
+    assert rollout.is_scored and 0.29 < rollout.wall_s < 5

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron_rl.rollout.admission import Admission, RoundSettings, choose_promp
 from megatron_rl.rollout.dealing import Seat
 from megatron_rl.rollout.loop import StandingLoop
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.table import Table
 from megatron_rl.types import End, Rollout, Status, Stopped
 from tests.support.lasting_fleet import HeldTask, Lasting, lasting_fleet, step_of, versions_of
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of, said
@@ -286,3 +288,11 @@ def test_a_clock_stands_while_its_loop_does() -> None:
         time.sleep(0.4)
         (answer, late), ended = runner.run(end(tasks))
         assert answer == "an answer" and isinstance(late, TimeoutError) and 0.2 <= ended - began < 0.35
+
+
+def test_a_group_is_as_old_as_its_oldest_episode() -> None:
+    """By hand: members that began with versions 4, 2 and 3; one that has not begun beside one that has; a group that has not."""
+    table = Table()
+    for (group, sample), version in {(0, 0): 4, (0, 1): 2, (0, 2): 3, (1, 0): None, (1, 1): 5, (2, 0): None}.items():
+        table.conversations[group, sample] = SimpleNamespace(oldest_version=version)
+    assert table.report(engine=0).oldest == {0: 2, 1: 5, 2: None}
