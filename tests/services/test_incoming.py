@@ -124,6 +124,12 @@ def test_a_version_is_that_of_every_bit() -> None:
     changed["lm_head.weight"].view(-1).view(torch.uint8)[0] ^= 1
     versions = [version_of_tensors(TENSORS, 1), version_of_tensors(TENSORS, 2), version_of_tensors(changed, 1)]
     assert len({*versions}) == 3
+    others = [  # the same bytes in the same order
+        {"lm_head_weight" if name == "lm_head.weight" else name: tensor for name, tensor in TENSORS.items()},
+        {name: tensor.reshape(-1) for name, tensor in TENSORS.items()},
+        {name: tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor.view(torch.int16) for name, tensor in TENSORS.items()},
+    ]
+    assert len({*versions, *(version_of_tensors(each, 1) for each in others)}) == 6
     assert version_of_tensors(dict(reversed(TENSORS.items())), 1) == versions[0]
 
 

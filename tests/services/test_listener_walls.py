@@ -11,12 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image as pil
 
 from megatron_rl.config import EngineSettings
+from megatron_rl.data.images import StoredImage
+from megatron_rl.rewards.listening import Candidate
 from megatron_rl.services import engine_room, listener
 from megatron_rl.services.admission import Limits
 from megatron_rl.services.listener import MOST_HELD, MOST_RENDERED, slices, surface_forms
 from megatron_rl.services.model_server import parser, run_server
+from megatron_rl.services.pictures import Pictures
 from megatron_rl.services.version import version_of
 from tests.support.listeners import Renderer, Room, Tokenizer, app_of, p_of
 from tests.support.model_servers import as_base64, noise, png
@@ -158,6 +162,43 @@ def test_a_file_that_is_asked_for_by_its_hash_is_used_by_that() -> None:
     *well, gone = talk(app, *talks)
     assert [answer.status_code for answer in well] == [200] * 3
     assert gone.status_code == 404 and gone.json()["detail"]["unknown"] == [HASHES[1]["sha256"]]
+
+
+@pytest.mark.parametrize("way", ["path", "link", "folder"])
+def test_a_folder_whose_name_begins_as_a_roots_is_outside_of_it(tmp_path: Path, way: str) -> None:
+    """lewis2 beside lewis: named by its whole path, by a link to its file, and by a link to itself. Below a second root it may be read."""
+    root, sibling = tmp_path / "lewis", tmp_path / "lewis2"
+    for folder in (root, sibling):
+        folder.mkdir()
+        (folder / "0.png").write_bytes(png(PICTURES[0]))
+    (root / "link.png").symlink_to(sibling / "0.png")
+    (root / "linked").symlink_to(sibling)
+    path = {"path": str(sibling / "0.png"), "link": "link.png", "folder": "linked/0.png"}[way]
+    inside, outside = Candidate(path="0.png"), Candidate(path=path)
+    pictures = Pictures([str(root)])
+    assert pictures.read(inside, where="item 0")[1].tobytes() == PICTURES[0].tobytes()
+    with pytest.raises(ValueError, match=r"^item 0: lies outside of this server's roots$"):
+        pictures.read(outside, where="item 0")
+    assert Pictures([str(root), str(sibling)]).read(outside, where="item 0")[0] == HASHES[0]["sha256"]
+
+
+@pytest.mark.parametrize("size", [(5793, 5793), (1 << 16, 656)])
+def test_a_picture_of_too_many_pixels_is_not_decoded(size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one bit each their files are small; 2 ** 25 pixels are read."""
+    pil.new("1", size).save(tmp_path / "wide.png")
+    monkeypatch.setattr(StoredImage, "open", lambda self: pytest.fail("it is decoded"))
+    with pytest.raises(ValueError, match=rf"^item 0: {size[0]}x{size[1]} pixels, more than 33554432$"):
+        Pictures([str(tmp_path)]).read(Candidate(path="wide.png"), where="item 0")
+
+
+def test_requests_that_fail_give_their_slots_back() -> None:
+    """One at a time: what cannot be answered and what takes too long leave room for what comes next."""
+    hidden = [{"sha256": "0" * 64}]
+    refused = [scored(FILES[0], FILES[0]), scored(FILES[0], *hidden), scored(FILES[0], {"base64": "AAAA"})]
+    *bad, good = talk(app_of(Room(), concurrency=1, acquire_s=0.5), *refused, scored(*FILES[:2]))
+    assert [answer.status_code for answer in bad] == [422, 404, 422] and good.status_code == 200
+    late, later = talk(app_of(Room(delay_s=5), concurrency=1, acquire_s=0.5, timeout_s=0.2), *[scored(*FILES[:2])] * 2)
+    assert "not done within" in late.text and "not done within" in later.text
 
 
 def test_no_probability_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:

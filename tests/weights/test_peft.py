@@ -156,7 +156,8 @@ def test_new_adapters_start_as_pefts_do(chunks: nn.ModuleList) -> None:
     assert a.abs().max() <= 60**-0.5 and a.abs().max() > 0.9 * 60**-0.5
     assert a.std() == pytest.approx((3 * 60) ** -0.5, rel=0.15)
     assert not first.lora_b["0"].any() and not second.lora_b["2"].any()
-    assert not torch.equal(a[:, :50], second.lora_a["2"] * (50 / 60) ** 0.5)
+    other = second.lora_a["2"].flatten() * (50 / 60) ** 0.5
+    assert not torch.allclose(a.flatten()[: other.numel()], other, rtol=1e-3), "the same numbers, in other units"
     start_adapters(chunks, ROWS, PLACEMENT, seed=1)
     assert not torch.equal(first.lora_a["0"], a)
     start_adapters(chunks, ROWS, PLACEMENT, seed=0)

@@ -64,3 +64,16 @@ def test_a_folder_without_a_processor_stays_without_one(tmp_path: Path) -> None:
     assert read_pixel_limits(tmp_path) is None
     (tmp_path / "preprocessor_config.json").write_text("[")
     assert read_pixel_limits(tmp_path) is None
+
+
+@pytest.mark.parametrize("older", [{}, {"min_pixels": 40_000}, {"max_pixels": 48_000}, {"min_pixels": 40_000, "max_pixels": 48_000}])
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
+def test_of_two_limits_that_differ_transformers_is_followed(file: str, older: dict[str, int], random_model: Path, tmp_path: Path) -> None:
+    """`size` says 30,000 to 90,000, the older names something else: read are the limits by which transformers resizes."""
+    part = json.loads((random_model / "processor_config.json").read_text())["image_processor"]
+    part = {**part, "size": {"shortest_edge": 30_000, "longest_edge": 90_000}, **older}
+    (tmp_path / file).write_text(json.dumps({"image_processor": part} if file == "processor_config.json" else part))
+    least, most = read_pixel_limits(tmp_path)
+    expected = [[1, *(side // 14 for side in smart_resize(height, width, factor=28, min_pixels=least, max_pixels=most))]
+                for width, height in SIZES]  # fmt: skip
+    assert grids(AutoImageProcessor.from_pretrained(tmp_path)) == expected

@@ -78,6 +78,21 @@ def test_what_is_exported_is_what_was_loaded(bucket_bytes: int, alone: Placement
         assert [name for name, tensor in exported if not torch.equal(tensor, tensors[name])] == []
 
 
+@pytest.mark.parametrize(("stages", "chunks", "layers"), [(1, 1, 4), (2, 1, 3), (2, 2, 1), (2, 2, 2), (3, 2, 2), (2, 3, 1)])
+def test_layers_go_round_the_stages_chunk_by_chunk(stages: int, chunks: int, layers: int) -> None:
+    """As Megatron cuts a model (arXiv 2104.04473, 2.2): the model is walked through from its first layer, a chunk of each stage in turn."""
+    group = SimpleNamespace(size=lambda: stages)
+    placement = Placement(0, SimpleNamespace(size=lambda: 1), 0, group, chunks=chunks, layers_per_chunk=layers)
+    walked = [(stage, chunk, layer) for chunk in range(chunks) for stage in range(stages) for layer in range(layers)]
+    for number, (stage, chunk, layer) in enumerate(walked):
+        row = Row(f"language.decoder.layers.{number}.mlp.weight", ("x",), f"layer:{number}")
+        assert (placement.owner(row), placement.local_name(row)) == (stage, f"{chunk}.language.decoder.layers.{layer}.mlp.weight")
+    ends = [Row("language.embedding", ("x",), "first"), Row("language.output_layer", ("y",), "last")]
+    assert [(placement.owner(row), placement.local_name(row)) for row in ends] == [
+        (0, "0.language.embedding"), (stages - 1, f"{chunks - 1}.language.output_layer")
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("max_numel", [0, 50, 100, 500, 1 << 20])
 def test_buckets_hold_every_row_once_and_no_more_than_they_may(max_numel: int) -> None:
     """Over two stages with two chunks each; a row that is larger than a bucket has one of its own."""

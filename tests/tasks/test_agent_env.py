@@ -1,0 +1,54 @@
+"""The agents' environment around a sandbox that gives back what the test says; with the real one: tests/e2e/test_agent_env.py."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from PIL import Image
+
+import sandbox
+from megatron_rl.tasks.visual_python.env import AgentEnv
+from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.types import Example
+from sandbox.images import encode
+from tests.support.agent_room import Held
+
+CROP = Image.new("RGB", (20, 10), "red")
+
+
+class Box:
+    """Pool and box at once: its calls show so many pictures each."""
+
+    def __init__(self, shows: Sequence[int]) -> None:
+        self.shows, self.num_opened, self.num_calls = list(shows), 0, 0
+
+    async def open(self, **given: object) -> "Box":
+        self.num_opened += 1
+        return self
+
+    async def run(self, source: str) -> sandbox.Result:
+        self.num_calls += 1
+        shown = sandbox.Picture(png=encode(CROP), width=CROP.width, height=CROP.height, source="show")
+        return sandbox.Result(id=self.num_calls, images=(shown,) * self.shows.pop(0))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_pictures_are_numbered_on_through_an_episode(hidden: bool) -> None:
+    """Two of the question's, then 1, 0, 2 and 1 of the code's: a name is given once. Those that the policy does not see have other names."""
+    protocol, box = PyVision(shown=not hidden), Box([1, 0, 2, 1])
+
+    async def episode() -> list[list[str]]:
+        example = Example(id="row7", payload={"question": "What is it?", "images": (Held(CROP), Held(CROP))})
+        env = AgentEnv(example, protocol=protocol, pool=box)
+        await env.reset(0)
+        steps = [await env.step(protocol.write_code("image_clue_0.show()")) for _ in range(4)]
+        await env.close()
+        texts = ["".join(part.get("text", "") for message in step.messages for part in message["content"]) for step in steps]
+        return [[number for number in range(20) if f"<image_clue_{number}>" in text] for text in texts]
+
+    first = 0 if hidden else 2
+    assert asyncio.run(episode()) == [[first], [], [first + 1, first + 2], [first + 3]]
+    assert (box.num_opened, box.num_calls) == (1, 4), "a box for all of an episode's calls"
