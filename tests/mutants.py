@@ -2319,6 +2319,41 @@ MUTANTS: tuple[Mutant, ...] = (
         'digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\\n".encode())',
         "tests/services/test_incoming.py -k every_bit",
     ),
+    Mutant(
+        "a demonstrated listener hears of the last candidate never",
+        "megatron_rl/tasks/lewis/demonstrations.py",
+        "others[int(other * len(others))]",
+        "others[int(other * (len(others) - 1))]",
+        "tests/tasks/test_lewis_parts.py -k every_candidate",
+    ),
+    Mutant(
+        "a player that died is given to the next episode",
+        "megatron_rl/tasks/alfworld/pool.py",
+        "                if player.is_there:\n                    return player\n",
+        "                return player\n",
+        "tests/tasks/test_alfworld_players.py -k taken_again",
+    ),
+    Mutant(
+        "of equal rollouts the earlier is exported",
+        "megatron_rl/recorded/export.py",
+        "sorted(of_example.values(), reverse=True)[:best]",
+        "sorted(of_example.values(), key=lambda each: -each.reward)[:best]",
+        "tests/recorded/test_export.py -k equal_rollouts",
+    ),
+    Mutant(
+        "a rollout of exactly the least reward is left out",
+        "megatron_rl/recorded/export.py",
+        'if row["reward"] >= min_reward:',
+        'if row["reward"] > min_reward:',
+        "tests/recorded/test_export.py -k equal_rollouts",
+    ),
+    Mutant(
+        "the board keeps files of an earlier export",
+        "megatron_rl/recorded/board.py",
+        "        stale.unlink()\n",
+        "        pass\n",
+        "tests/recorded/test_board.py -k bounded",
+    ),
 )
 
 

@@ -57,5 +57,9 @@ def test_files_are_bounded(renderer: Renderer, tmp_path: Path) -> None:
     files = [file for file in files if file.exists()]
     assert len(files) > 2 and all(file.stat().st_size <= 700 for file in files)
     assert [json.loads(line)["step"] for file in files for line in file.read_text().splitlines()] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    (tmp_path / "board" / "notes.jsonl").write_text("mine")
+    assert write_board(tmp_path, tmp_path / "board", renderer, file_mib=1, first_step=5) == 2
+    left = {file.name for file in (tmp_path / "board").iterdir()}
+    assert left == {"rollout_data_rank0.jsonl", "notes.jsonl"}, "what an earlier, larger one wrote is read as this one's"
     with pytest.raises(ValueError, match=r"holds no step from 9 on that run.record=all wrote$"):
         write_board(tmp_path, tmp_path / "board", renderer, file_mib=1, first_step=9)

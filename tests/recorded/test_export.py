@@ -16,12 +16,13 @@ from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.observe.bank import path_of, write
 from megatron_rl.observe.recorder import store_pictures
 from megatron_rl.recorded.conversations import MIXED, RESIZED, Untold, messages_of
-from megatron_rl.recorded.export import export
+from megatron_rl.recorded.export import Exported, choose, export
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.types import Context, Message, Rollout, Status
 from tests.conftest import ROOT
+from tests.observe.test_recorder import rollout
 from tests.support import forked
 from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone
 
@@ -145,6 +146,28 @@ def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.Te
         f"model: {{path: {random_model}, min_pixels: 3136, max_pixels: 12800}}\ntask: {{max_tokens_per_turn: {CUT_AT}}}\n"
     )
     return run
+
+
+@pytest.mark.parametrize(
+    ("best", "min_reward", "places"),
+    [
+        (1, 0.5, [(1, 1)]),
+        (2, 0.5, [(1, 0), (1, 1)]),
+        (3, 0.5, [(0, 1), (1, 0), (1, 1)]),
+        (9, 0.5, [(0, 1), (1, 0), (1, 1), (1, 2)]),
+        (9, 1.0, [(0, 1), (1, 0), (1, 1)]),
+        (9, 1.5, []),
+    ],
+)
+def test_of_equal_rollouts_the_later_are_taken(best: int, min_reward: float, places: list[tuple[int, int]], tmp_path: Path) -> None:
+    """By (step, place): two that say p and q, then p, r and s. All but s have a reward of 1; the least reward is enough."""
+    for step, rows in enumerate(([("p", 1.0), ("q", 1.0)], [("p", 1.0), ("r", 1.0), ("s", 0.5)])):
+        write(
+            path_of(tmp_path, step), [rollout(sample, reward, text=said) for sample, (said, reward) in enumerate(rows)], step=step, rounds=1
+        )
+    paths = {step: path_of(tmp_path, step) for step in range(2)}
+    chosen = choose(paths, best=best, min_reward=min_reward, exported=Exported(best))
+    assert [(each.step, each.place) for each in chosen] == places
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Box:
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_pictures_are_numbered_on_through_an_episode(hidden: bool) -> None:
-    """Two of the question's, then 1, 0, 2 and 1 of the code's: a name is given once. Those that the policy does not see have other names."""
+    """Two of the question's, then 1, 0, 2 and 1 of the code's: a name is given once. Hidden ones have other names."""
     protocol, box = PyVision(shown=not hidden), Box([1, 0, 2, 1])
 
     async def episode() -> list[list[str]]:

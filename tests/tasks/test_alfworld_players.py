@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_rl.tasks.alfworld.games import GAME
-from megatron_rl.tasks.alfworld.pool import Players
+from megatron_rl.tasks.alfworld.pool import Player, Players
 from megatron_rl.tasks.alfworld.scene import write_reply
 from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.types import Example, HostFault, LastingFault
@@ -88,6 +89,23 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
     assert "ZeroDivisionError: division by zero" in told["raises"]
     for name in ("ends", "crashes", "hangs"):
         assert "task.options.call_s" in told[name] and '"command": "inventory"' in told[name]
+
+
+def test_a_player_whose_process_has_ended_is_not_taken_again() -> None:
+    """Of three that were given back the last one's channel is closed, and the one before it was left in the midst of an answer."""
+
+    async def main() -> tuple[Player, list[Player], list[int]]:
+        writers = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(3)]
+        closed: list[int] = []
+        players, idle = Players(3, seconds=1), [Player(asyncio.StreamReader(), writer, 1.0) for writer in writers]
+        idle[1].is_free = False
+        for each in idle:
+            players.give_back(each)
+        idle[2].reader.feed_eof()
+        return await players.take("game"), idle, closed
+
+    taken, idle, closed = asyncio.run(main())
+    assert taken is idle[0] and sorted(closed) == [1, 2]
 
 
 def players_of(task: AlfworldTask) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_rl.config import DataSettings, ListenerSettings, SpeakerSettings, 
 from megatron_rl.rewards.description import PROMPT, described
 from megatron_rl.rewards.listening import heard
 from megatron_rl.tasks.lewis.colors import colors_of, listed, told, vague
+from megatron_rl.tasks.lewis.demonstrations import demonstrated
 from megatron_rl.tasks.lewis.sheets import GREEN, RED, Sheets
 from megatron_rl.tasks.options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import LastingFault, Rollout, Turn
@@ -247,6 +249,22 @@ def test_a_narrow_sheet_shows_the_target_and_the_pick(built: tuple[Path, Path], 
         sheet = sheets.sheet_of([(example, REPLY, heard(logprobs) if logprobs else None)])
         lefts = [first + place * (sheets.SIDE + sheets.EDGE) for place in range(2)]
         assert ["#{:02x}{:02x}{:02x}".format(*sheet.getpixel((left - 1, sheets.EDGE + 50))) for left in lefts] == frames
+
+
+def test_a_demonstrated_listener_hears_of_every_candidate(built: tuple[Path, Path]) -> None:
+    """Of one round, 120 times: as often yes as no, and no of each other candidate as often; within four standard errors."""
+    (example, *_) = speaker_of(built).examples("train")
+    counts: Counter[tuple[str, bytes]] = Counter()
+    for each in demonstrated([example], "heard", num=120, seed=0):
+        asked, answered = each.messages
+        (picture,) = (part["image"] for part in asked["content"] if part["type"] == "image")
+        counts["".join(part["text"] for part in answered["content"]), picture.tobytes()] += 1
+    candidates, target = example.payload["candidates"], example.payload["target"]
+    keys = [("yes" if place == target else "no", candidate.open().tobytes()) for place, candidate in enumerate(candidates)]
+    assert {*counts} == {*keys} and len(keys) == 3
+    for key in keys:
+        share = 0.5 if key[0] == "yes" else 0.25
+        assert abs(counts[key] - 120 * share) < 4 * (120 * share * (1 - share)) ** 0.5
 
 
 def test_options_come_from_the_command_line() -> None:

@@ -139,13 +139,27 @@ def test_a_layer_of_the_tower_keeps_its_parameters_and_can_be_itself_again() -> 
         assert plain.get_parameter(name) is parameter
     start_adapters(chunks, ROWS, PLACEMENT, seed=0)
     assert torch.equal(plain.vision.merger.mlp(x), output)
-    random_(plain.vision.merger.mlp[2].adapter)
-    assert not torch.allclose(plain.vision.merger.mlp(x), output)
+    for index in (0, 2):
+        random_(plain.vision.merger.mlp[index].adapter)
+    adapted = plain.vision.merger.mlp(x)
+    assert not torch.allclose(adapted, output)
     with adapters_off(chunks):
         assert torch.equal(plain.vision.merger.mlp(x), output)
+    assert torch.equal(plain.vision.merger.mlp(x), adapted), "all of them are on again"
     merged = Merger()
     merged.load_state_dict({**parameters, **{name.removeprefix("0."): make() for name, make in merged_weights(chunks).items()}})
     torch.testing.assert_close(merged.vision.merger.mlp(x), plain.vision.merger.mlp(x))
+
+
+def test_adapters_are_merged_in_fp32(chunks: nn.ModuleList) -> None:
+    """In bfloat16 the weight is the nearest to what the same numbers make in float64: nothing is rounded on the way."""
+    chunks.to(torch.bfloat16)
+    linear = chunks[0].vision.merger.mlp[0]
+    random_(linear.adapter)
+    a, b, weight = (tensor.detach().double() for tensor in (linear.adapter.lora_a["0"], linear.adapter.lora_b["0"], linear.weight))
+    whole = weight + linear.adapter.scale * (b @ a)
+    error = (merged_weights(chunks)["0.vision.merger.mlp.0.weight"]().double() - whole).abs()
+    assert (error <= (1 + 1e-4) * (whole.to(torch.bfloat16).double() - whole).abs() + 1e-7).all()
 
 
 def test_new_adapters_start_as_pefts_do(chunks: nn.ModuleList) -> None:
