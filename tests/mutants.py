@@ -2354,6 +2354,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "        pass\n",
         "tests/recorded/test_board.py -k bounded",
     ),
+    Mutant(
+        "rounds on an engine are rounded down",
+        "megatron_rl/plan/pictures.py",
+        "episode * batch.group_size * -(-batch.prompts_per_step // num_engines)",
+        "episode * batch.group_size * (batch.prompts_per_step // num_engines)",
+        "tests/plan/test_pictures.py -k one_group_more",
+    ),
+    Mutant(
+        "a banned id of another rank is banned here",
+        "megatron_rl/policy/logprobs.py",
+        "if first_id <= token < first_id + size]",
+        "if token < first_id + size]",
+        "tests/policy/test_ranks.py -k bans",
+    ),
+    Mutant(
+        "adapters stay off behind the reference's pass",
+        "megatron_rl/policy/lora.py",
+        "        for adapter in adapters:\n            adapter.enabled = True\n",
+        "        for adapter in adapters[1:]:\n            adapter.enabled = True\n",
+        "tests/weights/test_peft.py -k keeps_its",
+    ),
+    Mutant(
+        "adapters are merged in the weight's own type",
+        "megatron_rl/policy/lora.py",
+        "self._fused_b().float() @ self._stacked_a().float()",
+        "self._fused_b() @ self._stacked_a()",
+        "tests/weights/test_peft.py -k merged_in",
+    ),
+    Mutant(
+        "replicas and stages share a random stream",
+        "megatron_rl/policy/parallel.py",
+        "+ 10_000 * parallel_state.get_data_parallel_rank()",
+        "+ 100 * parallel_state.get_data_parallel_rank()",
+        "tests/policy/test_ranks.py -k streams",
+    ),
 )
 
 

@@ -40,6 +40,14 @@ def test_what_goes_on_over_an_update() -> None:
         assert pictures(MODEL, ahead, world_size=world_size) == pictures(MODEL, plain, world_size=world_size) + more
 
 
+def test_an_engine_may_have_one_group_more_than_others() -> None:
+    """Nine groups on eight engines: one plays two of them, and has two of each further round that is under way."""
+    nine = settings_of(batch={"prompts_per_step": 9})
+    plain, ahead = (replace(nine, run=RunSettings(dir="there", max_staleness=staleness)) for staleness in (0, 2))
+    more = pictures(MODEL, ahead, world_size=8) - pictures(MODEL, plain, world_size=8)
+    assert more == 2 * (KEPT + PIXEL) * 2 * 16 * 2_000_000
+
+
 def test_eight_processes() -> None:
     """An engine plays one group; others may encode all of it, and this rank as much of others'. A token has 784 pixels."""
     settings = settings_of(batch={"micro_batch_tokens": 40_000})
