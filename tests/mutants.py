@@ -281,8 +281,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a second Ctrl-C counts more than the checkpoint that there is",
         "megatron_rl/run_folder.py",
-        "step = max(map(step_of, published(folder / CHECKPOINTS)), default=0)",
-        "step = 1 << 30",
+        "return max(map(step_of, published(folder / CHECKPOINTS)), default=0)",
+        "return 1 << 30",
         "tests/test_run_folder.py -k after_a_crash",
     ),
     Mutant(
@@ -2259,8 +2259,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a NUL character is written into transcripts",
         "megatron_rl/recorded/conversations.py",
-        '    if "\\0" in words:\n        raise Untold(NUL)\n',
-        "",
+        'if "\\0" in words:',
+        "if not words:",
         "tests/recorded/test_export.py -k go_along",
     ),
     Mutant(
