@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "stop": {"types"},
     "watch": {"types", "world"},
     "nodes": {"run", *DATA},
-    "services": {"data", "jsonl", "models", "rewards", "rollout", "stop", *DATA},
+    "services": {"data", "jsonl", "models", "rewards", "rollout", "servers", "stop", *DATA},
     "attempts": {"bounded_files", "stop"},
     "run_seen": {"attempts", "bounded_files", "jsonl", "observe", "run", "run_folder"},
     "sweeps": {"bounded_files", "config"},
