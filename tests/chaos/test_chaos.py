@@ -173,6 +173,7 @@ GOOD = "error: run.dir=/x: could not be written ([Errno 28] No space left on dev
         ([0, -signal.SIGSEGV], ["done", ""], [], "exit codes"),
         ([75, 75], ["step 1\n", ""], [], "stopped without its word"),
         ([75, 75], ["stopped at step 1 of 3; the same command goes on\n", ""], [], ""),
+        ([75, 75], ["stopped before the first step, by SIGTERM at world.py:71 in connect; the same command goes on\n", ""], [], ""),
     ],
 )
 def test_how_a_life_may_end(codes: list[int | None], said: list[str], struck: list[int], found: str) -> None:

@@ -24,7 +24,9 @@ DEFINED = re.compile(
     r"\S+: |\S+ row \d+: )"
 )
 """How the line of a run that ended begins: with a key, or with the part that is at fault."""
-STOPPED = re.compile(r"^stopped at step \d+ of \d+; (.*; )?the same command goes on$", re.MULTILINE)
+STOPPED = re.compile(
+    r"^stopped (at step \d+ of \d+; (.*; )?|before the first step, by SIG\w+ at .*; )the same command goes on$", re.MULTILINE
+)
 KEPT = ("*.distcp", "common.pt")
 FINISHED, ASKED, FAILED = 0, 75, 1
 
