@@ -2389,6 +2389,55 @@ MUTANTS: tuple[Mutant, ...] = (
         "+ 100 * parallel_state.get_data_parallel_rank()",
         "tests/policy/test_ranks.py -k streams",
     ),
+    Mutant(
+        "Adam's second beta is its first",
+        "megatron_rl/policy/optimizer.py",
+        "adam_beta2=settings.beta2,",
+        "adam_beta2=settings.beta1,",
+        "tests/parity/test_steps.py -k qwen2_5_vl",
+    ),
+    Mutant(
+        "a process that died of a signal has exit code 1",
+        "megatron_rl/cli/spawn.py",
+        "else 128 - exitcode",
+        "else 1",
+        "tests/cli/test_spawn.py -k last_line",
+    ),
+    Mutant(
+        "an interval is that of a greedy evaluation always",
+        "megatron_rl/cli/sweep_table.py",
+        "found = interval(evaluation, kind)",
+        'found = interval(evaluation, "greedy")',
+        "tests/cli/test_sweep.py -k wilsons",
+    ),
+    Mutant(
+        "the engine's buffers in a sync are single",
+        "megatron_rl/plan/memory.py",
+        "buckets = 2 * int(",
+        "buckets = int(",
+        "tests/plan/test_memory.py -k two_buckets",
+    ),
+    Mutant(
+        "a judge's old verdicts stay in what is scored anew",
+        "megatron_rl/recorded/rescore.py",
+        "rewards={}, verdicts=[], scoring_s",
+        "rewards={}, scoring_s",
+        "tests/recorded/test_rescore.py -k by_rule",
+    ),
+    Mutant(
+        "a rollout that fails anew counts as changed",
+        "megatron_rl/recorded/rescore.py",
+        "            if one is not None and other is not None:",
+        "            if one is not None:",
+        "tests/recorded/test_rescore.py -k by_a_judge",
+    ),
+    Mutant(
+        "a value head's deviation ignores how its samples lie apart",
+        "megatron_rl/policy/value_head.py",
+        " + apart.square() * count * more.numel() / total",
+        "",
+        "tests/policy/test_value_head.py",
+    ),
 )
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from megatron_rl.cli.composed import composed
 from megatron_rl.cli.sweep import Launch, sweep_main
-from megatron_rl.cli.sweep_table import interval, main, wilson
+from megatron_rl.cli.sweep_table import interval, main, share_and_interval, wilson
 from megatron_rl.cli.sweep_table import rows_of as rows
 from tests.conftest import ROOT
 from tests.support import forked
@@ -196,6 +196,8 @@ def test_an_interval_is_wilsons() -> None:
             assert abs(share - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / num), abs=1e-9)
     assert wilson(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert interval({"greedy_success": 0.5}, "greedy") is None, "a success that is of no sample"
+    both = {"greedy_success": 0.5, "greedy_episodes": 5.0, "sampled_success": 0.8, "sampled_episodes": 10.0}
+    assert share_and_interval(both, "sampled") == "80.0% (49.0-94.3)"
 
 
 def test_a_table_of_a_folder(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,6 +201,20 @@ def test_an_engine_elsewhere_takes_nothing_here() -> None:
     assert local.sync - remote.sync == engine.weights > 0 and local.update == remote.update
 
 
+def test_a_sync_holds_two_buckets() -> None:
+    """One is filled while the engine reads the other; the largest tensor comes in a bucket of its own."""
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+
+    def planned(bucket_mib: float) -> int:
+        engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, bucket_mib=bucket_mib)
+        settings = Settings(
+            model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full"), engine=engine, run=RunSettings(dir="there")
+        )
+        return plan(model, settings, world_size=1).ranks[0].sync
+
+    assert planned(512) - planned(256) == 2 * (256 << 20)
+
+
 def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -> None:
     """With a KL term the host holds the reference or, while it is swapped in, the current weights; AdamW's step holds the roots of all
     second moments at once: more, here, than the activations of micro-batches of one short context."""

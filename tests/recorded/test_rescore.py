@@ -12,7 +12,7 @@ from megatron_rl.observe.bank import path_of, read_rollouts, rounds_of, write
 from megatron_rl.observe.recorder import store_pictures
 from megatron_rl.recorded.rescore import first_shown
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import End, Rollout, Status, Turn
+from megatron_rl.types import End, Rollout, Status, Turn, Verdict
 from tests.conftest import ROOT
 from tests.observe.test_recorder import picture
 from tests.support import forked
@@ -30,6 +30,7 @@ def rollout_of(example: str, said: str, renderer: Renderer, *, sample: int) -> R
     return Rollout(
         task="vqa", example_id=f"train/{example}", group=int(example), sample=sample, contexts=[context], turns=[turn], end=End.DONE,
         reward=9.0 - sample, outcome=9.0, rewards={"old": 9.0}, dropped="zero_std", scoring_s=3.0,
+        verdicts=[Verdict(judge="old", prompt="accuracy", value=1.0)],
     )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
     assert (
         new.rewards["accuracy"] == 1.0
         and "old" not in new.rewards
-        and (new.turns[0].score, new.turns[0].gain, new.dropped) == (None, 0.0, "")
+        and (new.turns[0].score, new.turns[0].gain, new.dropped, new.verdicts) == (None, 0.0, "", [])
     )
     assert new.outcome == 1.0 and new.scoring_s < 1.0 and new.contexts == replace(old).contexts and new.turns[0].text == old.turns[0].text
     assert rounds_of(path_of(out / "rollouts", 1)) == 3 and new.images[0].picture.tobytes() == old.images[0].picture.tobytes()
