@@ -31,7 +31,7 @@ def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception]
     def fail() -> None:
         raise kind("parallel.tp=3: too many")
 
-    monkeypatch.setattr("megatron_rl.world.gather", lambda mine: [mine] * 3)
+    monkeypatch.setattr("megatron_rl.world.gather", lambda mine, *, group: [mine] * 3)
     with pytest.raises((SharedValueError, SharedOSError), match="^parallel.tp=3: too many$") as told:
         together(fail)
     assert isinstance(told.value, kind)

@@ -18,7 +18,6 @@ from transformers import AutoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout import renderer as renderer_module
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, Image
 
@@ -126,7 +125,7 @@ def test_pictures_are_resized_once_within_the_limits(renderer: Renderer) -> None
     assert renderer.image(gradient(20, 20)).picture.size == (56, 56)
 
 
-def test_threads_render_side_by_side(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_render_side_by_side(random_model: Path) -> None:
     """What 8 threads make of the same pictures, in other orders, is what one makes of them alone; with room for four of twelve, too."""
     model = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800)
     pictures = [gradient(150 + 7 * number, 120 + number % 3) for number in range(12)]
@@ -134,8 +133,7 @@ def test_threads_render_side_by_side(random_model: Path, monkeypatch: pytest.Mon
     expected = [alone.prompt([user(f"Number {number}.", picture)]) for number, picture in enumerate(pictures)]
     one = expected[0].images[0].patch_PC.nbytes
     for room in (100 * one, 4 * one):
-        monkeypatch.setattr(renderer_module, "_CACHED_BYTES", room)
-        shared = Renderer(model)
+        shared = Renderer(model, cached_bytes=room)
 
         def all_of_them(start: int, shared: Renderer = shared) -> list[Context]:
             order = [(start + 5 * number) % 12 for number in range(36)]
@@ -152,14 +150,13 @@ def test_threads_render_side_by_side(random_model: Path, monkeypatch: pytest.Mon
         assert sorted(shared._images) == sorted(set(shared._finals.values())) == sorted(shared._given), "what is gone leaves no name"
 
 
-def test_what_is_remembered_is_counted_once(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_counted_once(random_model: Path) -> None:
     """Room for three remembers three: pictures that were resized on the way, and that were asked for by key. What is left out is gone."""
     made = [Pillow.new("RGB", (300, 300), (number, 0, 0)) for number in range(4)]
-    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
-    one = bytes_of(renderer.image(made[0]))
-    monkeypatch.setattr(renderer_module, "_CACHED_BYTES", 3 * one)
+    model, one = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800), 112 * 112 * (4 + 3 * 2 * 4)
+    renderer = Renderer(model, cached_bytes=3 * one)
     images = [renderer.image(picture) for picture in made[:3]]
-    assert one == 112 * 112 * (4 + 3 * 2 * 4) and {image.picture.size for image in images} == {(112, 112)}
+    assert {bytes_of(image) for image in images} == {one} and {image.picture.size for image in images} == {(112, 112)}
     assert all(renderer.patches(image.without_patches(), attrgetter("picture")) is image.patch_PC for image in images)
     assert all(renderer.image(picture) is image for picture, image in zip(made[:3], images, strict=True))
     first = weakref.ref(images.pop(0).patch_PC)

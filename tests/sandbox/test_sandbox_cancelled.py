@@ -21,7 +21,7 @@ RUN_CODE = {
     "path": "/run_code",
     "raw_path": b"/run_code",
     "query_string": b"",
-    "headers": [(b"content-type", b"application/json")],
+    "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
 }
 """What uvicorn hands to the application."""
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -38,6 +38,7 @@ class LateEngine:
 @dataclass
 class LateSave:
     late_s: float
+    digests: dict[Path, str] = field(default_factory=dict)
 
     def is_written(self) -> bool:
         return False

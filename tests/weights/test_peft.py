@@ -148,7 +148,8 @@ def test_a_layer_of_the_tower_keeps_its_parameters_and_can_be_itself_again() -> 
     assert torch.equal(plain.vision.merger.mlp(x), adapted), "all of them are on again"
     merged = Merger()
     merged.load_state_dict({**parameters, **{name.removeprefix("0."): make() for name, make in merged_weights(chunks).items()}})
-    torch.testing.assert_close(merged.vision.merger.mlp(x), plain.vision.merger.mlp(x))
+    found = merged.vision.merger.mlp(x)
+    assert (found - adapted).norm() <= 1e-5 * adapted.norm()
 
 
 def test_adapters_are_merged_in_fp32(chunks: nn.ModuleList) -> None:
