@@ -39,11 +39,11 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
     try:
         wait_for(run / "metrics.jsonl", ranks[0], lines=2)
         ranks[1].send_signal(signal.SIGTERM)
-        said = [ranks[0].communicate(timeout=60)[0]]
+        said = [ranks[0].communicate(timeout=120)[0]]
         assert ranks[1].poll() is None, "who is not the main rank leaves the last word to it"
         ranks[1].send_signal(signal.SIGTERM)  # as torchrun does when a process ends with a code other than 0
         # rank 0 held the store that the watch of rank 1 says its last word to, which is given up after ANSWER_S
-        said.append(ranks[1].communicate(timeout=60 + 2 * ANSWER_S)[0])
+        said.append(ranks[1].communicate(timeout=120 + 2 * ANSWER_S)[0])
     finally:
         for rank in ranks:
             rank.kill()

@@ -11,6 +11,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import uvicorn
 from PIL import Image as pil
 from starlette.testclient import TestClient
 from tokenizers import Regex, Tokenizer, decoders, models
@@ -214,7 +215,10 @@ def test_a_token_is_asked_for(folder: Path) -> None:
         (["--token-file", "/dev/null"], "error: --token-file=/dev/null: a token is one word of 16 to 256 characters: "),
     ],
 )
-def test_nobody_else_without_a_token(words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_nobody_else_without_a_token(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("the page is served"))
     given = [word.format(tmp=tmp_path) for word in words]
     assert main([str(tmp_path), "--host", "0.0.0.0", "--port", "0", *given]) == 2
     assert capsys.readouterr().err.startswith(said.format(tmp=tmp_path))
