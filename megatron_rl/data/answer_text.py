@@ -51,7 +51,8 @@ _TEXT_COMMANDS = {
 _LATEX = re.compile(r"\\([A-Za-z]+)\*?\s*|\\.|[{}]|[^\\{}]+|\\", re.DOTALL)
 _INVISIBLE_DELIMITER = re.compile(r"\\(?:left|right)\s*\.|\\!\s*")
 """`\\left.` and `\\right.`, and LaTeX's negative space (`11,\\! 111`)."""
-_SPACE = re.compile(r"\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~|\s")
+_SPACE = re.compile(r"\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|(?<=[\w}\])${.,:;])~|\s")
+"""`~` is a blank of LaTeX behind a word; elsewhere it negates (`~p`)."""
 _BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[{*])")
 _SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
 _ESCAPED = re.compile(r"\\([$%&#_])")

@@ -63,10 +63,11 @@ _SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])")
 """A sum, difference or inequality, which codes and quantities are not; a sign at the front makes none."""
 _UNREADABLE = re.compile(
     r"[^ -~]|\.\s*\.|\\[lc]?dots|[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|(?:\A|[^A-Za-z}\]_^\\])\{[^{}]*\}\s*[{\d(]|\d\s*(?:\\?\{|\[)"
-    r"|\\[dt]?frac\s*(?:\{[^{}]*\}\s*){2}\d"
+    r"|\\[dt]?frac\s*(?:\{[^{}]*\}\s*){2}\d|\^\s*(?:\w|\{[^{}]*\})\s*\^|(?<![\w}\])${.,:;])~"
 )
 """Characters that math-verify drops (`5\u2295`), dots that go on, two signs in a row, a ratio or a time inside of something else, a number
-with an index (`101_2`, which it reads as 101), groups in a row (`{3}{3}`, `3[4]`, `\\frac{4}{2}3`, which it adds)."""
+with an index (`101_2`, which it reads as 101), groups in a row (`{3}{3}`, `3[4]`, `\\frac{4}{2}3`, which it adds), powers of powers without
+braces (`2^3^2`, which it groups from the left), negations (`~p`)."""
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
 """Statements about numbers alone (`1=1`, `3>2`): math-verify finds any two true ones equal, and any two false ones."""

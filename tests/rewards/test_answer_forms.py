@@ -154,6 +154,8 @@ DIFFERENT += [
     # codes, sizes and ranges that arithmetic would equate
     *[("0-8044-2957-X", "0-2957-8044-X"), ("0-8044-2957-X", "-11001-X"), ("A-12-34", "A-34-12"), ("12-A-3", "9-A"), ("3\u20135%", "-2%")],
     *[("1920\u00d71080", "1080\u00d71920"), ("3\u00d74", "2\u00d76"), ("1-2, 3-4", "-1, -1"), ("[3-2]", "1"), ("\\{3-2\\}", "1")],
+    # negations, of which only LaTeX's blank is a blank; powers of powers
+    *[("~p", "p"), ("p -> ~q", "p -> q"), ("~2x", "2x"), ("2^3^2", "64"), ("3^2^2", "81"), ("2**3**2", "64"), ("x^2^3", "x^6")],
     # letters that are formulas or stand beside other letters
     *[("V/R", "R/V"), ("A/B", "B/A"), ("A+B", "A B"), ("A", "(a) 5 and (b) 6"), ("A", "a) 5, b) 6")],
     # sets are no pairs and no intervals; degrees are no radians
