@@ -81,16 +81,11 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str], token: str = 
 
     @app.get("/api/rollouts")
     def rollouts(asked: Annotated[Page, Query()]) -> dict[str, Any]:
-        table = asked.of(folder(asked.run))
-        rows = page_of(table, sort=asked.sort, descending=asked.descending, offset=asked.offset, limit=asked.limit)
-        return {"total": table.num_rows, "rows": [_plain(row) for row in rows], "skipped": folder(asked.run).skipped}
+        return _page(asked, folder(asked.run))
 
     @app.get("/api/group")
     def group(run: str, step: int, group: int) -> dict[str, Any]:
-        members = _asked(lambda: folder(run).rollouts(step, lambda row: row["group"] == group))
-        rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
-        told = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
-        return _plain({**told, "members": [_member(place, rollout) for place, rollout in members]})
+        return _group(_asked(lambda: folder(run).rollouts(step, lambda row: row["group"] == group)))
 
     @app.get("/api/episode")
     def episode(run: str, step: int, place: int) -> dict[str, Any]:
@@ -105,6 +100,19 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str], token: str = 
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
+
+
+def _page(asked: Page, folder: Folder) -> dict[str, Any]:
+    table = asked.of(folder)
+    rows = page_of(table, sort=asked.sort, descending=asked.descending, offset=asked.offset, limit=asked.limit)
+    return {"total": table.num_rows, "rows": [_plain(row) for row in rows], "skipped": folder.skipped}
+
+
+def _group(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
+    """Return the members of a group with mean and deviation of their rewards."""
+    rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
+    figures = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
+    return _plain({**figures, "members": [_member(place, rollout) for place, rollout in members]})
 
 
 class _Decoders:
