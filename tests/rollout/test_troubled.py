@@ -4,6 +4,7 @@ this file, which say and sample what a test has them."""
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import pairwise
 from threading import Event
 
@@ -95,25 +96,31 @@ def two() -> Iterator[list[Troubled]]:
 Open = Callable[[list[Troubled]], RemoteEngine]
 
 
+def opened(
+    stack: ExitStack, urls: list[str], *, probe_s: float, patience_s: float, meet: Callable[[object], list], sender: Giver | None
+) -> RemoteEngine:
+    """Return an engine over the servers of these addresses, closed at the end of the stack, with weights of version 0."""
+    settings = EngineSettings(kind="remote", urls=urls, probe_s=probe_s, turn_s=60.0, patience_s=patience_s)
+    engine = RemoteEngine(
+        [Server(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=meet, sender=sender,
+        tell=lambda _: None,
+    )  # fmt: skip
+    stack.callback(engine.close)
+    engine.load_weights(iter(()), version=0)
+    return engine
+
+
 @pytest.fixture
 def open_engine() -> Iterator[Open]:
     """An engine over these servers, all of which have its weights."""
-    opened: list[RemoteEngine] = []
+    with ExitStack() as stack:
 
-    def opens(servers: list[Troubled]) -> RemoteEngine:
-        urls = [each.url for each in servers]
-        settings = EngineSettings(kind="remote", urls=urls, probe_s=PROBE_S, turn_s=60.0, patience_s=60.0)
-        engine = RemoteEngine(
-            [Server(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode=str,
-            meet=lambda mine: [mine or ([], {})], sender=Giver(dict(zip(urls, servers, strict=True))), tell=lambda _: None,
-        )  # fmt: skip
-        opened.append(engine)
-        engine.load_weights(iter(()), version=0)
-        return engine
+        def opens(servers: list[Troubled]) -> RemoteEngine:
+            urls = [each.url for each in servers]
+            giver = Giver(dict(zip(urls, servers, strict=True)))
+            return opened(stack, urls, probe_s=PROBE_S, patience_s=60.0, meet=lambda mine: [mine or ([], {})], sender=giver)
 
-    yield opens
-    for engine in opened:
-        engine.close()
+        yield opens
 
 
 async def say(engine: RemoteEngine) -> Completion:
@@ -124,21 +131,8 @@ async def say(engine: RemoteEngine) -> Completion:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], RemoteEngine]]:
     """An engine over one server of this address, which is believed to have its weights."""
     monkeypatch.setattr(lookout, "WATCH_S", 0.05)
-    opened: list[RemoteEngine] = []
-
-    def opens(url: str) -> RemoteEngine:
-        settings = EngineSettings(kind="remote", urls=[url], probe_s=0.3, turn_s=60.0, patience_s=0.5)
-        engine = RemoteEngine(
-            [Server(url)], settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=lambda mine: [([url], {})], sender=None,
-            tell=lambda _: None,
-        )  # fmt: skip
-        opened.append(engine)
-        engine.load_weights(iter(()), version=0)
-        return engine
-
-    yield opens
-    for engine in opened:
-        engine.close()
+    with ExitStack() as stack:
+        yield lambda url: opened(stack, [url], probe_s=0.3, patience_s=0.5, meet=lambda mine: [([url], {})], sender=None)
 
 
 @pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
