@@ -14,9 +14,9 @@ import yaml
 MAX_YAML_BYTES = 512 << 10
 """A run's settings have 10 KB; the parser takes some 6 s for the worst of so many bytes."""
 TAIL_BYTES = 64 << 10
-"""Of a log, when its last lines are wanted."""
+"""Bytes that are read of a log for its last lines."""
 _YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Of PyYAML 6: `!!int ""` is an IndexError, `!!timestamp x` an AttributeError."""
+"""Exceptions of PyYAML 6: `!!int ""` is an IndexError, `!!timestamp x` an AttributeError."""
 
 
 def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:

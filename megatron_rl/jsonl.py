@@ -14,7 +14,7 @@ from megatron_rl.bounded_files import open_regular, read_bytes
 MAX_LINE_BYTES = 64 << 20
 """A rollout of a million tokens has 40 MB."""
 MAX_LINES_BYTES = 1 << 30
-"""Of a file of lines that is read as a whole."""
+"""Limit of a file of lines that is read as a whole."""
 DEEPEST = 64
 """Objects and lists within one another, in a file of settings or names."""
 LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -47,7 +47,7 @@ LEAVE_S = 6 * ANSWER_S
 SILENT = 3
 """Questions in a row without an answer, after which a rank is given up, however long the others might wait for it (parallel.skew_s)."""
 _NOBODY, _OVER = "0 nobody", "over"
-"""In the place of a question, which is a number and who asks: before the first one, and when every rank is to end."""
+"""Values in place of a question, which is a number and who asks: before the first one, and when every rank is to end."""
 _PACKAGE = Path(__file__).parent
 _HELPERS = (Path(__file__), _PACKAGE / "world.py")
 
@@ -241,7 +241,7 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def _number(asked: bytes) -> int:
-    """Of a question. Example: b"3 rank 1" -> 3"""
+    """Return the number of a question. Example: b"3 rank 1" -> 3"""
     return int(asked.split()[0])
 
 

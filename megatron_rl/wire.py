@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 VERSION = 6
 """Of the fields and their meaning. A record of another version is refused."""
 KEY = re.compile(r"[0-9A-Za-z]{1,64}")
-"""Of an image: it names a file."""
+"""A valid key of an image, which names a file."""
 MAX_PATCHES = 1 << 24
 """Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
 FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, Context, Turn, ToolCall, Verdict)}

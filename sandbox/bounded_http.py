@@ -34,7 +34,7 @@ class Answer:
     headers: Mapping[str, str]
     content: bytes
     token: str = field(default="", repr=False)
-    """That of the request."""
+    """The token of the request."""
 
     @property
     def is_success(self) -> bool:
@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """For people: without the token, which the server may have repeated."""
+        """The content for error messages: without the token, which the server may have repeated."""
         return _without(self.token, self.content.decode(errors="replace"))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 USERS_KEYS = ("OPENAI_API_KEY", "VLLM_API_KEY")
 """Variables with keys of the user, which no server that is started for a run inherits. A vLLM server asks for the latter one."""
 MAX_BYTES = 1000
-"""Of a token's file."""
+"""Limit of a token file."""
 
 
 def read_token(path: str | Path) -> str:

@@ -73,7 +73,7 @@ _TOWER: Fields = {
     "attention_dropout": (0,), "rope_theta": (10000,),
 }  # fmt: skip
 QWEN2_VISION: Fields = {**_TOWER, "embed_dim": ANY, "mlp_ratio": ANY, "hidden_act": ("quick_gelu",)}
-"""Activations of Qwen2-VL; vLLM 0.32 computes quick_gelu whatever its hidden_act."""
+"""Fields of Qwen2-VL's vision tower; vLLM 0.32 computes quick_gelu whatever its hidden_act."""
 QWEN2_5_VISION: Fields = {
     **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "window_size", "fullatt_block_indexes"), ANY),
 }  # fmt: skip

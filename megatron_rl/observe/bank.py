@@ -28,7 +28,7 @@ ROWS_TOGETHER = 64
 """Rollouts of a row group: what is decompressed to read one of them."""
 GB = 1e9
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
-"""What a damaged file makes of its reader."""
+"""Exceptions of a reader whose file is damaged."""
 STEP = re.compile(r"step_\d{6,}")
 SHOWN_CHARACTERS = 400
 """Of what is wrong with a file."""
@@ -190,7 +190,7 @@ def keys_in_step(path: Path) -> frozenset[str]:
 
 
 def _keys(table: pa.Table) -> frozenset[str]:
-    """Of pictures; what names no file is no key of one."""
+    """Return the keys of the pictures, without those that are no valid file names."""
     return frozenset(key for images in table["images"].to_pylist() for key, _ in images if KEY.fullmatch(key))
 
 

@@ -15,7 +15,7 @@ from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
 MAX_METRICS_BYTES = 1 << 20
-"""Of a line: a hundred times those of a run."""
+"""Limit of a line: a hundred times the size of a real one."""
 MAX_ID_BYTES = 1000
 PREDICTIONS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
 """Columns of W&B's table of rollouts: the first picture, and all that the policy said."""

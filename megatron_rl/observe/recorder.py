@@ -32,7 +32,7 @@ PICTURES = "images"
 THREADS = 4
 """That write pictures: each waits until the disk has its own."""
 MAX_PICTURE_BYTES, MAX_PIXELS = 256 << 20, 1 << 26
-"""Of a recorded picture that is read back: more than a policy is ever given."""
+"""Limits of a recorded picture that is read back: more than a policy is ever given."""
 _NAMED = re.compile(PICTURES.encode() + rb"/([0-9A-Za-z]+)\.png")
 _NAME = re.compile(PICTURES + r"/[0-9A-Za-z]+\.png")
 

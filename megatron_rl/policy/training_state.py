@@ -77,7 +77,7 @@ class Save:
         """`folder` exists. In the background, CPU tensors are copied first; otherwise this returns when they are written."""
         self._folder = folder
         self.digests: dict[Path, str] = {}
-        """Of the files with tensors, on rank 0, when it is finished."""
+        """Digests of the files with tensors; filled on rank 0 when the save is finished."""
         if state.num_updates == 0:  # while its critic warms up: AdamW has no moments yet, and Megatron saves what it has
             restart(state.optimizer)
         self._common = io.BytesIO()

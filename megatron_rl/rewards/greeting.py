@@ -33,7 +33,7 @@ class Greeting:
     trouble: str = ""
     """What keeps it from judging."""
     is_denied: bool = False
-    """It does not accept the key."""
+    """The server does not accept the key."""
 
 
 async def served_by(client: openai.AsyncOpenAI) -> list[str]:
@@ -67,7 +67,7 @@ async def _greeting(client: openai.AsyncOpenAI, *, model: str, secret: str) -> G
 
 
 def warning_of(greetings: Mapping[str, Greeting], *, of: str = "judge", key: str = "") -> str:
-    """What to say of servers that are in trouble while others are not; empty where all are well. HostFault: there is no other, or one of
+    """Return a warning about servers that fail while others work; empty if all work. HostFault: there is no other, or one of
     them does not accept the key.
     `key` is the setting of their addresses where it is not task.<of>.urls."""
     troubles = [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.trouble]

@@ -88,7 +88,7 @@ class Asking:
     image_token_id: int
     stop_ids: list[int]
     limit_s: float
-    """Of one request with its whole answer."""
+    """Seconds for one request with its whole answer."""
     connect_s: float
 
     async def ask(self, server: Server, turn: Turn, said: Completion, *, label: str, salt: str) -> Part:

@@ -20,7 +20,7 @@ from sandbox.bounded_http import DENIED, NoAnswer, request
 from sandbox.token import read_token
 
 MOST_BYTES = 64 << 10
-"""Of an answer."""
+"""Limit of an answer."""
 
 Tensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 

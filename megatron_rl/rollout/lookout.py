@@ -57,7 +57,7 @@ class Lookout:
         self.dark_since: float | None = None
         """Since when nobody is in, on time.monotonic's clock; None where somebody is, or nothing was served yet."""
         self.last_failure = ""
-        """Of a server, with its address."""
+        """The last failure of a server, with its address."""
 
     def start(self) -> None:
         for server in self._servers:

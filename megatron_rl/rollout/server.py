@@ -21,7 +21,7 @@ from sandbox.token import read_token
 ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
 """What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
 MOST_BYTES, MOST_CHECKSUMS = 1 << 20, 64 << 20
-"""Of an answer, and of the one that lists the checksums of all parameters of all workers."""
+"""Limits of an answer, and of the one that lists the checksums of all parameters of all workers."""
 FIRST_REST_S = 0.5
 T = TypeVar("T", bound=BaseModel)
 HOW = "start it with the command that launch/engine.py prints"

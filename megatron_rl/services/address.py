@@ -26,9 +26,9 @@ from sandbox.token import read_token
 
 FOLDER = "services"
 ANSWER_S, MOST_BYTES = 2.0, 64 << 10
-"""Of a server's answer to the question whether it is there."""
+"""Limits of a server's answer to a health check, in seconds and bytes."""
 MAX_BYTES = 16 << 10
-"""Of a file that names an address."""
+"""Limit of a file that names an address."""
 
 
 class _Model(BaseModel):
@@ -118,7 +118,7 @@ def find(run: Path, name: str, kind: str) -> str:
 
 
 def is_there(url: str, kind: str, *, nonce: str, token: Path) -> bool:
-    """Whether the service of this nonce answers at the address. It is sent the token that was made for it, and no key of the user.
+    """Return whether the service of this nonce answers at the address. It receives its own token and no key of the user.
 
     KeyRefused: one answers that does not accept the token.
     """
@@ -135,7 +135,7 @@ def is_there(url: str, kind: str, *, nonce: str, token: Path) -> bool:
 
 
 def is_proven(url: str, *, token: str) -> bool:
-    """Whether the server at the address shows that it knows the token, which it is not sent (sandbox/access.py)."""
+    """Return whether the server proves that it knows the token, without sending it the token (sandbox/access.py)."""
     challenge = secrets.token_hex(16)
     try:
         answer = request("GET", f"{url}/health", limit_s=ANSWER_S, max_bytes=MOST_BYTES, headers={CHALLENGE: challenge})

@@ -19,7 +19,7 @@ from megatron_rl.types import Context, HostFault
 
 T = TypeVar("T")
 CACHED_BYTES, CACHED_PATCHES = 1 << 28, 1 << 15
-"""Of pictures that the renderer and the engine remember between requests: 0.4 GB together, where a run's remember 6 GB."""
+"""Sizes of the picture caches of renderer and engine: 0.4 GB together, against 6 GB in a run."""
 
 
 class EngineRoom:

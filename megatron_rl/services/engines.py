@@ -67,7 +67,7 @@ class Engine:
         self.kept = Kept(command, log=self.log, environment=self.environment)
 
     def answers(self) -> bool:
-        """Whether it takes requests; whoever else has its port does not know the token."""
+        """Return whether it takes requests; another server at its port does not know the token."""
         return is_proven(self.url, token=self.token)
 
 

@@ -87,7 +87,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def limit_memory(gb: float) -> None:
-    """Let no file take more: what would is told as unreadable. Memory that pyarrow takes ahead of need would count, too."""
+    """Limit the memory of this process: a file that needs more is reported as unreadable. Arenas that pyarrow reserves would count."""
     pa.set_memory_pool(pa.system_memory_pool())
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     most = int(gb * 1e9)

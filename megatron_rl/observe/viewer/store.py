@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 400
 """Of a rollout's words in the table."""
 CONFIG, WEIGHTS = "config.yaml", "weights.json"
 MAX_FILE_BYTES = 256 << 20
-"""Of a metrics.jsonl, or of the best and worst rollouts of a step. What lies behind is left out and said."""
+"""Limit of a metrics.jsonl, or of the best and worst rollouts of a step. The rest is left out with a note."""
 READERS = 4
 """Files that are read at once."""
 PNG = b"\x89PNG\r\n\x1a\n"

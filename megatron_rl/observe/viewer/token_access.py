@@ -17,7 +17,7 @@ class TokenAccess:
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app, self._token = app, token.encode()
         self._cookie = hashlib.sha256(self._token).hexdigest().encode()
-        """Not the token itself: a cookie cannot hold all of its characters."""
+        """A digest instead of the token: a cookie cannot hold all characters of a token."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 LIMIT_S = 20.0
-"""For one request; the first one reads the tokenizer, too."""
+"""Limit of one request; the first one includes reading the tokenizer."""
 MEMORY_BYTES = 2 << 30
 MAX_ANSWER_BYTES = 64 << 20
 SHOWN_CHARACTERS = 200

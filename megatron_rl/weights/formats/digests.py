@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_rl.jsonl import read_json
 
 STATE = "run/state.json"
-"""Of a checkpoint: the file that records the others."""
+"""The file of a checkpoint that records the others."""
 MAX_STATE_BYTES = 64 << 20
 CRITIC = "critic"
 """Folder of a checkpoint with a training state of its own, recorded by the same run/state.json."""
@@ -52,7 +52,7 @@ class RecordedFiles:
     checkpoint: Path
     files: Mapping[str, Record]
     prefix: str
-    """From the checkpoint to the folder: "" or "critic/"."""
+    """The path from the checkpoint to the folder: "" or "critic/"."""
 
     def difference(self, names: Iterable[str]) -> str:
         """`find_difference` of files of the folder; what has no record is not the run's, and differs."""
