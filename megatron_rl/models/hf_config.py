@@ -78,8 +78,11 @@ def _wrong_in(config: PreTrainedConfig, family: Family) -> str:
     base = text["rope_parameters"].get("rope_theta")
     if not isinstance(base, int | float) or base <= 0:
         return f"rope_theta is {base}, not a positive number"
-    if not isinstance(text["rope_parameters"].get("mrope_section"), list):
-        return f"rope_scaling.mrope_section is {text['rope_parameters'].get('mrope_section')}, no list of numbers"
+    sections, head_dim = text["rope_parameters"].get("mrope_section"), _head_dim(text)
+    if not (isinstance(sections, list) and len(sections) == 3 and all(type(each) is int and each > 0 for each in sections)):
+        return f"rope_scaling.mrope_section is {sections}, not three positive integers"
+    if 2 * sum(sections) != head_dim:
+        return f"rope_scaling.mrope_section is {sections}, {sum(sections)} in all, not half of a head, which has {head_dim} numbers"
     if bool(text["rope_parameters"].get("mrope_interleaved")) != family.is_interleaved:
         return f"rope_scaling.mrope_interleaved is not {str(family.is_interleaved).lower()}, as it is in this family"
     return ""
@@ -103,6 +106,10 @@ def _wrong_heads(text: dict[str, object], vision: VisionSpec, family: Family) ->
     return ""
 
 
+def _head_dim(text: dict[str, object]) -> int:
+    return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+
+
 def _spec(config: PreTrainedConfig, family: Family) -> ModelSpec:
     text = config.text_config.to_dict()
     return ModelSpec(
@@ -113,7 +120,7 @@ def _spec(config: PreTrainedConfig, family: Family) -> ModelSpec:
         ffn_size=text["intermediate_size"],
         num_heads=text["num_attention_heads"],
         num_kv_heads=text["num_key_value_heads"],
-        head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+        head_dim=_head_dim(text),
         vocab_size=text["vocab_size"],
         tied=config.tie_word_embeddings,
         norm_eps=text["rms_norm_eps"],

@@ -58,9 +58,11 @@ def _qwen2_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
 
 
 def _language_of_qwen2(sizes: dict[str, int]) -> dict[str, object]:
+    pairs = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
+    spatial = 3 * pairs // 8
     return {
         **sizes, **_SPOKEN, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "use_sliding_window": False,
+        "rope_scaling": {"type": "mrope", "mrope_section": [pairs - 2 * spatial, spatial, spatial]}, "use_sliding_window": False,
     }  # fmt: skip
 
 

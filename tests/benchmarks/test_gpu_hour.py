@@ -273,9 +273,11 @@ def test_an_hour_with_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_released_size_that_speaks(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """make_shapes --words: the folder has the other's tokenizer and ids, and its own shapes."""
-    config = make_shapes.released_config("7B") | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(make_shapes.SIZES["qwen2_5_vl"], "7B", small)
+    config = make_shapes.released_config("7B")
     config["vision_config"] |= {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
-    monkeypatch.setattr(make_shapes, "released_config", lambda _, family: config | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    monkeypatch.setattr(make_shapes, "released_config", lambda _, family: config)
     monkeypatch.setattr(make_shapes, "BLOCK", 1 << 16)
     assert make_shapes.main(["--size", "7B", "--words", str(random_model), "--out", str(tmp_path / "out")]) == 0
     spec, theirs = read_spec(tmp_path / "out"), read_spec(random_model)
