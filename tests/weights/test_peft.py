@@ -19,7 +19,7 @@ from megatron_rl.config import LoraSettings
 from megatron_rl.models.mapping import PEFT_PREFIX, Heads, Row, canonical, fuse_qkv, nested
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.policy.lora import Adapter, adapt_vision, adapters_off, merged_weights
-from megatron_rl.weights.formats.peft import CONFIG, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft
+from megatron_rl.weights.formats.peft import CONFIG, KNOWN, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft
 from megatron_rl.weights.stream import Placement
 
 TARGETS = {
@@ -202,6 +202,11 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
     ({"r": 4}, "^lora.rank=2: the adapter in lora.path=.* has 4; state the same"),
     ({"lora_alpha": 16}, "^lora.alpha=6.0: the adapter in lora.path=.* has 16; state the same"),
     ({"use_dora": True}, "^lora.path=.*: use_dora=True in its adapter_config.json is more than plain LoRA"),
+    ({"layers_to_transform": [0]}, r"^lora.path=.*: layers_to_transform=\[0\] in its adapter_config.json is more than plain LoRA"),
+    ({"exclude_modules": ["q_proj"]}, r"^lora.path=.*: exclude_modules=\['q_proj'\] in its"),
+    ({"rank_pattern": {"q_proj": 4}}, "^lora.path=.*: rank_pattern={'q_proj': 4} in its"),
+    ({"alpha_pattern": {"q_proj": 4}}, "^lora.path=.*: alpha_pattern={'q_proj': 4} in its"),
+    ({"layer_gains": 0.5, "use_later_kind": True}, "^lora.path=.*: layer_gains=0.5, use_later_kind=True in its"),
     ({"bias": "all"}, "^lora.path=.*: bias=all in its"),
     ({"peft_type": "IA3"}, "^lora.path=.*: peft_type=IA3 in its"),
     ({"modules_to_save": ["lm_head"]}, "^lora.path=.*: modules_to_save="),
@@ -220,6 +225,20 @@ def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunk
     (folder / CONFIG).write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=message):
         load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
+
+
+def test_of_the_fields_of_peft_only_those_of_a_plain_adapter_may_be_set(chunks: nn.ModuleList, folder: Path) -> None:
+    """All of PEFT's own fields at their defaults are accepted; each that is not known is refused at any other value, by name."""
+    own = json.loads((folder / CONFIG).read_text())
+    plain = {**{name: value for name, value in LoraConfig().to_dict().items() if name not in own}, **own}
+    (folder / CONFIG).write_text(json.dumps(plain))
+    load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
+    others = plain.keys() - set(KNOWN)
+    assert {"layers_to_transform", "layers_pattern", "exclude_modules", "use_dora", "modules_to_save", "megatron_config"} < others
+    for name in sorted(others):
+        (folder / CONFIG).write_text(json.dumps({**plain, name: ["x"]}))
+        with pytest.raises(ValueError, match=f"^lora.path={folder}: {name}=\\['x'\\] in its adapter_config.json is more than plain LoRA"):
+            load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
 
 
 def peft_adapter(base: nn.Module, folder: Path, start: str | bool | None) -> nn.Module:

@@ -23,12 +23,13 @@ from megatron_rl.weights.formats.files import whole_or_absent
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.stream import Placement, fill, is_adapter
 
-FOREIGN = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "layer_replication",
-    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
-    "kasa_config", "use_bdlora", "monteclora_config", "arrow_config", "velora_config",
+KNOWN = (
+    DIGEST, "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "inference_mode", "init_lora_weights",
+    "loftq_config", "lora_alpha", "lora_dropout", "lora_dtype", "lora_ga_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core",
+    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
-"""Settings of PEFT's (0.21) that change what an adapter means; if they are set to anything, it is not plain LoRA."""
+"""Fields of adapter_config.json (PEFT 0.21, and lora*_ of ms-swift) that are read, or change nothing in a plain LoRA. Any other one that is
+set to something (layers_to_transform, exclude_modules, use_dora, rank_pattern, one of a newer PEFT) changes what an adapter means."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take their start out of the base's weights
 (PEFT 0.21, tuners/lora/layer.py), so that what they train is no addition to the released ones."""
@@ -133,7 +134,7 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
         raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy it again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{key}={folder}: its {CONFIG} holds a {type(config).__name__}, no settings; copy it again")
-    foreign = [name for name in FOREIGN if config.get(name)]
+    foreign = [name for name, value in config.items() if value and name not in KNOWN]
     foreign += ["bias"] if config.get("bias", "none") != "none" else []
     foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
     if foreign:
