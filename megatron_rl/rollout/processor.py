@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from PIL.Image import Resampling
 from transformers import AutoProcessor, ProcessorMixin
 
 from megatron_rl.config import require
@@ -17,6 +18,8 @@ RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError,
 """Exceptions of a chat template that is itself at fault."""
 _SYSTEM, _QUESTION, _REPLY, _NEXT = "probe system", "probe question", "probe reply", "probe observation"
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_VARYING = {"strftime_now": "the time of day", "lipsum": "random text", "random": "a random choice"}
+"""Names that make the text of a chat template another one each time, in transformers' environment and Jinja's own."""
 _REMEDY = "copy chat_template.jinja from where the model came from"
 
 
@@ -73,6 +76,33 @@ def find_template(processor: ProcessorMixin, path: str) -> str:
             require(isinstance(found.get("default"), str), "model.path", path, remedy)
             return found["default"]
     raise ValueError(f"model.path={path}: no chat template; {_REMEDY}")
+
+
+def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> None:
+    """Raise ValueError where a processor cuts pictures otherwise than the model's vision tower, numbers its tokens otherwise, or
+    resizes in another way than the renderer."""
+    images, numbers = processor.image_processor, processor.tokenizer.get_added_vocab()
+    for what, found, field, stated in (
+        ("patch_size", images.patch_size, "vision_config.patch_size", spec.vision.patch),
+        ("temporal_patch_size", images.temporal_patch_size, "vision_config.temporal_patch_size", spec.vision.temporal_patch),
+        ("merge_size", images.merge_size, "vision_config.spatial_merge_size", spec.vision.merge),
+        ("<|image_pad|>", numbers["<|image_pad|>"], "image_token_id", spec.image_token_id),
+        ("<|video_pad|>", numbers["<|video_pad|>"], "video_token_id", spec.video_token_id),
+        ("<|vision_start|>", numbers["<|vision_start|>"], "vision_start_token_id", spec.vision_start_id),
+        ("<|vision_end|>", numbers["<|vision_end|>"], "vision_end_token_id", spec.vision_end_id),
+    ):
+        remedy = f"{field} of its config.json is {stated}, and {what} of its processor {found}; give the model's own processor"
+        require(found == stated, "model.path", path, remedy)
+    remedy = f"its processor resizes pictures with resample={images.resample}, here it is always 3 (bicubic); set resample to 3"
+    require(images.resample in (None, Resampling.BICUBIC), "model.path", path, remedy)
+
+
+def check_determinism(template: str, path: str) -> None:
+    """Raise ValueError where a chat template uses a name by which its text changes from one rendering to the next."""
+    names = {value for _, kind, value in Environment().lex(template) if kind == "name"}
+    for name, what in _VARYING.items():
+        remedy = f"its chat template uses {name}, {what}: prompts would differ between processes, and after a resume; write a fixed text"
+        require(name not in names, "model.path", path, remedy)
 
 
 def check_template(render: Callable[[Sequence[Message], bool], str], path: str) -> None:

@@ -25,7 +25,14 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.vocabulary import check_vocabulary
-from megatron_rl.rollout.processor import check_template, find_banned_ids, find_continuation_problem, load_processor
+from megatron_rl.rollout.processor import (
+    check_determinism,
+    check_model_fit,
+    check_template,
+    find_banned_ids,
+    find_continuation_problem,
+    load_processor,
+)
 from megatron_rl.rollout.transcript_pieces import pictures_of, split_transcript
 from megatron_rl.types import Context, Image, Message
 
@@ -77,16 +84,7 @@ class Renderer:
         self.banned_ids = find_banned_ids(vocab, spec, never_sampled=_NEVER_SAMPLED)
         self.max_positions, self.merge, self.patch = spec.max_positions, spec.vision.merge, spec.vision.patch
         self.vision_pixels = self.patch * self.merge
-        cut = (self.processor.image_processor.patch_size, self.processor.image_processor.merge_size)
-        for what, found, stated in (
-            ("patches and merges pictures by", cut, (spec.vision.patch, self.merge)),
-            ("holds their places with token", self.image_token_id, spec.image_token_id),
-        ):
-            remedy = f"its processor {what} {found}, its config.json says {stated}; give the model's own processor"
-            require(found == stated, "model.path", model.path, remedy)
-        resample = self.processor.image_processor.resample
-        remedy = f"its processor resizes pictures with resample={resample}, here it is always 3 (bicubic); set resample to 3"
-        require(resample in (None, Resampling.BICUBIC), "model.path", model.path, remedy)
+        check_model_fit(self.processor, spec, model.path)
         self._images: OrderedDict[str, Image] = OrderedDict()
         """What is remembered, by Image.key; the one used longest ago comes first."""
         self._finals: dict[str, str] = {}
@@ -98,6 +96,7 @@ class Renderer:
         """Held while what is remembered changes."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
         check_template(self._apply_template, model.path)
+        check_determinism(self.processor.chat_template, model.path)
         self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
         """Why no text can be appended behind an earlier reply; empty where it can."""
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]

@@ -132,7 +132,11 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
         ("rope_scaling.mrope_section", [16, 48], r"mrope_section is \[16, 48\], not three positive integers"),
         ("rope_scaling.mrope_section", [64, 0, 0], r"mrope_section is \[64, 0, 0\], not three positive integers"),
         ("rope_scaling.mrope_section", [16.0, 24, 24], r"mrope_section is \[16.0, 24, 24\], not three positive integers"),
-        ("rope_scaling.mrope_section", [16, 24, 25], r"mrope_section is \[16, 24, 25\], 65 in all, not half of a head, which has 128 numbers"),
+        (
+            "rope_scaling.mrope_section",
+            [16, 24, 25],
+            r"mrope_section is \[16, 24, 25\], 65 in all, not half of a head, which has 128 numbers",
+        ),
         ("vision_config.depth", 0, "vision_config.depth is 0, not a positive integer"),
         ("vision_config.num_heads", 3, "vision_config.num_heads is 3, which does not divide hidden_size, 1280"),
         ("vision_config.hidden_act", "loud", "vision_config.hidden_act is loud"),

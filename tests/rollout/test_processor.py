@@ -175,3 +175,43 @@ def test_grounding_tokens_of_questions_are_tokens_where_they_are_allowed(folder:
         "",
         "<|im_end|>",
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("vision_config.patch_size", 7, "vision_config.patch_size of its config.json is 7, and patch_size of its processor 14"),
+        (
+            "vision_config.temporal_patch_size",
+            1,
+            "vision_config.temporal_patch_size of its config.json is 1, and temporal_patch_size of its processor 2",
+        ),
+        (
+            "vision_config.spatial_merge_size",
+            1,
+            "vision_config.spatial_merge_size of its config.json is 1, and merge_size of its processor 2",
+        ),
+        ("image_token_id", 1, r"image_token_id of its config.json is 1, and <\|image_pad\|> of its processor \d+"),
+        ("video_token_id", 2, r"video_token_id of its config.json is 2, and <\|video_pad\|> of its processor \d+"),
+        ("vision_start_token_id", 3, r"vision_start_token_id of its config.json is 3, and <\|vision_start\|> of its processor \d+"),
+        ("vision_end_token_id", 4, r"vision_end_token_id of its config.json is 4, and <\|vision_end\|> of its processor \d+"),
+    ],
+)
+def test_a_processor_that_does_not_fit_the_model(field: str, value: int, said: str, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHATML)
+    stored = json.loads((folder / "config.json").read_text())
+    part, _, name = field.rpartition(".")
+    (stored[part] if part else stored)[name] = value
+    (folder / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=f"^model.path={folder}: {said}; give the model's own processor$"):
+        Renderer(ModelSettings(path=str(folder)))
+
+
+@pytest.mark.parametrize("call", ["{{ strftime_now('%H') }}", "{% set t = [1, 2] | random %}", "{{ lipsum(1) }}"])
+def test_a_template_whose_text_changes_from_one_time_to_the_next(call: str, folder: Path) -> None:
+    name = next(each for each in ("strftime_now", "random", "lipsum") if each in call)
+    (folder / "chat_template.jinja").write_text("{# strftime_now random lipsum #}" + CHATML)
+    Renderer(ModelSettings(path=str(folder)))
+    (folder / "chat_template.jinja").write_text(CHATML + "{% if tools %}" + call + "{% endif %}")
+    with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template uses {name}, [^\n]*; write a fixed text$"):
+        Renderer(ModelSettings(path=str(folder)))

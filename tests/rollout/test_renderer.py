@@ -234,25 +234,6 @@ def test_banned_are_vision_tokens_and_ids_beyond_the_tokenizer(renderer: Rendere
     assert renderer.end_id not in banned and not banned & set(range(900))
 
 
-@pytest.mark.parametrize(
-    ("file", "part", "name", "value", "said"),
-    [
-        ("config.json", "vision_config", "spatial_merge_size", 3, r"by \(14, 2\), its config.json says \(14, 3\)"),
-        ("config.json", "vision_config", "patch_size", 16, r"by \(14, 2\), its config.json says \(16, 2\)"),
-        ("config.json", "", "image_token_id", 7, r"with token \d+, its config.json says 7"),
-    ],
-)
-def test_a_processor_of_another_model_is_refused(
-    random_model: Path, tmp_path: Path, file: str, part: str, name: str, value: int, said: str
-) -> None:
-    folder = shutil.copytree(random_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    stored = json.loads((folder / file).read_text())
-    (stored[part] if part else stored)[name] = value
-    (folder / file).write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=rf"^model.path={folder}: its processor .* {said}; give the model's own processor$"):
-        Renderer(ModelSettings(path=str(folder)))
-
-
 def test_another_resampling_filter_is_refused(random_model: Path, tmp_path: Path) -> None:
     """Public case I9: pictures are always resized by bicubic interpolation (3), which the model's own file must not contradict."""
     folder = shutil.copytree(random_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
