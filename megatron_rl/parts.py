@@ -114,14 +114,15 @@ def build_remote(
     ValueError: another run has one of them.
     """
     given, name = settings.engine, on_main_rank(lambda: secrets.token_hex(4))
-    servers, sender = [Server(url, token=token_of(given), longest_s=settings.parallel.timeout_s) for url in given.urls], None
+    longest_s, is_own = settings.parallel.timeout_s, on_main_rank(lambda: household is not None)
+    servers, sender = [Server(url, token=token_of(given), is_own=is_own, longest_s=longest_s) for url in given.urls], None
     if world.is_main:
         sender = Sender(
             servers, wanted=wanted_of(settings, renderer), owner=f"{settings.run.dir} ({os.getpid()} on {socket.gethostname()}, {name})",
             kind="nccl" if world.device.type == "cuda" else "gloo", bucket_bytes=int(given.bucket_mib * 2**20),
-            timeout_s=settings.parallel.timeout_s,
+            timeout_s=longest_s,
         )  # fmt: skip
-    on_main_rank(lambda: sender.claim() if household is None else None)
+    on_main_rank(lambda: sender.claim() if not is_own else None)
     return RemoteEngine(
         servers, given, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids, decode=renderer.tokenizer.decode,
         meet=gallery.share, sender=sender, household=household, place=world.rank, tell=tell,

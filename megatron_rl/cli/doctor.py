@@ -185,7 +185,7 @@ async def _greet_judges(judge: JudgeSettings) -> dict[str, Greeting]:
     async with AsyncExitStack() as opened:
         secret, urls = api_key(judge.token_file), [url for url in dict.fromkeys(judge.urls) if not service_of(url)]
         clients = {url: await opened.enter_async_context(client_of(url, secret=secret)) for url in urls}
-        return await greet(clients, model=judge.model, secret=secret)
+        return await greet(clients, model=judge.model, secret=secret, token_file=judge.token_file)
 
 
 def look_at_sandbox(settings: Settings, report: Report) -> None:

@@ -97,9 +97,10 @@ def api_key(token_file: str = "") -> str:
         raise HostFault(f"task.judge.token_file={error}") from error
 
 
-def key_words(error: openai.APIStatusError, *, secret: str) -> str:
-    """Return a line about a server that does not accept the key: its answer, and what to do."""
-    return f"{told(error, secret=secret)}: set OPENAI_API_KEY{proxy_words(str(error.request.url))}"
+def key_words(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
+    """Return a line about a server that does not accept the key of `api_key`: its answer, and what to do."""
+    remedy = f"put its key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
+    return f"{told(error, secret=secret)}: {remedy}{proxy_words(str(error.request.url))}"
 
 
 class SaidMessage(BaseModel):
@@ -124,12 +125,13 @@ class Completion(BaseModel):
 
 
 @contextmanager
-def as_servers_say(secret: str) -> Iterator[None]:
-    """Trouble of the openai package, and a body that is none, in the terms of servers.py, without the servers' key."""
+def as_servers_say(secret: str, *, token_file: str = "") -> Iterator[None]:
+    """Trouble of the openai package, and a body that is none, in the terms of servers.py, without the servers' key. `token_file`: of
+    `api_key`."""
     try:
         yield
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        raise KeyRefused(key_words(error, secret=secret)) from error
+        raise KeyRefused(key_words(error, secret=secret, token_file=token_file)) from error
     except openai.BadRequestError as error:
         raise Refused(told(error, secret=secret)) from error
     except openai.APIStatusError as error:

@@ -42,20 +42,22 @@ async def served_by(client: openai.AsyncOpenAI) -> list[str]:
     return [model.id for model in _Models.model_validate_json(raw.content).data]
 
 
-async def greet(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str) -> dict[str, Greeting]:
-    """Ask each server once, all together and briefly; `model` is what one of them must serve, empty where any will do; `secret` is their
-    key. By address."""
-    greetings = await asyncio.gather(*(_greeting(client, model=model, secret=secret) for client in clients.values()))
+async def greet(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str, token_file: str) -> dict[str, Greeting]:
+    """Ask each server once, all together and briefly. By address.
+
+    `model` is what one of them must serve, empty where any will do; `secret` and `token_file` are those of `api_key`.
+    """
+    greetings = await asyncio.gather(*(_greeting(client, model=model, secret=secret, token_file=token_file) for client in clients.values()))
     return dict(zip(clients, greetings, strict=True))
 
 
-async def _greeting(client: openai.AsyncOpenAI, *, model: str, secret: str) -> Greeting:
+async def _greeting(client: openai.AsyncOpenAI, *, model: str, secret: str, token_file: str) -> Greeting:
     proxy = proxy_words(str(client.base_url))
     try:
         async with asyncio.timeout(GREETING_S):
             served = await served_by(client)
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        return Greeting(trouble=key_words(error, secret=secret), is_denied=True)
+        return Greeting(trouble=key_words(error, secret=secret, token_file=token_file), is_denied=True)
     except (openai.APIStatusError, ValidationError):
         return Greeting()
     except TimeoutError:

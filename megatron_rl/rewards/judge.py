@@ -71,7 +71,7 @@ class Judge:
         self._secret = api_key(self.settings.token_file)
         for url in dict.fromkeys(self.settings.urls):
             self._clients[url] = client_of(url, secret=self._secret)  # `servers` hold it to its time
-        warning = warning_of(await greet(self._clients, model=self.model, secret=self._secret))
+        warning = warning_of(await greet(self._clients, model=self.model, secret=self._secret, token_file=self.settings.token_file))
         if warning:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         self.model = self.model or await self.servers.ask(self._served_model)
@@ -153,7 +153,7 @@ class Judge:
         return said_in(await self._complete(endpoint, messages), prompt, secret=self._secret)
 
     async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> SaidMessage:
-        with as_servers_say(self._secret):
+        with as_servers_say(self._secret, token_file=self.settings.token_file):
             raw = await self._clients[endpoint.url].chat.completions.with_raw_response.create(
                 model=self.model,
                 messages=messages,
@@ -164,7 +164,7 @@ class Judge:
             return Completion.model_validate_json(raw.content).choices[0].message
 
     async def _served_model(self, endpoint: Endpoint) -> str:
-        with as_servers_say(self._secret):
+        with as_servers_say(self._secret, token_file=self.settings.token_file):
             return (await served_by(self._clients[endpoint.url]))[0]
 
 

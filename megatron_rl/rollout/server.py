@@ -26,6 +26,7 @@ FIRST_REST_S = 0.5
 T = TypeVar("T", bound=BaseModel)
 HOW = "start it with the command that launch/engine.py prints"
 NO_KEY = "it does not accept this run's requests; give the file of its token as engine.token_file"
+OWN_NO_KEY = "this run started its own (engine.servers), and this one does not accept their token: another may have the port; start again"
 
 
 class _Version(BaseModel):
@@ -73,9 +74,11 @@ class Work:
 class Server:
     """One server. Of the loop's thread, but for `call` and what is made of it."""
 
-    def __init__(self, url: str, *, token: str = "", longest_s: float = CHECK_S) -> None:
-        """`token` goes with every request. `longest_s` is what any call may take at most, with its whole answer."""
+    def __init__(self, url: str, *, token: str = "", is_own: bool = False, longest_s: float = CHECK_S) -> None:
+        """`token` goes with every request. `is_own`: the run started it. `longest_s` is what any call may take at most, with
+        its whole answer."""
         self.url, self.token, self._longest_s = url.rstrip("/"), token, longest_s
+        self._no_key = OWN_NO_KEY if is_own else NO_KEY
         self.endpoint = Endpoint(self.url, FIRST_REST_S)
         self.is_in = False
         """It holds the weights that are served now, as far as is known."""
@@ -121,7 +124,7 @@ class Server:
         """Return the content of an answer that is good. KeyRefused, ServerFault: it is none."""
         text = f"{path}: {answer.status}, {one_line(answer.text)}"
         if answer.status in DENIED:
-            self.denial = f"engine.urls={self.url}: {text}; {NO_KEY}"
+            self.denial = f"engine.urls={self.url}: {text}; {self._no_key}"
             raise KeyRefused(text)
         if not answer.is_success:
             raise ServerFault(text)

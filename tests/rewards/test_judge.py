@@ -158,6 +158,24 @@ def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path)
         assert len(kept) == 1
 
 
+def test_a_key_of_a_file_that_is_not_accepted_names_the_file(tmp_path: Path) -> None:
+    """At the first verdict, and at the start."""
+    (tmp_path / "key").write_text("k" * 40)
+    (tmp_path / "key").chmod(0o600)
+    with serving(right) as server:
+        keyed = settings(server, token_file=str(tmp_path / "key"))
+
+        async def use(judge: Judge) -> None:
+            server.behave = lambda _: Reply("no such key", 401)
+            with pytest.raises(AccessDenied, match=rf": put its key into task.judge.token_file={tmp_path}/key$"):
+                await judge.verdict(PROMPT, fields=fields())
+
+        held(keyed, use)
+        server.greeting = Reply("", 401)
+        with pytest.raises(HostFault, match=rf": put its key into task.judge.token_file={tmp_path}/key"):
+            held(keyed, use)
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_key_that_is_not_accepted_is_no_outage(status: int) -> None:
     """It is asked once, no other server is asked instead, and the line says what to do."""

@@ -17,6 +17,7 @@ from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.lookout import WATCH_S
 from megatron_rl.rollout.remote import TRIES, RemoteEngine
 from megatron_rl.rollout.server import Server
+from megatron_rl.servers import KeyRefused
 from megatron_rl.types import AccessDenied, HostFault, WaitedFault
 from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
@@ -163,6 +164,15 @@ def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str]
         line = rf"^engine.urls={url}: /\S+: {status}, no such key; it does not accept .*; give the file of its token as engine.token_file$"
         with pytest.raises(AccessDenied, match=line):
             engine.run(say(engine))
+
+
+def test_one_that_the_run_started_itself_has_no_token_of_the_users() -> None:
+    with hostile("401") as url:
+        server = Server(url, token="t" * 40, is_own=True)
+        with pytest.raises(KeyRefused):
+            server.call("/version")
+    assert server.denial.startswith(f"engine.urls={url}: /version: 401, no such key; this run started its own (engine.servers), and ")
+    assert "engine.token_file" not in server.denial
 
 
 @pytest.mark.parametrize("how", ["500", "garbage", "other"])
