@@ -26,7 +26,7 @@ from megatron_rl.observe.recorder import PICTURES, Recorder, best_and_worst, sto
 from megatron_rl.observe.recorder import write as write_rollouts
 from megatron_rl.observe.trace import STEP, Trace
 from megatron_rl.observe.trace import write as write_trace
-from megatron_rl.run_superseded import supersede_records
+from megatron_rl.run_superseded import find_gaps, supersede_records
 from megatron_rl.step_metrics import Worked, credited_groups, idle
 from megatron_rl.types import Batch, End, LogprobMismatch, NotFinite, Rollout
 from megatron_rl.world import World, gather, on_main_rank, together
@@ -110,6 +110,9 @@ class Run:
             )  # fmt: skip
             if superseded and superseded[1]:
                 self.tell(f"{superseded[1]} recorded steps are done again; their records are kept in {superseded[0]}")
+            gaps = find_gaps(self.folder, first_line=first_line)
+            if gaps:
+                self.tell(f"warning: {gaps}")
             config = asdict(settings)
             replace_bytes(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
             self.log = MetricsLog(
@@ -278,6 +281,11 @@ class Result:
 def published(folder: Path) -> list[Path]:
     """The complete checkpoints of RUN/checkpoints, oldest first; a copy that somebody made under another name is none."""
     return sorted(path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
+
+
+def step_name(step: int) -> str:
+    """Return the name of the checkpoint of so many steps."""
+    return f"step_{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:

@@ -5,11 +5,13 @@
     the same settings, more steps, or changes of FREE        the run goes on from its newest checkpoint, or begins again where there is none
     the same, but the run has finished, or stopped in        refused without checkpoint.allow_repeat
       order, behind its newest checkpoint
+    a checkpoint under the name of another step              refused
     any other change                                         refused, unless run.overwrite moves the folder aside
-A finished run (eval.json and final/) has done all its steps; one that stopped in order wrote ended.json, with the step of the checkpoint
-that it left. After all other ends (a kill, an error) the steps behind the newest checkpoint are done again, and run_superseded.py keeps
-what was recorded of them.
-Settings are compared with those of config.yaml. The lock is one of fcntl's, on RUN/.lock, held by rank 0; on NFS it was not tried.
+A finished run (eval.json, and final/ with all its weights) has done all its steps, as has one whose final/ was lost since; one that
+stopped in order wrote ended.json, with the step of the checkpoint that it left. After all other ends (a kill, an error) the steps behind
+the newest checkpoint are done again, and run_superseded.py keeps what was recorded of them.
+Settings are compared with those of config.yaml; one that only one of the two has is a change, too. The lock is one of fcntl's, on
+RUN/.lock, held by rank 0; on NFS it was not tried.
 """
 
 import fcntl
@@ -19,7 +21,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +30,13 @@ from typing import TextIO
 import yaml
 
 from megatron_rl.bounded_files import read_yaml
+from megatron_rl.checkpoint_state import recall
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import read_json, replace_bytes, to_number
 from megatron_rl.observe.metrics import METRICS_FILE
-from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, step_of, writing
+from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, step_name, step_of, writing
 from megatron_rl.run_superseded import SUPERSEDED
+from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 from megatron_rl.world import on_main_rank
 
 LOCK = ".lock"
@@ -51,6 +55,8 @@ FREE = (
 """Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
 _OPEN = ("optim.part_lr", "task.options")
 """Settings whose keys are the user's: they are compared as a whole where they have other keys than before."""
+ABSENT = "absent"
+"""Stands for the value of a setting that is not there."""
 STEPS = {"rl": "run.steps", "sft": "sft.steps"}
 """By stage: the setting that says how long a run takes."""
 
@@ -64,21 +70,34 @@ class Standing:
     changes: dict[str, tuple[object, object]] = field(default_factory=dict)
     """{dotted key: (old, new)} of the settings that may change, since the folder's run last began or went on."""
     is_finished: bool = False
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Of a run that is finished: its last one."""
+    missing: str = ""
+    """The file of final/ for which a run with a last evaluation is not finished."""
     refusal: str = ""
     """Why the run cannot go on here."""
 
+    def describe_start(self, folder: Path, checkpoint: Path | None) -> str:
+        """Return the line that says from where a run goes on, given the checkpoint that was found intact; "" for a new run."""
+        if checkpoint is None and not self.changes:
+            return ""
+        begins = f"resume: {checkpoint}" if checkpoint else f"begin again: {folder}"
+        lacks = f"; {folder / FINAL / self.missing} is missing, the run is not finished" if self.missing else ""
+        return begins + (f"; changed since: {told(self.changes)}" if self.changes else "") + lacks
+
 
 @contextmanager
-def held(settings: Settings) -> Iterator[dict[str, float] | None]:
+def held(settings: Settings) -> Iterator[Standing]:
     """Hold the run folder inside the block, ready for the run. All ranks together.
 
-    Yields the evaluation of a run that is finished: there is nothing to do. ValueError: another run holds it, or it holds another run.
+    Yields how the folder stands to the settings; of a run that is finished there is nothing to do. ValueError: another run holds it, or it
+    holds another run.
     """
     with ExitStack() as locks:
         yield on_main_rank(lambda: _enter(settings, locks))
 
 
-def _enter(settings: Settings, locks: ExitStack) -> dict[str, float] | None:
+def _enter(settings: Settings, locks: ExitStack) -> Standing:
     folder = Path(settings.run.dir)
     with writing(folder):
         locks.enter_context(lock(folder))
@@ -93,14 +112,11 @@ def _enter(settings: Settings, locks: ExitStack) -> dict[str, float] | None:
     if standing.refusal:
         raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
     if standing.is_finished:
-        return _evaluation_in(folder)
+        return replace(standing, evaluation=_evaluation_in(folder))
     with writing(folder):
         (folder / ENDED).unlink(missing_ok=True)
     locks.push(partial(_leave_word, folder))
-    if standing.newest or standing.changes:
-        begins = f"resume: {standing.newest}" if standing.newest else f"begin again: {folder}"
-        print(begins + (f"; changed since: {told(standing.changes)}" if standing.changes else ""), flush=True)
-    return None
+    return standing
 
 
 def lock(folder: Path) -> TextIO:
@@ -162,14 +178,29 @@ def look(folder: Path, settings: Settings) -> Standing:
     others = {key: values for key, values in changes.items() if not may_change(key, *values)}
     if others:
         return Standing(refusal=f"holds a run with other settings: {told(others)}")
-    is_finished = (folder / EVALUATION).is_file() and (folder / FINAL / "config.json").is_file()
+    renamed = _find_renamed(folder)
+    if renamed:
+        return Standing(refusal=renamed)
+    is_evaluated, missing = (folder / EVALUATION).is_file(), find_missing_file(folder / FINAL)
+    is_finished = is_evaluated and not missing
     if is_finished and STEPS[settings.stage] not in changes:
         return Standing(is_finished=True)
-    num_done = num_steps if is_finished else _stopped_after(folder)
+    num_done = num_steps if is_evaluated else _stopped_after(folder)
     if num_done > (step_of(newest) if newest else 0) and not settings.checkpoint.allow_repeat:
-        refusal = _repetition(folder, newest, num_done=num_done)
+        lacks = f"{folder / FINAL / missing} is missing, " if is_evaluated and missing else ""
+        refusal = lacks + _repetition(folder, newest, num_done=num_done)
         return Standing(refusal=f"{told(changes)}: {refusal}" if changes else refusal)
-    return Standing(newest=newest, changes=changes)
+    return Standing(newest=newest, changes=changes, missing=missing if is_evaluated else "")
+
+
+def _find_renamed(folder: Path) -> str:
+    """Return what a checkpoint is that has another step's name, "" if there is none. Of what is damaged nothing is known."""
+    for checkpoint in published(folder / CHECKPOINTS):
+        with suppress(ValueError):
+            step = recall(checkpoint).step
+            if step != step_of(checkpoint):
+                return f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it {step_name(step)} again"
+    return ""
 
 
 def _stopped_after(folder: Path) -> int:
@@ -209,10 +240,10 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def changed(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
-    """{dotted key: (old, new)} of the settings that both know and that differ."""
+    """{dotted key: (old, new)} of the settings that differ; ABSENT where one of them lacks the key."""
     changes: dict[str, tuple[object, object]] = {}
-    for key in sorted(old.keys() & new.keys()):
-        before, after = old[key], new[key]
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key, ABSENT), new.get(key, ABSENT)
         are_groups = isinstance(before, dict) and isinstance(after, dict)
         if are_groups and (prefix + key not in _OPEN or before.keys() == after.keys()):
             changes |= changed(before, after, f"{prefix}{key}.")
@@ -223,10 +254,8 @@ def changed(old: Mapping[str, object], new: Mapping[str, object], prefix: str = 
 
 def may_change(key: str, old: object, new: object) -> bool:
     """Whether a run that goes on with the new value is still that run. Stages of a warm start stand where they did: only the last grows."""
-    if key == "run.steps":
-        return new >= old
-    if key == "sft.steps":
-        return old[:-1] == new[:-1] and new[-1:] >= old[-1:]
+    if key in STEPS.values() and old != ABSENT:
+        return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
     return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
 
 

@@ -2,7 +2,7 @@
 
     waiting     nothing was begun in it
     running     a process holds its lock, or an attempt at it (attempts.py) is under way
-    finished    eval.json and final/ are there
+    finished    eval.json and all of final/ are there
     stopped     it was asked to stop; the same command goes on
     failed      all else, with the line that says why
 A folder on several machines shows a run on another one only where its file system passes locks of fcntl on.
@@ -22,6 +22,7 @@ from megatron_rl.jsonl import read_json
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published
 from megatron_rl.run_folder import ENDED, LOCK, read_settings
+from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 _FLOCK = struct.Struct("hhqqi4x")
 """struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, pid."""
@@ -94,7 +95,7 @@ def is_running(folder: Path) -> bool:
 
 def is_finished(folder: Path) -> bool:
     """It has its last evaluation and all of its weights, and nobody is at it."""
-    return not is_running(folder) and (folder / EVALUATION).is_file() and (folder / FINAL / "config.json").is_file()
+    return not is_running(folder) and (folder / EVALUATION).is_file() and not find_missing_file(folder / FINAL)
 
 
 def _state_of(folder: Path, *, has_begun: bool) -> tuple[State, str]:
@@ -102,6 +103,8 @@ def _state_of(folder: Path, *, has_begun: bool) -> tuple[State, str]:
         return State.RUNNING, ""
     if is_finished(folder):
         return State.FINISHED, ""
+    if (folder / EVALUATION).is_file():
+        return State.FAILED, f"{folder / FINAL / find_missing_file(folder / FINAL)} is missing; the same command writes it again"
     words = [word for word in (_left(folder / ENDED), _said(folder / LATEST)) if word]
     if words:
         _, state, line = max(words)

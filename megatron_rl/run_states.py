@@ -9,73 +9,32 @@
 What is a function of seed and step (who is dealt, how is sampled) needs no state.
 """
 
-import hashlib
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint_state import RunState, recall, write_state
 from megatron_rl.config import Settings
-from megatron_rl.jsonl import read_json, replace_bytes
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
-from megatron_rl.run import CHECKPOINTS, History, Run, published, step_of, writing
+from megatron_rl.run import CHECKPOINTS, History, Run, published, step_name, step_of, writing
 from megatron_rl.run_superseded import SUPERSEDED, free_path
 from megatron_rl.types import RunFailed
-from megatron_rl.weights.formats.digests import CRITIC, MAX_STATE_BYTES, STATE, check_records, find_difference, record
+from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, record
 from megatron_rl.weights.formats.files import copy_companions, flush
 from megatron_rl.world import gather, on_main_rank, together
 
-_OWN_DIGEST = "sha256"
-"""Key of run/state.json: the digest of its other values."""
 _SUCCESS = "eval/greedy_success"
 _REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class RunState:
-    """What a run knows beside its policy when `step` steps are done; without arguments, at its beginning."""
-
-    step: int = 0
-    history: History = field(default_factory=History)
-    success: float | None = None
-    """Greedy success of the evaluation that followed this step, if there was one."""
-    settings: dict = field(default_factory=dict)
-    files: dict[str, dict[str, int | str]] = field(default_factory=dict)
-    """Size and digest of every file of the checkpoint but this one, by its name relative to the checkpoint (digests.py)."""
-
-
-def recall(checkpoint: Path) -> RunState:
-    """Return what a checkpoint's run/state.json holds. ValueError: it is not there, or not what a run wrote."""
-    path = checkpoint / STATE
-    try:
-        read = read_json(path, at_most=MAX_STATE_BYTES)
-        expected, found = read.pop(_OWN_DIGEST), _digest_of(read)
-        if found != expected:
-            raise ValueError(f"has the SHA-256 {found}, not {expected}")
-        check_records(read["files"])
-        return RunState(**{**read, "history": History(**read["history"])})
-    except FileNotFoundError as error:
-        raise ValueError(f"{checkpoint}: damaged: {STATE} is missing") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{checkpoint}: damaged: {STATE} cannot be read ({error})") from error
-
-
-def write_state(path: Path, values: Mapping[str, object]) -> None:
-    replace_bytes(path, json.dumps({_OWN_DIGEST: _digest_of(values), **values}, indent=1).encode())
-
-
-def _digest_of(values: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def find(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, RunState]:
@@ -152,10 +111,12 @@ class Checkpoints:
 
     def __init__(
         self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
-        start: Path | None, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
+        start: Path | None, base: Mapping[str, str], group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`start` is the checkpoint that `find` found; `group` is where ranks wait for those that write longer (world.patient)."""
+        """`start` is the checkpoint that `find` found; `base` holds the digests of the model in model.path (model_digests.py); `group` is
+        where ranks wait for those that write longer (world.patient)."""
         self._settings, self._policy, self._critic, self._start, self._group = settings, policy, critic, start, group
+        self._base = dict(base)
         self._run = Path(settings.run.dir)
         self._pending: _Pending | None = None
         self._clock, self._last = clock, clock()
@@ -200,13 +161,15 @@ class Checkpoints:
         if pending is None:
             return
         if pending.step == step:
-            pending.state = RunState(step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings))
+            pending.state = RunState(
+                step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings), base=self._base
+            )  # fmt: skip
         if not self._settings.checkpoint.background or all([save.is_written() for save in pending.saves]):
             self.settle()
 
     def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """Have the checkpoint of `step` done steps, to its end, be it due or not. The policy is awake."""
-        checkpoint = self._run / CHECKPOINTS / _name(step)
+        checkpoint = self._run / CHECKPOINTS / step_name(step)
         is_begun = self._pending is not None and self._pending.step == step
         if step > 0 and not is_begun and not on_main_rank(checkpoint.exists):
             self._begin(step)
@@ -255,7 +218,7 @@ class Checkpoints:
 
     def _publish(self, pending: _Pending) -> None:
         """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""
-        folder, checkpoint = pending.folder, pending.folder.with_name(_name(pending.step))
+        folder, checkpoint = pending.folder, pending.folder.with_name(step_name(pending.step))
         digests = {path: sha256 for save in pending.saves for path, sha256 in save.digests.items()}
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(folder)): record(path, digests.get(path)) for path in paths}
@@ -273,17 +236,13 @@ class Checkpoints:
         successes = {step: state.success if state else None for step, state in states.items()}
         for step in surplus(successes, keep_last=keep.keep_last, keep_best=keep.keep_best):
             going = folder / _hidden(step)
-            (folder / _name(step)).rename(going)
+            (folder / step_name(step)).rename(going)
             shutil.rmtree(going)
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 def _hidden(step: int) -> str:
     """The name while it is not complete: on its way, or on its way out."""
-    return f".{_name(step)}.partial"
+    return f".{step_name(step)}.partial"
 
 
 def _remove_partial(folder: Path) -> None:

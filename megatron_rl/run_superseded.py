@@ -58,6 +58,17 @@ def supersede_records(
     return (superseded, num_repeated) if superseded else None
 
 
+def find_gaps(run_dir: Path, *, first_line: int) -> str:
+    """Return what is wrong with the steps before `first_line` in metrics.jsonl, which has a line of each in order; "" if nothing is."""
+    path = run_dir / METRICS_FILE
+    found = [int(line["step"]) for line in read_metrics(path)] if path.is_file() else []
+    missing = sorted(set(range(first_line)) - set(found))
+    if missing:
+        steps = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
+        return f"{path} has no line of {len(missing)} steps that are done ({steps}); curves and reports lack them"
+    return "" if found == sorted(set(found)) else f"{path} has lines that are not in the order of steps, or twice; somebody changed it"
+
+
 def _is_final_evaluation(line: Mapping[str, float]) -> bool:
     """Return True for the line that a finished run adds behind its last step."""
     return all(name == "step" or name.startswith(("eval/", "time/")) for name in line)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.corrections import uncorrected
+from megatron_rl.checkpoint_state import RunState
 from megatron_rl.choices import Own, build_task, check, check_examples, check_sizes, has_boxes, has_critic
 from megatron_rl.config import Settings
 from megatron_rl.evaluate import evaluate
@@ -36,7 +37,7 @@ from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.server import check_servers
 from megatron_rl.run import ADAPTER, Result, Run, writing
 from megatron_rl.run_checks import check_improvement
-from megatron_rl.run_folder import held, saved_step
+from megatron_rl.run_folder import Standing, held, saved_step
 from megatron_rl.run_states import Checkpoints, find
 from megatron_rl.services.address import token_file
 from megatron_rl.services.engines import ENGINES, check_started, engines
@@ -46,7 +47,19 @@ from megatron_rl.stop import CLOSING_S, Stop
 from megatron_rl.tasks.base import Task
 from megatron_rl.types import Outage, RunDenied, RunFailed, Stopped
 from megatron_rl.watch import Watch
-from megatron_rl.world import World, connect, disconnect, expand_segments, gather, patient, place, return_freed_blocks, together
+from megatron_rl.weights.formats.model_digests import check_same_model, model_digests
+from megatron_rl.world import (
+    World,
+    connect,
+    disconnect,
+    expand_segments,
+    gather,
+    on_main_rank,
+    patient,
+    place,
+    return_freed_blocks,
+    together,
+)
 
 T = TypeVar("T")
 
@@ -93,9 +106,10 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
         closing.callback(disconnect)
         with watch:
             task = together(lambda: prepared(settings, own, world=world, needed=needed, splits=stage.splits))
-            evaluation = closing.enter_context(held(settings))
-            if evaluation is not None:
-                return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=evaluation, is_finished=True, is_new=False)
+            standing = closing.enter_context(held(settings))
+            if standing.is_finished:
+                found = standing.evaluation
+                return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=found, is_finished=True, is_new=False)
             check_nodes(settings, world)
             try:
                 if chosen(settings.services) and stage is not REPLAY:
@@ -112,7 +126,7 @@ def live(settings: Settings, own: Own, *, world: World, stop: Stop) -> Result:
             if settings.run.rollout_only:
                 algorithm = {**ALGORITHMS, **own.algorithms}[settings.algo.name]
                 return collect(playing, task=task, algorithm=algorithm, world=world, stop=stop, household=household, closing=closing)
-            parts = build(settings, stage, task=task, own=own, world=world, stop=stop, closing=closing)
+            parts = build(settings, stage, standing=standing, task=task, own=own, world=world, stop=stop, closing=closing)
             parts.household = household
             reason = played(settings, parts, lambda: stage.play(playing, parts))
             done = parts.run
@@ -177,10 +191,16 @@ def prepared(settings: Settings, own: Own, *, world: World, needed: int | ValueE
     return task
 
 
-def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: World, stop: Stop, closing: ExitStack) -> Parts:
+def build(
+    settings: Settings, stage: Stage, *, standing: Standing, task: Task, own: Own, world: World, stop: Stop, closing: ExitStack
+) -> Parts:  # fmt: skip
     """All but the engines, on every rank; where the run goes on, it is found here."""
     group = patient(timeout_s=settings.parallel.skew_s)
     checkpoint, state = find(settings, group=group)
+    base = on_main_rank(lambda: read_base(settings, state if checkpoint else None), group=group)
+    started = standing.describe_start(Path(settings.run.dir), checkpoint)
+    if started and world.is_main:
+        print(started, flush=True)
     num_steps = stage.num_steps(settings)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
@@ -203,11 +223,19 @@ def build(settings: Settings, stage: Stage, *, task: Task, own: Own, world: Worl
     for line in (transformer_engine_trouble(), *uncorrected(settings)):
         if line:
             record.tell(line)
-    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, group=group)
+    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, base=base, group=group)
     return Parts(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
         checkpoints=checkpoints, stop=stop, gallery=gallery, closing=closing,
     )  # fmt: skip
+
+
+def read_base(settings: Settings, state: RunState | None) -> dict[str, str]:
+    """Return the digests of the model in model.path. ValueError: it is not the one of the run that goes on from `state`."""
+    found = model_digests(Path(settings.model.path))
+    if state is not None:
+        check_same_model(state.base, found, key="model.path", folder=settings.model.path)
+    return found
 
 
 def build_renderer(settings: Settings, *, continues_contexts: bool) -> Renderer:

@@ -237,3 +237,28 @@ def test_a_step_whose_evaluation_is_owed_is_recorded_once(tmp_path: Path) -> Non
     run.record(2, {"loss": 1.0})
     run.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([0, 1, 2, 3, 4], ""),
+        ([0, 1, 2, 3, 4, 5, 6], ""),
+        ([0, 1, 3, 4], "has no line of 1 steps that are done (2); curves and reports lack them"),
+        ([4], "has no line of 4 steps that are done (0, 1, 2, 3); curves"),
+        ([], "has no line of 5 steps that are done (0, 1, 2, 3, ...); curves"),
+        ([0, 1, 1, 2, 3, 4], "has lines that are not in the order of steps, or twice"),
+        ([0, 2, 1, 3, 4], "has lines that are not in the order of steps, or twice"),
+    ],
+)
+def test_lines_that_are_gone_are_named_when_a_run_goes_on(
+    steps: list[int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 5; later ones are moved, and are none that it lacks."""
+    path, told = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(Progress, "tell", lambda _, line: told.append(line))
+    path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in steps))
+    run = Run(Settings(run=RunSettings(dir=str(tmp_path))), World(0, 1, 0, torch.device("cpu")), num_steps=9, first_step=5)
+    run.close()
+    lines = [line for line in told if line.startswith("warning: ")]
+    assert (f"warning: {path} {said}" in lines[0] and len(lines) == 1) if said else lines == []

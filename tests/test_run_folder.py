@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_rl.checkpoint_state import RunState, write_state
 from megatron_rl.config import ListenerSettings, ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
-from megatron_rl.run_folder import ENDED, FREE, LOCK, held, lock, look, may_change
+from megatron_rl.run_folder import ENDED, FREE, LOCK, held, lock, look, may_change, told
+from megatron_rl.run_seen import State, see
 from megatron_rl.tasks.options import AlfworldOptions, LewisSpeakerOptions
 from tests.support.one_process import world_of_one
 
@@ -59,6 +61,7 @@ def leave(folder: Path, state: str, *, stage: str = "rl") -> None:
     if "finished" in state:
         (folder / "final").mkdir()
         (folder / "final" / "config.json").write_text("{}")
+        (folder / "final" / "model.safetensors").write_text("")
         (folder / "eval.json").write_text(json.dumps({"greedy_success": 0.5, "sampled_success": 0.25}))
 
 
@@ -125,10 +128,6 @@ def test_of_a_warm_start_only_the_last_stage_grows(steps: list[int], splits: lis
 def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_path: Path) -> None:
     assert outcome(tmp_path / "new", settings_of(tmp_path / "new")) == BEGINS
     leave(tmp_path, "steps checkpoint")
-    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    del stored["lora"]  # an older program did not know it
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    assert outcome(tmp_path, settings_of(tmp_path)) == RESUMES
     ran = tmp_path / "ran"
     for text in (f"!!python/object/apply:pathlib.Path.touch [{ran}]", "- a list", "{half"):
         (tmp_path / "config.yaml").write_text(text)
@@ -136,6 +135,66 @@ def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_pat
     assert not ran.exists()
     (tmp_path / "config.yaml").unlink()
     assert outcome(tmp_path, settings_of(tmp_path)) == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("optim.lr", REFUSED), ("lora", REFUSED), ("run.steps", REFUSED), ("parallel.tp", RESUMES), ("wandb", REFUSED)]
+)
+@pytest.mark.parametrize("is_more", [False, True])
+def test_a_key_that_only_one_of_the_two_has_is_a_change(key: str, expected: str, is_more: bool, tmp_path: Path) -> None:
+    """Removed from config.yaml, or added to it; but for those that may change, and a whole group of them is none."""
+    leave(tmp_path, "steps checkpoint")
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    part, _, name = key.rpartition(".")
+    group = stored[part] if part else stored
+    if is_more:
+        group[f"{name}_of_old"] = 1
+    else:
+        del group[name]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    found = look(tmp_path, settings_of(tmp_path))
+    assert (REFUSED if found.refusal else RESUMES) == expected
+    change = f"{key}_of_old=absent (was 1)" if is_more else f"{key}="
+    said = found.refusal or told(found.changes)
+    assert (change in said and (is_more or "(was absent)" in said)) or key == "run.steps"
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    """Stopped at 40, its checkpoint renamed to 20; and one of 20 renamed to 40, which would lose nothing and train 20 steps fewer."""
+    for step, name, state in ((40, 20, "steps checkpoint stopped"), (20, 40, "steps last")):
+        folder = tmp_path / str(name)
+        leave(folder, state)
+        checkpoint = folder / "checkpoints" / f"step_{name:08d}"
+        (checkpoint / "run").mkdir()
+        write_state(checkpoint / "run" / "state.json", asdict(RunState(step=step)))
+        assert look(folder, settings_of(folder)).refusal == (
+            f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it step_{step:08d} again"
+        )
+        checkpoint.rename(checkpoint.with_name(f"step_{step:08d}"))
+        assert outcome(folder, settings_of(folder)) == RESUMES
+
+
+@pytest.mark.parametrize("gone", ["config.json", "model.safetensors", "model-00002-of-00002.safetensors"])
+def test_without_all_of_its_weights_a_run_is_not_finished(gone: str, tmp_path: Path) -> None:
+    leave(tmp_path, "steps last finished")
+    final = tmp_path / "final"
+    if gone.startswith("model-"):
+        shards = [gone.replace("00002-", "00001-"), gone]
+        index = {"weight_map": {str(number): name for number, name in enumerate(shards)}}
+        (final / "model.safetensors.index.json").write_text(json.dumps(index))
+        for name in shards:
+            (final / name).touch()
+    assert outcome(tmp_path, settings_of(tmp_path)) == FINISHED and see(tmp_path).state is State.FINISHED
+    (final / gone).unlink()
+    found, missing = look(tmp_path, settings_of(tmp_path)), gone.replace("model.safe", "*.safe")
+    newest = tmp_path / "checkpoints" / "step_00000040"
+    assert found.newest == newest and not found.is_finished
+    assert found.describe_start(tmp_path, newest) == f"resume: {newest}; {final / missing} is missing, the run is not finished"
+    newest.rename(newest.with_name("step_00000020"))
+    refusal = look(tmp_path, settings_of(tmp_path)).refusal
+    assert refusal.startswith(f"{final / missing} is missing, the newest checkpoint is of step 20, and the run has done 40 steps: ")
+    seen = see(tmp_path)
+    assert (seen.state, seen.error) == (State.FAILED, f"{final / missing} is missing; the same command writes it again")
 
 
 def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
@@ -182,9 +241,10 @@ def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), held(settings_of(tmp_path, **LR, **SHORTER)):
         pass
     for changes, line in (({}, ""), ({**LONGER, **FREELY}, "; changed since: parallel.tp=2 (was 1), run.steps=60 (was 40)")):
-        with held(settings_of(tmp_path, **changes)) as evaluation:
-            assert evaluation is None
-        assert capsys.readouterr().out == f"resume: {tmp_path}/checkpoints/step_00000020{line}\n"
+        with held(settings_of(tmp_path, **changes)) as standing:
+            found = tmp_path / "checkpoints" / "step_00000007"
+            assert standing.describe_start(tmp_path, found) == f"resume: {found}{line}"
+        assert capsys.readouterr().out == "", "which checkpoint is intact is not known yet"
 
 
 def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_path: Path) -> None:
@@ -219,8 +279,8 @@ def test_a_run_that_is_stopped_while_it_starts_after_a_crash_goes_on(tmp_path: P
 
 def test_a_finished_run_is_told_by_its_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path, "steps finished")
-    with held(settings_of(tmp_path)) as evaluation:
-        assert evaluation == {"greedy_success": 0.5, "sampled_success": 0.25}
+    with held(settings_of(tmp_path)) as standing:
+        assert standing.is_finished and standing.evaluation == {"greedy_success": 0.5, "sampled_success": 0.25}
     assert capsys.readouterr().out == ""
 
 
@@ -231,8 +291,12 @@ def test_overwriting_moves_aside_and_loses_nothing(tmp_path: Path, capsys: pytes
     for number, (state, changes) in enumerate((("steps checkpoint", LR), ("steps finished", {})), start=2):
         leave(folder, state)
         before = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
-        with held(settings_of(folder, run={"overwrite": True}, **changes)) as evaluation:
-            assert evaluation is None and [path.name for path in folder.iterdir()] == [LOCK]
+        with held(settings_of(folder, run={"overwrite": True}, **changes)) as standing:
+            assert (
+                not standing.is_finished
+                and standing.describe_start(folder, None) == ""
+                and [path.name for path in folder.iterdir()] == [LOCK]
+            )
         aside = tmp_path / f"run.{number}"
         after = {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file() and path.name != LOCK}
         assert before == after

@@ -137,7 +137,7 @@ def test_a_finished_run_is_made_longer_behind_its_last_step(random_model: Path, 
     assert [path.name for path in published(tmp_path / "run" / "checkpoints")] == ["step_00000002", "step_00000004"]
     with held(settings) as finished:
         policy = live(settings)
-    assert finished is None and policy.told == ["load step_00000004", "update 4", "update 5"]
+    assert not finished.is_finished and policy.told == ["load step_00000004", "update 4", "update 5"]
     lines, expected = ([untimed(line) for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole"))
     assert [line["step"] for line in lines] == list(range(6))
     assert lines[3].pop("eval/greedy_success") == 0.5 and lines == expected

@@ -74,7 +74,7 @@ def live(
     in the rollouts, the update, the checkpoint (begun and not complete) or the sync of one."""
     policy, (checkpoint, state) = Slept(), find(settings)
     run = Run(settings, place(), num_steps=STEPS, first_step=state.step, history=state.history)
-    checkpoints = Checkpoints(settings, policy, start=checkpoint)
+    checkpoints = Checkpoints(settings, policy, start=checkpoint, base={})
     renderer = Renderer(settings.model)
     fleet = lasting_fleet(renderer, max_staleness=settings.run.max_staleness, num_steps=STEPS)
     fleet.task = SlowTask()

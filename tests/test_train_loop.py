@@ -121,7 +121,7 @@ def live(
     policy = Learner()
     checkpoint, state = find(settings)
     run = Run(settings, place(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
-    checkpoints = Checkpoints(settings, policy, start=checkpoint)
+    checkpoints = Checkpoints(settings, policy, start=checkpoint, base={})
 
     def check() -> None:
         if run.num_done == stopped_after:
@@ -144,6 +144,7 @@ def live(
             checkpoints.settle()
             run.final.mkdir(exist_ok=True)
             (run.final / "config.json").write_text(str(run.num_steps))
+            (run.final / "model.safetensors").touch()
             run.finish(evaluation)
     except Stopped:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)

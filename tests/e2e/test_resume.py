@@ -343,14 +343,17 @@ def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_mode
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoints" / "step_00000040")
-    overrides = (*SFT, f"model.path={learning_model}", f"run.dir={run}")
+    overrides = (*SFT, f"model.path={learning_model}", f"run.dir={run}", "checkpoint.allow_repeat=true")
     life = begin(*overrides)
     while "sft step 37/40" not in life.output.read_text():
         assert life.poll() is None, end(life)
         time.sleep(0.002)
     life.send_signal(signal.SIGTERM)
     output = end(life, code=STOPPED)
-    assert f"resume: {run}/checkpoints/step_00000036; changed since: run.dir={run} (was {warm})\n" in output
+    resumed = (
+        f"resume: {run}/checkpoints/step_00000036; changed since: checkpoint.allow_repeat=True (was False), run.dir={run} (was {warm}); "
+    )
+    assert f"{resumed}{run}/final/config.json is missing, the run is not finished\n" in output
     (step,) = (int(number) for number in re.findall(r"^stopped at step (\d+) of 40; the same command goes on$", output, re.MULTILINE))
     assert "sft step 36/40" not in output and step in (37, 38, 39) and max(names(run)) == f"step_{step:08d}"
     output = end(begin(*overrides))

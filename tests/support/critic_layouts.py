@@ -136,10 +136,10 @@ def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     dist.all_gather_object(found, {name: looked_at(each, before[name]) for name, each in (("policy", policy), ("critic", critic))})
     result["parameters"] = found
     result["exported"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    Checkpoints(settings, policy, critic, start=None).save(3, history=History(), metrics={})
+    Checkpoints(settings, policy, critic, start=None, base={}).save(3, history=History(), metrics={})
     (checkpoint,) = published(out / f"run {text}" / "checkpoints")
     others = built(seed=9)
-    Checkpoints(settings, *others, start=checkpoint).restore()
+    Checkpoints(settings, *others, start=checkpoint, base={}).restore()
     for name, (speaker, valuer) in {"straight": (policy, critic), "resumed": others}.items():
         metrics = updates_of(settings, speaker, valuer, ALGORITHMS)(batches, 3)
         result[name] = {"metrics": metrics, "logprobs": speaker.logprobs(whole)[0], "values": valuer.values(whole)[0]}

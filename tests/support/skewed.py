@@ -62,7 +62,7 @@ def play(settings: Settings, world: World) -> None:
     parts.build_engine = lambda *_: LateEngine(late_s)
     fleet = parts.build_fleet(settings, None, trainer=None, renderer=None, world=world, gallery=gallery, stop=Stop(grace_s=1), tell=print)
     fleet.play([], samples=1, settings=fleet.episode)
-    checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, group=group)
+    checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, base={}, group=group)
     publish = checkpoints._publish
     checkpoints._publish = lambda pending: (time.sleep(LATE_S), publish(pending))
     checkpoints.save(1, history=History(), metrics={})

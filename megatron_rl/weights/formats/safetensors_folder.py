@@ -35,6 +35,20 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Number type -> safetensors' name of it."""
 
 
+def find_missing_file(folder: Path) -> str:
+    """Return the first file without which a Hugging Face folder is no model, "" if it has all: its config, its index, its weights."""
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    try:
+        index = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).is_file() else {}
+        names = sorted(filter(is_name, index.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return INDEX
+    if not names:
+        return "" if any(folder.glob("*.safetensors")) else "*.safetensors"
+    return next((name for name in names if not (folder / name).is_file()), "")
+
+
 @dataclass(slots=True, frozen=True)
 class _Entry:
     """One tensor of a file's header."""
