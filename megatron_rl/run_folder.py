@@ -198,7 +198,7 @@ def _find_renamed(folder: Path) -> str:
     for checkpoint in published(folder / CHECKPOINTS):
         with suppress(ValueError):
             step = recall(checkpoint).step
-            if step != step_of(checkpoint):
+            if checkpoint.name != step_name(step):
                 return f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it {step_name(step)} again"
     return ""
 

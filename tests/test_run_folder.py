@@ -170,7 +170,9 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
         assert look(folder, settings_of(folder)).refusal == (
             f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it step_{step:08d} again"
         )
-        checkpoint.rename(checkpoint.with_name(f"step_{step:08d}"))
+        short = checkpoint.rename(checkpoint.with_name(f"step_{step}"))
+        assert look(folder, settings_of(folder)).refusal.startswith(f"{short} is the checkpoint of step {step}, ")
+        short.rename(checkpoint.with_name(f"step_{step:08d}"))
         assert outcome(folder, settings_of(folder)) == RESUMES
 
 

@@ -1,5 +1,6 @@
 """Reads a Hugging Face config.json, flat (as released, transformers 4) or nested (transformers 5), into a ModelSpec."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -13,7 +14,10 @@ from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.folder import config_file
 from megatron_rl.models.spec import Family, ModelSpec, VisionSpec
 
-TEXT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+TEXT_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
 
 MAX_FIELDS = 4
 """Fields that a message names at most."""
@@ -75,9 +79,9 @@ def _wrong_in(config: PreTrainedConfig, family: Family) -> str:
         return wrong
     if vision["hidden_act"] not in ACT2FN:
         return f"vision_config.hidden_act is {vision['hidden_act']}, which transformers does not know"
-    base = text["rope_parameters"].get("rope_theta")
-    if not isinstance(base, int | float) or base <= 0:
-        return f"rope_theta is {base}, not a positive number"
+    for name, number in (("rope_theta", text["rope_parameters"].get("rope_theta")), ("rms_norm_eps", text["rms_norm_eps"])):
+        if type(number) not in (int, float) or not 0 < number < math.inf:
+            return f"{name} is {number}, not a positive number"
     sections, head_dim = text["rope_parameters"].get("mrope_section"), _head_dim(text)
     if not (isinstance(sections, list) and len(sections) == 3 and all(type(each) is int and each > 0 for each in sections)):
         return f"rope_scaling.mrope_section is {sections}, not three positive integers"
@@ -101,6 +105,8 @@ def _wrong_heads(text: dict[str, object], vision: VisionSpec, family: Family) ->
         return f"num_key_value_heads is {key_heads}, which does not divide num_attention_heads, {heads}"
     if vision.hidden_size % vision.num_heads:
         return f"vision_config.num_heads is {vision.num_heads}, which does not divide hidden_size, {vision.hidden_size}"
+    if vision.window % (vision.patch * vision.merge):
+        return f"vision_config.window_size is {vision.window}, no multiple of a vision token's side, {vision.patch * vision.merge}"
     if vision.out_hidden_size != hidden:
         return f"vision_config.out_hidden_size is {vision.out_hidden_size}, but hidden_size is {hidden}"
     return ""

@@ -16,7 +16,8 @@ SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
 """The forms of an image processor's `size`, both in pixels of the whole picture."""
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
 """Exceptions of a chat template that is itself at fault."""
-_SYSTEM, _QUESTION, _REPLY, _NEXT = "probe system", "probe question", "probe reply", "probe observation"
+_SYSTEM, _QUESTION, _REPLY, _NEXT = "Probe\n\n  system", 'Probe:\n\n  is 1 < 2 & "x"?', "probe reply", "probe observation"
+"""With what a template may change: capitals, blanks, empty lines, and characters that HTML and JSON write otherwise."""
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _VARYING = {"strftime_now": "the time of day", "lipsum": "random text", "random": "a random choice"}
 """Names that make the text of a chat template another one each time, in transformers' environment and Jinja's own."""

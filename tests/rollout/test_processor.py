@@ -65,6 +65,9 @@ def test_a_chat_template_is_found_where_transformers_keeps_one(place: str, folde
         ),
         (CHATML.replace("{{ part.text }}", ""), "leaves out the user's text"),
         (CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"), "writes 0 times"),
+        ("{% filter replace('\n\n', '\n') %}" + CHATML + "{% endfilter %}", "leaves out the system"),
+        (CHATML.replace("{{ part.text }}", "{{ part.text | lower }}"), "leaves out the user's text"),
+        (CHATML.replace("{{ part.text }}", "{{ part.text | e }}"), "leaves out the user's text"),
         (CHATML.partition("{% if add_gen")[0], "does not begin the reply"),
     ],
 )

@@ -53,6 +53,9 @@ def test_a_file_that_is_gone_or_new_is_a_difference_and_a_model_card_is_none(ran
     for recorded, found in ((before, now), (now, before)):
         with pytest.raises(ValueError, match=r"the digest of its chat_template.j\w+ is \w+, and was none: the file is not there; put"):
             check_same_model(recorded, found, key="model.path", folder=folder)
+    (folder / "chat_template.json").unlink()
+    with pytest.raises(ValueError, match=r"of its chat_template.jinja is none: the file is not there, and was \w+; put"):
+        check_same_model(before, model_digests(folder), key="model.path", folder=folder)
     with pytest.raises(ValueError, match="of its config.json is .*, and was none"):
         check_same_model({}, now, key="model.path", folder=folder)
 
