@@ -56,7 +56,7 @@ def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Pat
     second = wait_for_address(tree, run)
     assert second != first
     (run / "final").mkdir()
-    for name in ("eval.json", "final/config.json"):  # as a run that is finished leaves them
+    for name in ("eval.json", "final/config.json", "final/model.safetensors"):  # as a run that is finished leaves them
         (run / name).write_text("{}")
     found = slurm.wait(job)[job]
     assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), words_of(tree)

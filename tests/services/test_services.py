@@ -48,7 +48,7 @@ def settings_of(run: Path, judge: ServiceSettings) -> Settings:
 def finish(run: Path) -> None:
     """What a finished run leaves."""
     (run / "final").mkdir(parents=True)
-    for name in ("eval.json", "final/config.json"):
+    for name in ("eval.json", "final/config.json", "final/model.safetensors"):
         (run / name).write_text("{}")
 
 
