@@ -4,7 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,18 +32,18 @@ class MetricsLog:
         self, run_dir: Path, wandb_settings: WandbSettings, config: dict[str, object], *,
         trackio_settings: TrackioSettings | None = None, start_step: int = 0,
     ) -> None:  # fmt: skip
-        from torch.utils.tensorboard import SummaryWriter  # here: it loads TensorBoard, which ranks without a log do not need
+        from megatron_rl.observe.event_file import EventFile  # here: it loads TensorBoard, which ranks without a log do not need
 
         run_dir.mkdir(parents=True, exist_ok=True)
         path = self._path = run_dir / METRICS_FILE
         self._lines = path.open("a", encoding="ascii")
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step)
+        self._tensorboard = EventFile(run_dir / "tensorboard", start_step=start_step)
         self._wandb = None if wandb_settings.mode == "disabled" else _start_wandb(run_dir, wandb_settings, config)
         has_trackio = trackio_settings is not None and trackio_settings.mode == "local"
         self._trackio = _start_trackio(run_dir, trackio_settings, config, past=read_metrics(path)) if has_trackio else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a step. metrics.jsonl is flushed to the operating system before this returns: a killed run loses nothing.
+        """Append a step. metrics.jsonl is flushed to the disk before this returns: a checkpoint has no step whose line may still be lost.
 
         OSError: the file is not the one that was opened: the run folder was removed, or moved away.
         """
@@ -51,8 +51,8 @@ class MetricsLog:
             raise FileExistsError(f"{self._path} is another run's: this one's folder was removed or moved")
         self._lines.write(to_line({"step": step, **metrics}) + "\n")
         self._lines.flush()
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, step)
+        os.fsync(self._lines.fileno())
+        self._tensorboard.write(step, metrics)
         if self._wandb is not None:
             self._wandb.log({"step": step, **metrics})
         if self._trackio is not None:
@@ -75,12 +75,13 @@ class MetricsLog:
         self._wandb.log({"step": step, "predictions": wandb.Table(columns=list(PREDICTIONS), data=rows)})
 
     def close(self) -> None:
-        self._lines.close()
-        self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        if self._trackio is not None:
-            self._trackio.finish()
+        """OSError: the last of a file could not be written; all are closed even so."""
+        with ExitStack() as closing:
+            for others in (self._trackio, self._wandb):
+                if others is not None:
+                    closing.callback(others.finish)
+            closing.callback(self._tensorboard.close)
+            closing.callback(self._lines.close)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -76,6 +77,23 @@ def test_each_line_is_on_disk_when_log_returns(tmp_path: Path):
     log.close()
 
 
+def test_each_line_is_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With all that stands in the file by then. What a machine that lost its power has: tests/chaos/test_disks.py."""
+    flushed, fsync = [], os.fsync
+
+    def counted(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    log = MetricsLog(tmp_path, DISABLED, {})
+    for step in range(2):
+        log.log(step, {"a": 1.0})
+        file = (tmp_path / "metrics.jsonl").stat()
+        assert flushed[-1] == (file.st_ino, file.st_size)
+    log.close()
+
+
 def test_a_run_folder_that_is_gone_is_noticed_at_the_next_step(tmp_path: Path):
     """Gone, or moved away and another's in its place: nothing is written to where nobody looks."""
     for spoil, told in ((move_away, "No such file"), (put_another, "is another run's")):
@@ -87,8 +105,25 @@ def test_a_run_folder_that_is_gone_is_noticed_at_the_next_step(tmp_path: Path):
             log.log(1, {"a": 1.0})
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_takes_no_more_of_tensorboards_file_ends_the_step(tmp_path: Path):
+    """At once, and not as a traceback of a thread."""
+    log = MetricsLog(tmp_path, DISABLED, {})
+    log.log(0, {f"a{number}": 1.0 for number in range(99)})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert events.stat().st_size > (tmp_path / "metrics.jsonl").stat().st_size + 50, "the lines have room"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            log.log(1, {"b": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    log.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
 def move_away(folder: Path) -> None:
-    """As good as removed, at once: TensorBoard's own thread may write into a folder while it is being emptied."""
     folder.rename(folder.with_name(f"{folder.name}_aside"))
 
 

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     _prepare_environment(cuda=False)
     for name in (
         "gymnasium", "hydra", "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt", "megatron.core.optimizer",
-        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "torch.utils.tensorboard", "torchvision.transforms.v2",
+        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "tensorboard.summary.writer", "torchvision.transforms.v2",
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
         "vllm.entrypoints.llm", "vllm.model_executor.models.qwen2_5_vl", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
     ):  # fmt: skip
