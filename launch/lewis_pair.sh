@@ -9,6 +9,8 @@
 # EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the recipes, PORTS (9000 9001) those of the services, SERVICE_ARGS what both services are
 # started with, by default for nano models (larger ones: SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'). On several machines, or GPUs, start
 # these four commands by hand, each in its place: docs/lewis.md.
+# Where one of the four ends before both runs are done, the others are asked to end, GRACE_S (120) seconds at most, and the exit code is 1 (75
+# where a run has stopped for now). The same command goes on.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
@@ -44,20 +46,31 @@ if [[ $mode == alternating ]]; then
     exit
 fi
 
-started=()
-end() { for process in "${started[@]}"; do kill "$process" 2>/dev/null || true; done; }
+declare -A names=() # by process
+end() { # all of them: a run keeps what it has done, and one that does not end by itself is ended
+    kill "${!names[@]}" 2>/dev/null || true
+    for ((tenth = 0; tenth < 10 * GRACE_S; tenth++)); do
+        if ! kill -0 "${!names[@]}" 2>/dev/null; then return; fi
+        sleep 0.1
+    done
+    kill -KILL "${!names[@]}" 2>/dev/null || true
+    wait
+}
+GRACE_S=${GRACE_S-120}
 trap end EXIT
 mkdir -p "$out"
 token=$out/services.token # both services ask for it
 (umask 077 && head -c 32 /dev/urandom | base64 >"$token")
-# serve KIND MODEL PORT: a service that takes weights, when it is up
+# serve KIND MODEL PORT: a service that takes weights, when it is up; of a run that is finished it has the last ones
 serve() {
-    python -m "megatron_rl.services.$1" --model "$2" --port "$3" --trained --token-file "$token" \
+    local model=$2
+    if [[ -f $out/$1/eval.json ]]; then model=$out/$1/final; fi
+    python -m "megatron_rl.services.$1" --model "$model" --port "$3" --trained --token-file "$token" \
         "${service_args[@]}" >"$out/$1.log" 2>&1 &
-    started+=($!)
+    names[$!]="the $1"
     until grep -q '^http://' "$out/$1.log"; do
-        if ! kill -0 "${started[-1]}" 2>/dev/null; then
-            echo "error: the $1 did not start: $(tail -n 1 "$out/$1.log")" >&2
+        if ! kill -0 $! 2>/dev/null; then
+            echo "error: OUT=$(realpath "$out"): the $1 did not start: $(tail -n 1 "$out/$1.log"); the same command goes on" >&2
             exit 1
         fi
         sleep 0.5
@@ -68,8 +81,23 @@ serve speaker "$speaker" "$speaker_port"
 listener_url=http://127.0.0.1:$listener_port speaker_url=http://127.0.0.1:$speaker_port
 python launch/train.py "experiment=$listener_recipe" "model.path=$listener" "services.speaker={$none}" "task.speaker.urls=[$speaker_url]" \
     "task.speaker.token_file=$token" "audience.urls=[$listener_url]" "audience.token_file=$token" "run.dir=$out/listener" "${hears[@]}" >"$out/listener_run.log" 2>&1 &
-trains=$!
-started+=("$trains")
+names[$!]="the listener's run"
 python launch/train.py "experiment=$speaker_recipe" "model.path=$speaker" "services.listener={$none}" "task.listener.urls=[$listener_url]" \
-    "task.listener.token_file=$token" task.listener.follows=true "audience.urls=[$speaker_url]" "audience.token_file=$token" "run.dir=$out/speaker" "${says[@]}"
-wait "$trains"
+    "task.listener.token_file=$token" task.listener.follows=true "audience.urls=[$speaker_url]" "audience.token_file=$token" "run.dir=$out/speaker" "${says[@]}" &
+names[$!]="the speaker's run"
+num_runs=2
+while ((num_runs)); do
+    sleep 0.5
+    for process in "${!names[@]}"; do
+        if kill -0 "$process" 2>/dev/null; then continue; fi
+        code=0 name=${names[$process]}
+        wait "$process" || code=$?
+        unset "names[$process]"
+        if ((code == 0)) && [[ $name == *run ]]; then
+            num_runs=$((num_runs - 1))
+            continue
+        fi
+        echo "error: OUT=$(realpath "$out"): $name has ended with code $code; what it said is above or in a .log there; the same command goes on" >&2
+        exit $((code == 75 ? 75 : 1))
+    done
+done

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -220,3 +221,56 @@ def test_the_services_of_a_pair_are_started_with_the_users_words(tmp_path: Path,
     runs = told.stdout + (tmp_path / "out" / "listener_run.log").read_text()
     for key in ("task.speaker", "task.listener", "audience"):
         assert f" {key}.token_file={token} " in runs, key
+
+
+DYING = """#!/bin/sh
+echo $$ >>"$PIDS"
+if [ "$1" = -m ]; then
+    echo http://up "$@"
+    case $2 in *.$DIES) sleep 1; exit 3 ;; esac
+    exec sleep 60
+fi
+case " $* " in
+    *" experiment=$ENDS "*) exit "$CODE" ;;
+    *" experiment=$STAYS "*) trap '' TERM; exec sleep 60 ;;
+esac
+trap 'echo asked to end; kill $!; exit 75' TERM
+sleep 60 &
+wait
+"""
+SPEAKS, HEARS = "lewis_cpu", "lewis_listener_cpu"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ({"ENDS": HEARS, "CODE": "137"}, 1, "the listener's run has ended with code 137"),
+        ({"ENDS": SPEAKS, "CODE": "1"}, 1, "the speaker's run has ended with code 1"),
+        ({"ENDS": SPEAKS, "CODE": "75"}, 75, "the speaker's run has ended with code 75"),
+        ({"DIES": "listener"}, 1, "the listener has ended with code 3"),
+        ({"ENDS": SPEAKS, "CODE": "1", "STAYS": HEARS}, 1, "the speaker's run has ended with code 1"),
+    ],
+)
+def test_a_half_that_ends_ends_the_pair(how: dict[str, str], code: int, told: str, tmp_path: Path) -> None:
+    """In one line; the others are asked to, and are gone when the command is, one that does not listen by force."""
+    tree, pids = laid(tmp_path, "lewis_pair.sh", DYING), tmp_path / "pids"
+    given = {"ENDS": "", "CODE": "", "DIES": "nobody", "STAYS": "", **how}
+    ended = subprocess.run(
+        ["bash", str(tree / "launch" / "lewis_pair.sh"), "simultaneous", "S", "L", "out"], check=False, capture_output=True, text=True,
+        env={**os.environ, "PIDS": str(pids), "GRACE_S": "2", **given}, timeout=50,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: OUT={tree}/out: {told}; ") and line.endswith("the same command goes on")
+    assert "asked to end" in ended.stdout + (tree / "out" / "listener_run.log").read_text() or "STAYS" in how
+    assert len(pids.read_text().split()) == 4 and not [pid for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
+
+
+def test_a_service_of_a_run_that_is_finished_has_what_it_became(tmp_path: Path) -> None:
+    """The other half goes on after a kill: it hears the finished one's last weights, and not those of its beginning."""
+    tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
+    (tree / "out" / "speaker").mkdir(parents=True)
+    (tree / "out" / "speaker" / "eval.json").write_text("{}")
+    subprocess.run(["bash", str(tree / "launch" / "lewis_pair.sh"), "simultaneous", "S", "L", "out"], check=True, timeout=50)
+    models = {kind: (tree / "out" / f"{kind}.log").read_text().split()[4] for kind in ("listener", "speaker")}
+    assert models == {"listener": "L", "speaker": "out/speaker/final"}
