@@ -41,6 +41,8 @@ LOOKS, LOOK_S = 20, 0.5
 """Between two looks: a part of the time limit, and no more than half a second."""
 ANSWER_S = 5.0
 """What the others have for their answers; who gives none is gone."""
+WRITE_S = 1.0
+"""What an answer waits for the stacks to be written."""
 LEAVE_S = 6 * ANSWER_S
 """What the last word may take. A store whose process hangs, and has not ended, keeps a request for ever, whatever its time limit: torch
 2.13's TCPStore waits for the answer to its own cancellation."""
@@ -72,6 +74,7 @@ class Watch:
         self._world, self._folder, self._timeout_s = world, folder / FOLDER, timeout_s
         self._node = f"node {world.node}, {socket.gethostname()}"
         self._over, self._given_up = threading.Event(), threading.Event()
+        self._writer: threading.Thread | None = None
         self._thread = threading.Thread(target=self._look_and_leave, name="watch", daemon=True)
         if world.device.type == "cuda":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -162,8 +165,7 @@ class Watch:
         self._heard = asked
         frames = self._frames()
         answer = Answer(node=self._node, at=place(frames), waits=waits(frames))
-        with suppress(OSError):  # what is said counts, too, where nothing can be written
-            self._write(answer)
+        self._keep(answer)
         self._say(asked.decode(), answer)
         self._store.set(f"watch/heard/{self._world.rank}", str(_number(asked)))
         return True
@@ -184,9 +186,22 @@ class Watch:
         time.sleep(2 * LOOK_S)  # the others read the same, and do not take the end of this process for the reason
         os._exit(1)
 
+    def _keep(self, answer: Answer) -> None:
+        """Write the stacks. A disk that hangs keeps the thread that writes, and not the answer, and is not asked again."""
+        if self._writer is not None and self._writer.is_alive():
+            return
+        self._writer = threading.Thread(target=self._write, args=(answer,), name="stacks", daemon=True)
+        with suppress(RuntimeError):  # where memory is short there is no thread, and what is said counts, too
+            self._writer.start()
+            self._writer.join(WRITE_S)
+
     def _write(self, answer: Answer) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"rank_{self._world.rank}.txt").open("w") as file:
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write_to(self._folder / f"rank_{self._world.rank}.txt", answer)
+
+    def _write_to(self, path: Path, answer: Answer) -> None:
+        with path.open("w") as file:
             file.write(f"rank {self._world.rank} ({self._node}), {time.strftime('%Y-%m-%d %H:%M:%S')}, at {answer.at}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
