@@ -3,6 +3,7 @@
 Numbers that JSON lacks travel as the strings "NaN", "Infinity" and "-Infinity".
 """
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,8 @@ MAX_LINES_BYTES = 1 << 30
 DEEPEST = 64
 """Objects and lists within one another, in a file of settings or names."""
 LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+READ_ONLY_REMEDY = "an error of the disk makes it so (dmesg says which): check it and mount it anew, or choose another folder"
 
 
 def to_line(record: object) -> str:
@@ -83,6 +86,12 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
         if not level:
             return found
     raise ValueError(f"is nested deeper than {DEEPEST}")
+
+
+def unwritten(key: str, path: Path, error: OSError) -> str:
+    """Return the line of an error that a setting's folder, or file, could not be written."""
+    remedy = READ_ONLY_REMEDY if os.strerror(errno.EROFS) in str(error) else "free space or choose another folder"
+    return f"{key}={path}: could not be written ({error}); {remedy}"
 
 
 def replace_bytes(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.jsonl import replace_bytes, replace_lines
+from megatron_rl.jsonl import replace_bytes, replace_lines, unwritten
 from megatron_rl.observe.bank import Bank
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.memory import largest, peaks
@@ -250,7 +250,7 @@ class Run:
         """Close the logs and the display; what was written stays."""
         if self.is_main:
             self.progress.close()
-            with writing(self.folder):  # TensorBoard's writer meets a full disk, or a folder that is gone, as late as here
+            with writing(self.folder):  # what could not be written is tried again
                 self.log.close()
 
 
@@ -310,4 +310,4 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"run.dir={folder}: could not be written ({error}); free space or choose another folder") from error
+        raise OSError(unwritten("run.dir", folder, error)) from error

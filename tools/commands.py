@@ -10,6 +10,8 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron_rl.jsonl import unwritten
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -43,7 +45,7 @@ def in_words(error: ValueError | OSError, *, out: Path | None = None) -> str:
     if isinstance(error, ValueError):
         return str(error)
     if out is not None and (error.filename is None or _belongs(Path(error.filename).absolute(), out.absolute())):
-        return f"--out={out}: could not be written ({error}); free space or choose another folder"
+        return unwritten("--out", out, error)
     return f"{error.filename or 'a file'}: could not be read ({error.strerror or error}); check the disk and the file's permissions"
 
 

@@ -1,8 +1,11 @@
 """From the command line to settings and on to a run, with what a user's own file brings along. Hydra outside, plain dataclasses within."""
 
+import errno
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -25,6 +28,7 @@ from yaml import YAMLError
 from megatron_rl.cli.help import text_of_help
 from megatron_rl.cli.words import ELSEWHERE, keys_of, refuse_strangers, retold
 from megatron_rl.config import Settings, require
+from megatron_rl.gpus import SHARED_MEMORY
 from megatron_rl.stop import INTERRUPTED, die_with_parent
 from megatron_rl.tasks.base import require_task
 from megatron_rl.tasks.options import OPTIONS
@@ -34,6 +38,8 @@ from megatron_rl.world import SharedOSError, SharedValueError, World, place
 CONFIGS = "pkg://megatron_rl.configs"
 QUIET_S = 20.0
 """What every rank sees is told by the main one: the others wait this long before they speak or end, and torchrun ends them sooner."""
+FULL_BYTES = 1 << 20
+"""A disk is full where less is free."""
 STOPPED = os.EX_TEMPFAIL
 """Exit code of a run that was asked to stop and did: the same command goes on."""
 
@@ -187,7 +193,15 @@ def leave_out_wandb(is_disabled: bool) -> None:
 
 def end_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
     """End with one line; the main rank alone prints an error that every rank has raised (world.together, and in a dry run any)."""
-    end(str(error), world, seen_by_all=is_dry or isinstance(error, SharedValueError | SharedOSError))
+    end(with_full_disks(str(error)), world, seen_by_all=is_dry or isinstance(error, SharedValueError | SharedOSError))
+
+
+def with_full_disks(line: str) -> str:
+    """Say where there is no room, where the system's own line does not: a lock or a segment of shared memory has no file's name."""
+    if line != str(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        return line
+    full = [str(place) for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if shutil.disk_usage(place).free < FULL_BYTES]
+    return f"{' and '.join(full) or 'a disk'}: {line}; free some, or start a container with a larger --shm-size"
 
 
 def end(line: str, world: World, *, seen_by_all: bool = False) -> NoReturn:

@@ -1,11 +1,18 @@
 """A mistake that every rank meets is one line of one rank, however slow the main one is, and every rank ends with exit code 1."""
 
+import errno
+import os
+import shutil
 import socket
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron_rl.world import SharedOSError, SharedValueError, on_main_rank, together
+from megatron_rl.cli.door import end_with_error, with_full_disks
+from megatron_rl.world import SharedOSError, SharedValueError, World, on_main_rank, together
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.one_process import world_of_one
@@ -45,3 +52,23 @@ def test_what_ranks_do_together_is_raised_as_everybodys() -> None:
             for kind, shared in ((ValueError, SharedValueError), (OSError, SharedOSError)):
                 with pytest.raises(shared, match="^words$"):
                     act(lambda kind=kind: fail(kind))
+
+
+def test_a_disk_that_has_no_name_in_the_systems_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock of a process has none (tests/support/chaos_disks.py meets one); every other line stays as it is."""
+    free = {"/dev/shm": 100 << 10, "/mine": 4 << 20}
+    monkeypatch.setattr(tempfile, "tempdir", "/mine")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[str(place)]))
+    line = "[Errno 28] No space left on device"
+    assert with_full_disks(line).startswith(f"/dev/shm: {line}; free some") and "--shm-size" in with_full_disks(line)
+    free["/mine"] = 0
+    assert with_full_disks(line).startswith(f"/dev/shm and /mine: {line}; ")
+    for other in (f"{line}: '/a'", f"run.dir=/a: could not be written ({line})", "[Errno 5] Input/output error"):
+        assert with_full_disks(other) == other
+
+
+def test_a_run_that_ends_for_it_names_its_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
+    with pytest.raises(SystemExit):
+        end_with_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
+    assert capsys.readouterr().err.startswith("error: /dev/shm and ")

@@ -1,12 +1,15 @@
 """The commands for checkpoints as files, wherever they are started, and the words for errors of the system."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.jsonl import unwritten
+from megatron_rl.world import SharedOSError
 from tests.conftest import ROOT
 from tests.support import forked
 from tools.commands import in_words
@@ -51,3 +54,15 @@ def test_what_is_written_and_what_is_read(file: str | None, said: str) -> None:
     error = OSError(errno.ENOSPC, "No space left", file) if file else OSError("No space left")
     assert in_words(error, out=Path("new/out")) == said.format(error)
     assert in_words(ValueError("key=1: no"), out=Path("new/out")) == "key=1: no"
+
+
+def test_a_read_only_disk_needs_no_space() -> None:
+    """With its number, and where another process's error is told in its words alone."""
+    words = errno.EROFS, os.strerror(errno.EROFS)
+    for error in (OSError(*words, "out/a"), SharedOSError(str(OSError(*words)))):
+        line = unwritten("run.dir", Path("/runs/a"), error)
+        assert (
+            line.startswith(f"run.dir=/runs/a: could not be written ({error}); ") and "free space" not in line and "mount it anew" in line
+        )
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert unwritten("run.dir", Path("/runs/a"), full).endswith("; free space or choose another folder")
