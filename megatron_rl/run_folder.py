@@ -34,6 +34,7 @@ from megatron_rl.checkpoint_state import recall
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import read_json, replace_bytes, to_number
 from megatron_rl.observe.metrics import METRICS_FILE
+from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
 from megatron_rl.run import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, step_name, step_of, writing
 from megatron_rl.run_superseded import SUPERSEDED
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
@@ -115,6 +116,7 @@ def _enter(settings: Settings, locks: ExitStack) -> Standing:
         return replace(standing, evaluation=_evaluation_in(folder))
     with writing(folder):
         (folder / ENDED).unlink(missing_ok=True)
+        _remove_halves(folder)
     locks.push(partial(_leave_word, folder))
     return standing
 
@@ -141,6 +143,13 @@ def _leave_no_trace(folder: Path) -> None:
     if _names(folder) == [LOCK]:
         (folder / LOCK).unlink()
         folder.rmdir()
+
+
+def _remove_halves(folder: Path) -> None:
+    """Small files that a life before has not written to their end (jsonl.replace_bytes): it was killed, or met a read-only disk."""
+    for half in (*folder.glob(".*.partial"), *(folder / ROLLOUTS).glob(".*.partial")):
+        if half.is_file():
+            half.unlink()
 
 
 def _names(folder: Path) -> list[str]:

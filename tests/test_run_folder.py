@@ -340,3 +340,15 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
         holder.join()
     with held(settings_of(folder)):
         pass
+
+
+def test_what_a_life_before_has_half_written_goes(tmp_path: Path) -> None:
+    """Files alone, and only what is hidden: a folder is the checkpoint's or the model's, whose writers see to it."""
+    leave(tmp_path, "config, steps, checkpoint")
+    halves = [tmp_path / ".ended.json.partial", tmp_path / "rollouts" / ".step_000000.jsonl.partial"]
+    others = [tmp_path / "mine.partial", tmp_path / ".final.partial" / "a"]
+    for path in halves + others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{")
+    with held(settings_of(tmp_path)) as evaluation:
+        assert evaluation is None and not any(path.exists() for path in halves) and all(path.exists() for path in others)
