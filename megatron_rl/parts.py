@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -105,6 +106,12 @@ def build_fleet(
     )  # fmt: skip
 
 
+def owner_of(settings: Settings, name: str) -> str:
+    """Whose a server is, as another run is told. vLLM 0.32.0 strikes whole paths from what it answers (sanitize_message in
+    entrypoints/serve/exception_handling/utils.py): the run folder's last two names. Example: `runs/mine (4711 on node1, 0a1b2c3d)`"""
+    return f"{'/'.join(Path(settings.run.dir).absolute().parts[-2:])} ({os.getpid()} on {socket.gethostname()}, {name})"
+
+
 def build_remote(
     settings: Settings, renderer: Renderer, world: World, *, gallery: Gallery, tell: Callable[[str], None], household: Household | None
 ) -> RemoteEngine:
@@ -118,7 +125,7 @@ def build_remote(
     servers, sender = [Server(url, token=token_of(given), is_own=is_own, longest_s=longest_s) for url in given.urls], None
     if world.is_main:
         sender = Sender(
-            servers, wanted=wanted_of(settings, renderer), owner=f"{settings.run.dir} ({os.getpid()} on {socket.gethostname()}, {name})",
+            servers, wanted=wanted_of(settings, renderer), owner=owner_of(settings, name),
             kind="nccl" if world.device.type == "cuda" else "gloo", bucket_bytes=int(given.bucket_mib * 2**20),
             timeout_s=longest_s,
         )  # fmt: skip

@@ -1,11 +1,14 @@
 """The composition root's wiring: which setting goes where, each with a value of its own. Whole runs: tests/e2e."""
 
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
 from megatron_rl import parts, start
 from megatron_rl.config import (
@@ -110,7 +113,16 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
     if kind is not None:
         sender = engine.sender
         assert (sender.kind, sender.wanted, sender.bucket_bytes, sender.timeout_s) == (kind, "wanted", 2**19, settings.parallel.timeout_s)
-        assert sender.owner.startswith(f"{settings.run.dir} ")
+        assert f"/{Path(settings.run.dir).name} ({os.getpid()} on " in sender.owner
+
+
+@pytest.mark.parametrize("folder", ["/home/a/runs/mine", "/tmp/runs/mine", "/data.d/x/runs/mine", "runs/mine"])
+def test_whose_a_server_is_passes_what_vllm_strikes(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM's own function is the oracle; the whole folder's name would not pass it."""
+    monkeypatch.chdir(tmp_path)
+    line = f"this engine is that of {parts.owner_of(replace(SETTINGS, run=replace(SETTINGS.run, dir=folder)), '0a1b')}"
+    assert sanitize_message(line) == line and "of runs/mine (" in line
+    assert folder.startswith("/data") or folder == "runs/mine" or folder not in sanitize_message(f"that of {folder} (1)")
 
 
 @pytest.mark.parametrize(
