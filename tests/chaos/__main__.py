@@ -17,11 +17,13 @@ from itertools import chain
 from pathlib import Path
 
 from megatron_rl.jsonl import read_lines
-from tests.chaos.plan import MISHAPS, plan
+from tests.chaos.plan import LATER_MISHAPS, MISHAPS, plan
 from tests.chaos.room import Room
 from tests.chaos.runs import prepare
 from tests.chaos.seed import play
-from tests.chaos.servers import judge_of
+from tests.chaos.servers import STANDING, Servers, standing
+
+RUNS = MISHAPS | LATER_MISHAPS
 
 
 def seeds_of(word: str) -> range:
@@ -35,7 +37,7 @@ def parse() -> argparse.Namespace:
     add, home = parser.add_argument, Path(tempfile.gettempdir()) / "chaos"
     add("--seeds", type=seeds_of, nargs="+", required=True, metavar="SEED", help="numbers, or FROM:TO without TO")
     add("--out", type=Path, help="the file of lines")
-    add("--runs", nargs="+", choices=list(MISHAPS), default=list(MISHAPS), help="the seeds of these runs; all")
+    add("--runs", nargs="+", choices=[*RUNS], default=[*RUNS], help="the seeds of these runs; all")
     add("--home", type=Path, default=home, help="models, undisturbed runs, folders of seeds; %(default)s")
     add("--limit-s", type=float, default=600.0, help="what one life of a run may take")
     add("--show", action="store_true", help="print the plans, play nothing")
@@ -55,20 +57,21 @@ def main() -> int:
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     done = {line["seed"]: line for line in read_lines(asked.out)} if asked.out.exists() else {}
     room = Room()
-    if room.lacks:
-        print(f"chaos: {room.lacks}", flush=True)
+    lacks = sorted({room.lacks, room.lacks_blocks} - {""})
+    for line in lacks:
+        print(f"chaos: {line}", flush=True)
     home = asked.home.resolve()
     home.mkdir(parents=True, exist_ok=True)
     prepare(home, asked.runs)
     with ExitStack() as stack, asked.out.open("a") as out:
-        judge = None
+        there: dict[str, Servers] = {}
         for each in plans:
             if each.seed in done:
                 continue
-            if each.run == "vqa" and judge is None:  # it takes as long to start as a run
-                judge = stack.enter_context(judge_of(home))
-            record = play(each, home=home, room=room, judge=judge, limit_s=asked.limit_s)
-            line = done[each.seed] = asdict(record) | {"lacks": room.lacks}
+            if each.run in STANDING and each.run not in there:  # it takes as long to start as a run
+                there[each.run] = stack.enter_context(standing(each.run, home))
+            record = play(each, home=home, room=room, standing=there, limit_s=asked.limit_s)
+            line = done[each.seed] = asdict(record) | {"lacks": "; ".join(lacks)}
             out.write(json.dumps(line) + "\n")
             out.flush()
             how = "equal" if record.is_equal else f"given up in steps {record.given_up}" if record.given_up else "differs"

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,16 +13,19 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos.pair import members
 from tests.chaos.plan import SLOW_ROUNDS, SLOW_S, Mishap
-from tests.chaos.room import Room, descendants
-from tests.chaos.runs import Life, spoil_data
+from tests.chaos.room import SEGMENTS, Room, descendants
+from tests.chaos.runs import PLAYER, Life, spoil_data
 from tests.chaos.servers import Server, Servers
+from tests.support import forked
 
 Undo = Callable[[], None]
 CLOCK_S = (3600.0, -3600.0, 86400.0 * 400, -86400.0 * 400)
 """How far a clock jumps."""
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP, "hold": signal.SIGSTOP, "slow": signal.SIGSTOP}
 RETRY_S = 0.02
+BALLAST = "ballast"
 
 
 class NotNow(Exception):
@@ -38,6 +43,8 @@ class Scene:
     room: Room
     servers: Servers | None
     happened: list[str] = field(default_factory=list)
+    others: list[tuple[int | None, str]] = field(default_factory=list)
+    """Exit code, None where it was still at work, and words of each second run."""
     undo: list[tuple[float, Undo]] = field(default_factory=list)
     """When (time.monotonic), and how, something is taken back; at the end of the life all is."""
 
@@ -60,7 +67,9 @@ def strike(mishap: Mishap, scene: Scene) -> None:
             _rank(how, mishap, scene)
         case "worker" | "zygote":
             _process(how, mishap, scene, _boxes(whom))
-        case "judge" | "server":
+        case "speaker_run" | "listener_run" | "speaker_service" | "listener_service":
+            _process(how, mishap, scene, members(whom))
+        case "judge" | "server" | "engine":
             _server(how, whom, mishap, scene)
         case _:
             OTHERS[mishap.what](mishap, scene)
@@ -114,15 +123,13 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _server(how: str, whom: str, mishap: Mishap, scene: Scene) -> None:
-    servers = scene.servers
-    server: Server = servers.judge if whom == "judge" else servers.boxes
-    wire = servers.wires[whom]
+    server: Server = scene.servers.named[whom]
     if how == "cut":
-        wire.cut()
-        scene.later(mishap.lasts_s, wire.mend)
+        scene.servers.wires[whom].cut()
+        scene.later(mishap.lasts_s, scene.servers.wires[whom].mend)
     elif how == "slow":
-        wire.delay_s = 0.5
-        scene.later(mishap.lasts_s, wire.mend)
+        scene.servers.wires[whom].delay_s = 0.5
+        scene.later(mishap.lasts_s, scene.servers.wires[whom].mend)
     elif how == "kill":
         server.kill()
         scene.later(mishap.lasts_s, server.start)
@@ -134,11 +141,93 @@ def _server(how: str, whom: str, mishap: Mishap, scene: Scene) -> None:
 def _fill_disk(mishap: Mishap, scene: Scene) -> None:
     if scene.room.lacks:
         raise NotNow(scene.room.lacks)
-    ballast = scene.folder / "disk" / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb") as file:
-        while True:
-            file.write(bytes(1 << 16))
-    scene.later(3600, lambda: ballast.unlink(missing_ok=True))
+    ballast = scene.folder / "disk" / BALLAST
+    _fill(ballast)
+
+    def empty() -> None:
+        with contextlib.suppress(OSError):  # the disk has become read-only: the next life begins with it empty (seed._live)
+            ballast.unlink(missing_ok=True)
+
+    scene.later(3600, empty)
+
+
+def _fill(ballast: Path) -> None:
+    """Let it take all the room that there is."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+HANG_S = 80.0
+"""Longer than a collective waits (runs.WAIT_S)."""
+FREEZES = {
+    "slow": f"for round in $(seq {SLOW_ROUNDS}); do fsfreeze -f {{disk}}; sleep {SLOW_S}; fsfreeze -u {{disk}}; sleep {SLOW_S / 4}; done",
+    "stall": "fsfreeze -f {disk}; sleep {lasts_s}; fsfreeze -u {disk}",
+    "hang": f"fsfreeze -f {{disk}}; sleep {HANG_S}; fsfreeze -u {{disk}}",
+}
+"""Whoever writes to a frozen disk waits. A process of its own thaws it, also where this one is killed."""
+
+
+def _freeze(mishap: Mishap, scene: Scene) -> None:
+    if scene.room.lacks_blocks:
+        raise NotNow(scene.room.lacks_blocks)
+    disk = scene.folder / "disk"
+    script = FREEZES[mishap.what.split()[0]].format(disk=shlex.quote(str(disk)), lasts_s=mishap.lasts_s)
+    freezer = subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def thaw() -> None:
+        if freezer.poll() is None:
+            os.killpg(freezer.pid, signal.SIGKILL)
+        freezer.wait()
+        subprocess.run(["fsfreeze", "-u", disk], stderr=subprocess.DEVNULL, check=False)  # it says so where nothing is frozen
+
+    scene.later(3600, thaw)
+
+
+def _protect_disk(mishap: Mishap, scene: Scene) -> None:
+    """Until the next life, which begins behind a check of the disk (Room.mend)."""
+    if scene.room.lacks_blocks:
+        raise NotNow(scene.room.lacks_blocks)
+    scene.room.protect(scene.folder / "disk")
+
+
+def _fill_segments(mishap: Mishap, scene: Scene) -> None:
+    if scene.room.lacks:
+        raise NotNow(scene.room.lacks)
+    there = os.statvfs(SEGMENTS)
+    try:
+        scene.room.bound_segments(str((there.f_blocks - there.f_bfree) * there.f_frsize + (1 << 16)))
+    except OSError as error:
+        raise NotNow("somebody has taken more meanwhile") from error
+    ballast = SEGMENTS / BALLAST
+    _fill(ballast)
+
+    def empty() -> None:
+        ballast.unlink(missing_ok=True)
+        scene.room.bound_segments("50%")
+
+    scene.later(3600, empty)
+
+
+def _start_second(mishap: Mishap, scene: Scene) -> None:
+    """Another run that was given the same engine, in another folder, until this life ends."""
+    life = scene.life
+    folder, temporary = scene.folder / "second", scene.folder / "tmp_second"
+    temporary.mkdir(exist_ok=True)
+    words = (*life.words, f"run.dir={folder / 'disk' / 'run'}")
+    second = forked.Process(PLAYER, *words, environment={"TMPDIR": str(temporary)})
+
+    def end() -> None:
+        code = second.poll()
+        second.kill()
+        said = second.output.read_text(errors="replace")
+        scene.others.append((code, said))
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    scene.later(3600, end)
 
 
 def _remove_folder(mishap: Mishap, scene: Scene) -> None:
@@ -170,6 +259,8 @@ def _change_data(mishap: Mishap, scene: Scene) -> None:
 
 
 OTHERS: Mapping[str, Callable[[Mishap, Scene], None]] = {
+    "start second": _start_second,
     "fill disk": _fill_disk, "remove folder": _remove_folder, "change data": _change_data, "jump clock": _file("clock"),
+    "slow disk": _freeze, "stall disk": _freeze, "hang disk": _freeze, "protect disk": _protect_disk, "fill segments": _fill_segments,
     "nan reward": _file("nan_reward", "1"), "nan loss": _file("nan_loss", "1"), "lie type": _lie("type"), "lie one": _lie("one"),
 }  # fmt: skip

@@ -14,9 +14,19 @@ SERVERS = (
     "kill judge", "pause judge", "kill server", "pause server", "cut judge", "cut server", "slow server", "lie type", "lie one",
     "change data",
 )  # fmt: skip
+DISKS = ("slow disk", "stall disk", "hang disk", "protect disk", "protect disk", "fill segments", "fill segments")
+SECONDS = ("start second", "start second", "kill engine", "pause engine")
+PAIRS = ("kill speaker_run", "kill listener_run", "pause speaker_run", "kill speaker_service", "kill listener_service")
 MISHAPS = {"number_line": RANKS, "visual_search": (*BOXES, *BOXES, *RANKS), "vqa": (*SERVERS, *SERVERS, *BOXES, *RANKS)}
 """By run, of which the seeds take turns. What stands twice comes twice as often."""
-STEPS = {"number_line": 3, "visual_search": 2, "vqa": 2}
+LATER_MISHAPS = {
+    "number_line": (*DISKS, *DISKS, "kill rank", "fill disk", "jump clock"),
+    "shared_engine": (*SECONDS, "kill rank", "protect disk"),
+    "lewis_pair": PAIRS,
+}
+"""Of the seeds from LATER on: what was added when the plans of those before were already played."""
+LATER = 1000
+STEPS = {"number_line": 3, "visual_search": 2, "vqa": 2, "shared_engine": 12, "lewis_pair": 2}
 """How long each run is."""
 SLOW_ROUNDS, SLOW_S = 6, 0.8
 """Slow: so many pauses, each so long, with as much time between them."""
@@ -51,10 +61,11 @@ class Plan:
 def plan(seed: int) -> Plan:
     """One mishap, two after each other (perhaps in two lives), or three at once."""
     dice = random.Random(f"chaos {seed}")
-    run = list(MISHAPS)[seed % len(MISHAPS)]
+    table = MISHAPS if seed < LATER else LATER_MISHAPS
+    run = list(table)[seed % len(table)]
     kinds = dice.choice(("one", "one", "two", "three"))
     num = {"one": 1, "two": 2, "three": 3}[kinds]
-    what = dice.sample(sorted(set(MISHAPS[run])), num) if kinds == "three" else dice.choices(MISHAPS[run], k=num)
+    what = dice.sample(sorted(set(table[run])), num) if kinds == "three" else dice.choices(table[run], k=num)
     first = _moment(dice, run)
     moments = [first] * num if kinds == "three" else [first, *(_moment(dice, run) for _ in what[1:])]
     lives = [dice.choice((0, 0, 1)) if number and kinds == "two" else 0 for number in range(num)]

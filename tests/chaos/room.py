@@ -1,11 +1,16 @@
 """A room of one's own, so that what is left behind can be counted: every descendant is adopted here, and /dev/shm is ours alone.
 
-As root this process gets mounts and System V segments of its own (unshare(2)): a small /dev/shm, and a small disk for run folders that can
-be filled. Without root both are shared with everybody; then segments are not counted, no disk is filled, and `lacks` says so.
+As root this process gets mounts and System V segments of its own (unshare(2)): a /dev/shm that can be filled, and for each run folder a
+small ext4 in a file (a loop device), which can be filled, frozen (FIFREEZE), and made read-only by the kernel, as it does after an error of
+the device. Where mounts are not allowed all is shared with everybody: segments are not counted, and nothing is filled (`lacks` says so).
+Where there is no loop device the disk is a tmpfs, which can be filled alone (`lacks_blocks`).
 """
 
 import ctypes
 import os
+import subprocess
+import tempfile
+import time
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -13,11 +18,13 @@ from pathlib import Path
 import psutil
 
 CLONE_NEWNS, CLONE_NEWIPC = 0x00020000, 0x08000000
-MS_REC, MS_PRIVATE = 0x4000, 1 << 18
+MS_REMOUNT, MS_REC, MS_PRIVATE = 0x20, 0x4000, 1 << 18
 PR_SET_CHILD_SUBREAPER = 36
 SEGMENTS = Path("/dev/shm")
-DISK = b"size=96m"
+DISK_BYTES = 96 << 20
 """Of a run folder: three checkpoints and the model fit in a tenth of it."""
+MEND_S = 20.0
+"""What processes that had files on a disk have to be gone, before it is checked."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,24 +39,60 @@ class Room:
         """Before this process has started any other."""
         _call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.lacks = ""
+        self._protected: set[Path] = set()
         try:
             _call("unshare", CLONE_NEWNS | CLONE_NEWIPC)
             _call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
             _call("mount", b"tmpfs", bytes(SEGMENTS), b"tmpfs", 0, b"mode=1777")
         except OSError as error:
             self.lacks = f"no mounts of its own ({error}): segments are not counted, no disk is filled"
+        self.lacks_blocks = self.lacks or _lacks_blocks()
         forkserver.ensure_running()
         resource_tracker.ensure_running()
 
     def disk(self, folder: Path) -> None:
         """A new folder, on a small disk of its own where that can be had."""
         folder.mkdir(parents=True)
-        if not self.lacks:
-            _call("mount", b"tmpfs", bytes(folder), b"tmpfs", 0, DISK)
+        if not self.lacks_blocks:
+            make_ext4(folder)
+        elif not self.lacks:
+            _call("mount", b"tmpfs", bytes(folder), b"tmpfs", 0, f"size={DISK_BYTES}".encode())
 
     def give_back(self, folder: Path) -> None:
+        self._protected.discard(folder)
         if not self.lacks:
             _call("umount2", bytes(folder), 0)
+        image_of(folder).unlink(missing_ok=True)
+
+    def protect(self, folder: Path) -> None:
+        """Let the kernel find an error on this disk: from now on nothing is written, and what was not yet written out is lost."""
+        device = os.stat(folder).st_dev
+        block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
+        Path(f"/sys/fs/ext4/{block}/trigger_fs_error").write_text("chaos")
+        self._protected.add(folder)
+
+    def mend(self, folder: Path) -> None:
+        """Where it is read-only, check it and mount it again, as who starts the machine again would."""
+        if folder not in self._protected:
+            return
+        deadline = time.monotonic() + MEND_S
+        while True:
+            try:
+                _call("umount2", bytes(folder), 0)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        checked = subprocess.run(["e2fsck", "-f", "-p", image_of(folder)], capture_output=True, text=True, check=False)
+        if checked.returncode not in (0, 1):
+            raise OSError(f"{image_of(folder)}: {checked.stdout}")
+        _mount_ext4(folder)
+        self._protected.remove(folder)
+
+    def bound_segments(self, size: str) -> None:
+        """Let /dev/shm have this size: bytes, or a share of the memory as in 50%. OSError: more is taken already."""
+        _call("mount", b"tmpfs", bytes(SEGMENTS), b"tmpfs", MS_REMOUNT, f"size={size}".encode())
 
     def segments(self, *, without: set[int] = frozenset()) -> set[str]:
         """Names of POSIX segments and semaphores, and numbers of System V segments, but for those that these processes, or what came from
@@ -59,6 +102,36 @@ class Room:
         system_v = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
         found = {path.name for path in SEGMENTS.iterdir()} | {f"shmid {line.split()[1]}" for line in system_v}
         return found - {name for pid in without for name in _mapped(pid)}
+
+
+def _lacks_blocks() -> str:
+    """Why there can be no disk of blocks here; empty where there can."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            make_ext4(Path(folder) / "disk")
+            _call("umount2", bytes(Path(folder) / "disk"), 0)
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"no disk of its own ({error}): none is slow, hangs, or becomes read-only"
+    return ""
+
+
+def image_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.ext4")
+
+
+def make_ext4(folder: Path) -> None:
+    """CalledProcessError, OSError: there is no mkfs, or no loop device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with image_of(folder).open("wb") as image:
+        image.truncate(DISK_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image_of(folder)], check=True, capture_output=True)
+    _mount_ext4(folder)
+    (folder / "lost+found").rmdir()
+
+
+def _mount_ext4(folder: Path) -> None:
+    options = "loop,errors=remount-ro"
+    subprocess.run(["mount", "-t", "ext4", "-o", options, image_of(folder), folder], check=True, capture_output=True)
 
 
 def _mapped(pid: int) -> set[str]:

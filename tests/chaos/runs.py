@@ -8,14 +8,16 @@ import json
 import os
 import random
 import shutil
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.tasks.visual_search.task import Canvas
+from tests.chaos import pair
+from tests.chaos.pair import prepare_pair, words_of_pair
 from tests.chaos.plan import STEPS
+from tests.chaos.servers import ENGINE, free_port
 from tests.golden.runs import LOOK
 from tests.support import forked
 from tools.data.make_tiny_qwen2_5_vl import make
@@ -36,16 +38,22 @@ SEARCH = (
     "task.max_turns=2", "task.max_tokens_per_turn=80", "model.min_pixels=19600", "model.max_pixels=20000", "batch.prompts_per_step=4",
     "batch.group_size=4", "task.data.max_eval=4",
 )  # fmt: skip
+SHARED = (*LINE, "engine.kind=remote", *(f"engine.{key}={value}" for key, value in ENGINE.items()), "engine.patience_s=120")
 JUDGE = ("task.judge.model=judge", "task.judge.max_tokens=64", "task.judge.timeout_s=30")
 NUM_QUESTIONS = 24
 
 
-def words_of(run: str, home: Path, *, judge: str = "", sandbox: str = "") -> tuple[str, ...]:
-    """The settings of a run, but for its folder; those of vqa with the addresses of its servers."""
-    start = home / "starts" / ("nano" if run == "number_line" else "look/final")
+def words_of(run: str, home: Path, *, judge: str = "", sandbox: str = "", engine: str = "") -> tuple[str, ...]:
+    """The settings of a run, but for its folder; with the addresses of its servers."""
+    if run == "lewis_pair":
+        return words_of_pair(home / "starts", num_steps=STEPS[run])
+    start = home / "starts" / ("look/final" if run in ("visual_search", "vqa") else "nano")
     common = (*COMMON, f"run.steps={STEPS[run]}", f"model.path={start}")
     if run == "number_line":
         return (*LINE, *common)
+    if run == "shared_engine":
+        common = [word for word in common if not word.startswith("engine.")]
+        return (*SHARED, *common, f"engine.urls=[{engine}]", f"engine.token_file={home}/engine/token")
     if run == "visual_search":
         return ("task=chaos_search", "task.reward=pyvision", "task.sandbox.size=2", *SEARCH, *common)
     data = (f"task.data.train=[{home}/data/train.jsonl]", f"task.data.eval=[{home}/data/eval.jsonl]")
@@ -56,13 +64,15 @@ def words_of(run: str, home: Path, *, judge: str = "", sandbox: str = "") -> tup
 def prepare(home: Path, runs: Sequence[str]) -> None:
     """Make what is not there yet: the nano, the one that was taught to look, and the questions."""
     starts = home / "starts"
-    if {"number_line", "vqa"} & {*runs} and not (starts / "nano").exists():
+    if {"number_line", "vqa", "shared_engine"} & {*runs} and not (starts / "nano").exists():
         make(starts / "nano", preset="nano", init="random", seed=1)
     if {"visual_search", "vqa"} & {*runs} and not (starts / "look" / "final").exists():
         make(starts / "nano_search", preset="nano_search", init="learn", seed=0)
         taught = (*LOOK, f"model.path={starts / 'nano_search'}", f"run.dir={starts / 'look'}")
         result = forked.world(2, forked.ROOT / "launch" / "train.py", *taught, timeout_s=1200)
         assert result.returncode == 0, result.stdout[-3000:]
+    if "lewis_pair" in runs and not (starts / "listener").exists():
+        prepare_pair(starts)
     if "vqa" in runs and not (home / "data").exists():
         write_questions(home / "data")
 
@@ -98,10 +108,7 @@ class Life:
     def __enter__(self) -> "Life":
         self.began, before = time.monotonic(), self.num_recorded
         self.recorded_s = [0.0] * before
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TMPDIR": str(self.temporary)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "TMPDIR": str(self.temporary)}
         for rank in range(2):
             environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             self.ranks.append(forked.Process(PLAYER, *self.words, f"run.dir={self.folder}", environment=environment))
@@ -113,6 +120,10 @@ class Life:
 
     def is_over(self) -> bool:
         return all(process.poll() is not None or rank in self.struck for rank, process in enumerate(self.ranks))
+
+    @property
+    def has_finished(self) -> bool:
+        return set(self.codes) == {0}
 
     @property
     def codes(self) -> list[int | None]:
@@ -135,6 +146,34 @@ class Life:
         return passed
 
 
+class PairLife(Life):
+    """`folder` is the speaker's run folder."""
+
+    def __enter__(self) -> "PairLife":
+        self.began = time.monotonic()
+        self.recorded_s = [0.0] * self.num_recorded
+        pictures = next(word for word in self.words if word.startswith("task.data.images=")).removeprefix("task.data.images=")
+        starts = Path(pictures).parent
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(starts / "compiled")}
+        environment = {"TMPDIR": str(self.temporary), "PORTS": (starts / "ports").read_text(), "GRACE_S": str(WAIT_S), **compiled}
+        self.ranks.append(forked.Process(pair.SCRIPT, starts, self.folder, *self.words, environment=environment))
+        return self
+
+
+LIVES = {"lewis_pair": PairLife}
+RUN_FOLDERS = {"lewis_pair": "disk/run/speaker"}
+"""Of those that are not in disk/run."""
+
+
+def run_folder(run: str, folder: Path) -> Path:
+    return folder / RUN_FOLDERS.get(run, "disk/run")
+
+
+def begin_life(run: str, words: Sequence[str], folder: Path) -> Life:
+    """`folder` is the seed's."""
+    return LIVES.get(run, Life)(words, run_folder(run, folder), folder / "tmp")
+
+
 @dataclass(slots=True, frozen=True)
 class Undisturbed:
     """The run that nobody disturbed."""
@@ -152,19 +191,19 @@ class Undisturbed:
 
 def undisturbed(run: str, home: Path, words: Sequence[str], *, limit_s: float) -> Undisturbed:
     """It is made when it is first asked for."""
-    folder, told = home / "undisturbed" / run / "disk" / "run", home / "undisturbed" / run / "told.json"
-    own = [word for word in words if not word.startswith(("task.judge.urls", "task.sandbox.url"))]
+    whole = home / "undisturbed" / run
+    folder, told = run_folder(run, whole), whole / "told.json"
+    own = [word for word in words if not word.startswith(("task.judge.urls", "task.sandbox.url", "engine.urls"))]
     if told.exists() and (kept := json.loads(told.read_text()))["words"] == own:
         return Undisturbed(folder, kept["first_s"], kept["step_s"])
-    shutil.rmtree(folder.parents[1], ignore_errors=True)
-    temporary = folder.parents[1] / "tmp"
-    temporary.mkdir(parents=True)
-    with Life(words, folder, temporary) as life:
+    shutil.rmtree(whole, ignore_errors=True)
+    (whole / "tmp").mkdir(parents=True)
+    with begin_life(run, words, whole) as life:
         deadline = time.monotonic() + limit_s
         while not life.is_over() and time.monotonic() < deadline:
             life.look()
             time.sleep(0.1)
-        assert life.codes == [0, 0], f"{run}, undisturbed: {life.codes}\n" + "\n".join(said[-3000:] for said in life.said)
+        assert life.has_finished, f"{run}, undisturbed: {life.codes}\n" + "\n".join(said[-3000:] for said in life.said)
     first_s = life.recorded_s[0]
     step_s = (life.look() - first_s) / STEPS[run]
     told.write_text(json.dumps({"words": own, "first_s": first_s, "step_s": step_s}))

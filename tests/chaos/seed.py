@@ -3,16 +3,17 @@
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.mishaps import RETRY_S, NotNow, Scene, strike
+from tests.chaos.mishaps import BALLAST, RETRY_S, NotNow, Scene, strike
 from tests.chaos.plan import Mishap, Plan
 from tests.chaos.room import Room, descendants
-from tests.chaos.runs import Life, Undisturbed, undisturbed, words_of
-from tests.chaos.servers import Judge, Servers, serve
-from tests.chaos.verdict import differences, given_up, left_behind, trouble_of_end
+from tests.chaos.runs import Undisturbed, begin_life, run_folder, undisturbed, words_of
+from tests.chaos.servers import Servers, with_boxes
+from tests.chaos.verdict import differences, given_up, left_behind, trouble_of_end, trouble_of_second
 
 MAX_LIVES = 5
 GONE_S = 30.0
@@ -39,7 +40,8 @@ class Record:
     seconds: float = 0.0
 
 
-def play(plan: Plan, *, home: Path, room: Room, judge: Judge | None, limit_s: float) -> Record:
+def play(plan: Plan, *, home: Path, room: Room, standing: Mapping[str, Servers], limit_s: float) -> Record:
+    """`standing`: of all runs that have servers which stay from seed to seed."""
     began = time.monotonic()
     record = Record(seed=plan.seed, run=plan.run, mishaps=[str(mishap) for mishap in plan.mishaps])
     folder = home / "seeds" / str(plan.seed)
@@ -49,23 +51,27 @@ def play(plan: Plan, *, home: Path, room: Room, judge: Judge | None, limit_s: fl
     with ExitStack() as stack:
         room.disk(folder / "disk")
         stack.callback(room.give_back, folder / "disk")
-        servers = stack.enter_context(serve(judge, folder)) if judge is not None and plan.run == "vqa" else None
+        servers = standing.get(plan.run)
+        if plan.run == "vqa":
+            servers = stack.enter_context(with_boxes(servers.named["judge"], folder))
         urls = servers.urls() if servers else {}
         words = words_of(plan.run, home, **urls)
         expected = undisturbed(plan.run, home, words, limit_s=limit_s)
-        run = folder / "disk" / "run"
+        run = run_folder(plan.run, folder)
         for number in range(MAX_LIVES):
             given = {"words": words, "expected": expected, "home": home, "folder": folder, "room": room}
             if _live(number, plan, record, servers=servers, limit_s=limit_s, **given):
                 break
-        judged = {judge.process.pid} if judge is not None else set()
-        served = judged | ({servers.boxes.process.pid} if servers else set())
+        stays = {server.process.pid for each in standing.values() for server in each.named.values()}
+        served = stays | ({server.process.pid for server in servers.named.values()} if servers else set())
         record.troubles += [f"pid {pid} is left: {command[:120]}" for pid, command in _left(served).items()]
+        room.mend(folder / "disk")
         _judge(record, run, expected.folder, has_tools=plan.run != "number_line")
-        record.troubles += left_behind(run, folder / "tmp")
+        for each in {run, *(path.parent for path in (folder / "disk").rglob(".lock"))}:
+            record.troubles += left_behind(each, folder / "tmp")
     if servers:
-        record.troubles += [f"pid {pid} is left of the server: {command[:120]}" for pid, command in _left(judged).items()]
-    record.troubles += [f"{name} is left in shared memory" for name in sorted(room.segments(without=judged) - before)]
+        record.troubles += [f"pid {pid} is left of the server: {command[:120]}" for pid, command in _left(stays).items()]
+    record.troubles += [f"{name} is left in shared memory" for name in sorted(room.segments(without=stays) - before)]
     record.seconds = round(time.monotonic() - began, 1)
     return record
 
@@ -76,10 +82,12 @@ def _live(
 ) -> bool:  # fmt: skip
     """One life. Returns whether the run is finished."""
     coming = [mishap for mishap in plan.mishaps if mishap.life == number]
+    room.mend(folder / "disk")
+    (folder / "disk" / BALLAST).unlink(missing_ok=True)
     if servers:
-        servers.judge.wait()
-        servers.boxes.wait()
-    with Life(words, folder / "disk" / "run", folder / "tmp") as life:
+        for server in servers.named.values():
+            server.wait()
+    with begin_life(plan.run, words, folder) as life:
         scene = Scene(life=life, home=home, folder=folder, room=room, servers=servers)
         try:
             in_time = _happen(list(coming), scene, expected, limit_s=limit_s)
@@ -87,17 +95,24 @@ def _live(
             scene.take_back(all_of_it=True)
         codes, said = life.codes, life.said
     struck = life.struck | {rank for rank, code in enumerate(codes) if code == -signal.SIGTERM}  # asked before it could hear
+    for code, words_of_second in scene.others:
+        record.lives.append(f"second run: {code} {_error(words_of_second)}".strip())
+        record.troubles += [f"second run: {trouble}" for trouble in trouble_of_second(code, words_of_second)]
     (folder / f"said_{number}.txt").write_text("\n--- rank 1\n".join(said))
-    errors = [line for text in said for line in text.splitlines() if line.startswith("error: ")]
     record.happened += scene.happened
-    record.lives.append(f"{codes} {errors[0][:240] if errors else ''}".strip())
+    record.lives.append(f"{codes} {_error(*said)}".strip())
     if not in_time:
         record.troubles.append(f"life {number} did not end within {limit_s:.0f} s")
     else:
         record.troubles += [f"life {number}: {trouble}" for trouble in trouble_of_end(codes, said, struck=struck)]
-    if not coming and codes != [0, 0]:
+    if not coming and not life.has_finished:
         record.troubles.append(f"life {number} ended with {codes} although nothing happened to it")
-    return codes == [0, 0]
+    return life.has_finished
+
+
+def _error(*said: str) -> str:
+    """The first line of an error."""
+    return next((line[:240] for text in said for line in text.splitlines() if line.startswith("error: ")), "")
 
 
 def _happen(coming: list[Mishap], scene: Scene, expected: Undisturbed, *, limit_s: float) -> bool:

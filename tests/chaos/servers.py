@@ -1,4 +1,6 @@
-"""The servers of the vqa run behind their wires: a judge (vLLM's own server, which stays from seed to seed) and a sandbox server a seed."""
+"""The servers of runs. A judge and an engine (of vLLM) stay from seed to seed (STANDING); a sandbox server and wires are made for
+each seed of vqa.
+"""
 
 import contextlib
 import json
@@ -8,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +19,19 @@ from typing import Protocol
 import httpx
 import psutil
 
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.vllm.command import PROGRAM, server_arguments, server_environment
+from megatron_rl.services.kept import kill_all
 from tests.chaos.proxy import Proxy
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.judges import completion, serving
+from tests.support.served import TOKEN, token_file
 
 START_S = 400.0
+ENGINE, PIXELS = {"kv_cache_mib": 32, "probe_s": 60}, {"min_pixels": 3136, "max_pixels": 4000}
+"""Of the engine, and of the runs that share it (runs.SHARED)."""
 XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 LIES = {"type": json.dumps({"correct": "perhaps"}), "one": json.dumps({"correct": True})}
 """Valid JSON with a verdict of the wrong type; and whoever is asked about, is right."""
@@ -48,7 +57,8 @@ class Server:
 
     def is_up(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"http://127.0.0.1:{self.port}{self.question}", timeout=5).status_code == 200
+            url, headers = f"http://127.0.0.1:{self.port}{self.question}", {"Authorization": f"Bearer {TOKEN}"}
+            return httpx.get(url, timeout=5, headers=headers).status_code == 200
         return False
 
     def wait(self) -> None:
@@ -56,6 +66,13 @@ class Server:
         while not self.is_up():
             assert time.monotonic() < deadline and self.process.poll() is None, f"no server at {self.question}; {self.log}"
             time.sleep(0.2)
+
+    def kill(self) -> None:
+        """It and all below it, which would not notice."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill_all(psutil.Process(self.process.pid))
+        self.process.kill()
+        self.process.poll()
 
     def send(self, number: int) -> None:
         if self.process.poll() is None:
@@ -73,42 +90,50 @@ class Judge(Server):
         address = ("--host", "127.0.0.1", "--port", self.port)
         self.process = forked.Process(SUPPORT / "judge_server.py", *address, *options, environment=environment)
 
-    def kill(self) -> None:
-        """It and its engine, which would not notice."""
-        tree = psutil.Process(self.process.pid)
-        for process in (*tree.children(recursive=True), tree):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.kill()
+
+@dataclass(slots=True)
+class Engine(Server):
+    """Of runs that start none: it says itself whose it is (rollout/vllm/served.py)."""
+
+    model: Path = Path()
+
+    def start(self) -> None:
+        renderer = Renderer(ModelSettings(path=str(self.model), **PIXELS))
+        settings = EngineSettings(kind="remote", urls=[f"http://127.0.0.1:{self.port}"], **ENGINE)
+        given = {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels, "cuda": False, "seed": 0, "timeout_s": 60}
+        arguments = server_arguments(str(self.model), settings, **given)
+        own = server_environment(settings, token_file=token_file(self.log.parent))
+        environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forked.ROOT), "TMPDIR": str(self.log.parent)}
+        self.process = _begun([*PROGRAM, *arguments, "--host", "127.0.0.1", "--port", str(self.port)], self.log, environment)
 
 
 class Boxes(Server):
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
     def start(self) -> None:
         command = [sys.executable, "-m", "sandbox", "serve", "--host", "127.0.0.1", "--port", str(self.port), "--size", "2"]
-        environment = {**os.environ, "TMPDIR": str(self.log.parent)}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self.process = _begun(command, self.log, {**os.environ, "TMPDIR": str(self.log.parent)})
+
+
+def _begun(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("ab") as said:
+        return subprocess.Popen(command, stdout=said, stderr=said, env=environment, start_new_session=True)
 
 
 @dataclass(slots=True)
 class Servers:
-    """What a vqa run talks to, and the wires."""
+    """What a run talks to, by name, and the wires of a vqa run."""
 
-    judge: Judge
-    boxes: Boxes
+    named: dict[str, Server]
     wires: dict[str, Proxy] = field(default_factory=dict)
     liars: dict[str, int] = field(default_factory=dict)
     """Ports of judges that lie, by what they say."""
 
     def urls(self) -> dict[str, str]:
+        if not self.wires:
+            return {name: f"http://127.0.0.1:{server.port}" for name, server in self.named.items()}
         return {"judge": f"http://127.0.0.1:{self.wires['judge'].port}/v1", "sandbox": f"http://127.0.0.1:{self.wires['server'].port}"}
 
     def tell_truth(self) -> None:
-        self.wires["judge"].lead_to(self.judge.port)
+        self.wires["judge"].lead_to(self.named["judge"].port)
 
 
 def free_port() -> int:
@@ -117,28 +142,32 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+STANDING = {"vqa": ("judge", Judge), "shared_engine": ("engine", Engine)}
+"""By run: what it asks of, which stays from seed to seed."""
+
+
 @contextmanager
-def judge_of(home: Path) -> Iterator[Judge]:
-    folder = home / "judge"
+def standing(run: str, home: Path) -> Iterator[Servers]:
+    name, kind = STANDING[run]
+    folder = home / name
     folder.mkdir(exist_ok=True)
-    judge = Judge(free_port(), "/health", folder / "judge.log", model=home / "starts" / "nano")
-    judge.start()
+    server = kind(free_port(), "/health", folder / f"{name}.log", model=home / "starts" / "nano")
+    server.start()
     try:
-        judge.wait()
-        yield judge
+        server.wait()
+        yield Servers({name: server})
     finally:
-        judge.send(signal.SIGCONT)
-        judge.process.end(by=time.monotonic() + 60)
+        server.kill()
 
 
 @contextmanager
-def serve(judge: Judge, folder: Path) -> Iterator[Servers]:
-    """A sandbox server, wires, and liars, inside the block."""
+def with_boxes(judge: Judge, folder: Path) -> Iterator[Servers]:
+    """A judge, a sandbox server, wires, and liars, inside the block."""
     boxes = Boxes(free_port(), "/health", folder / "server.log")
     boxes.start()
     with ExitStack() as stack:
         stack.callback(_end, boxes)
-        servers = Servers(judge, boxes)
+        servers = Servers({"judge": judge, "server": boxes})
         servers.wires["judge"] = stack.enter_context(Proxy(judge.port))
         servers.wires["server"] = stack.enter_context(Proxy(boxes.port))
         for name, words in LIES.items():

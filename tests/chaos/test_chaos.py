@@ -1,26 +1,30 @@
 """Three seeds of chaos on the smallest run, and that what judges them is not blind: each thing that may go wrong is planted, and seen.
 
-40 seeds on all three runs are played by hand: benchmarks/chaos_2026-11-23.md.
+40 seeds on the first three runs are played by hand (benchmarks/chaos_2026-11-23.md), and those of what was added
+(benchmarks/chaos_2026-11-26.md). What disks do is tested by itself: test_disks.py.
 """
 
+import hashlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.run_folder import lock
-from tests.chaos.plan import MISHAPS, plan
-from tests.chaos.verdict import differences, given_up, left_behind, trouble_of_end
+from tests.chaos.plan import LATER, LATER_MISHAPS, MISHAPS, plan
+from tests.chaos.verdict import differences, given_up, left_behind, trouble_of_end, trouble_of_second
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 SEEDS = ("0", "3", "9")
 RUN = "number_line"
+PLANS = "bdd1a3ea38b14dc12a94f490eac2b67e3bf4f3856f88ecf66f7cdd41898dc306"
+"""SHA-256 of the first 300 plans."""
 
 
 def chaos(home: Path) -> subprocess.CompletedProcess[str]:
@@ -52,10 +56,15 @@ def test_what_is_in_the_file_is_not_played_again(home: Path) -> None:
 
 
 def test_a_seed_is_a_plan() -> None:
-    """The same one each time, and among 300 of them everything happens to every run, alone, in a row, and three at once."""
-    plans = [plan(seed) for seed in range(300)]
-    assert plans == [plan(seed) for seed in range(300)]
-    for run, mishaps in MISHAPS.items():
+    """Of seeds that were played (benchmarks/) what it was then."""
+    assert hashlib.sha256("\n".join(str(plan(seed)) for seed in range(300)).encode()).hexdigest() == PLANS
+
+
+@pytest.mark.parametrize(("first", "table"), [(0, MISHAPS), (LATER, LATER_MISHAPS)])
+def test_everything_happens(first: int, table: Mapping[str, tuple[str, ...]]) -> None:
+    """Among 300 seeds to every run, alone, in a row, and three at once."""
+    plans = [plan(seed) for seed in range(first, first + 300)]
+    for run, mishaps in table.items():
         assert {mishap.what for each in plans if each.run == run for mishap in each.mishaps} == set(mishaps)
     assert {len(each.mishaps) for each in plans} == {1, 2, 3}
     at_once = [each.mishaps for each in plans if len(each.mishaps) == 3]
@@ -178,4 +187,20 @@ GOOD = "error: run.dir=/x: could not be written ([Errno 28] No space left on dev
 )
 def test_how_a_life_may_end(codes: list[int | None], said: list[str], struck: list[int], found: str) -> None:
     troubles = trouble_of_end(codes, said, struck=struck)
+    assert (not troubles) if not found else (len(troubles) == 1 and found in troubles[0]), troubles
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "found"),
+    [
+        (None, "step 1\n", ""),
+        (0, "done", ""),
+        (1, "error: engine.urls=http://a:1: cannot be had (this engine is that of a/b); end the run that has it\n", ""),
+        (1, GOOD, "not refused"),
+        (1, "error: something went wrong\n", "neither key nor part"),
+        (-signal.SIGSEGV, "", "exit codes"),
+    ],
+)
+def test_how_a_second_run_on_an_engine_may_end(code: int | None, said: str, found: str) -> None:
+    troubles = trouble_of_second(code, said)
     assert (not troubles) if not found else (len(troubles) == 1 and found in troubles[0]), troubles

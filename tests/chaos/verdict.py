@@ -15,7 +15,9 @@ from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run_seen import is_held
-from tests.support.untimed import OF_THE_MACHINE
+from tests.support import untimed
+
+OF_THE_MACHINE = (*untimed.OF_THE_MACHINE, "engine/pause_s", "engine/transfer_s")
 
 ROUNDING = 2e-5
 """Between two engine metrics of runs with tools: float32 logprobs of single tokens differ by 1e-5 from batch to batch."""
@@ -27,6 +29,7 @@ DEFINED = re.compile(
 STOPPED = re.compile(
     r"^stopped (at step \d+ of \d+; (.*; )?|before the first step, by SIG\w+ at .*; )the same command goes on$", re.MULTILINE
 )
+REFUSED = "error: engine.urls="
 KEPT = ("*.distcp", "common.pt")
 FINISHED, ASKED, FAILED = 0, 75, 1
 
@@ -48,6 +51,16 @@ def trouble_of_end(codes: Sequence[int | None], said: Sequence[str], *, struck: 
     strange = [code for code in left if code not in (FINISHED, ASKED, FAILED)]
     if strange:
         found.append(f"exit codes {codes}: {_last(spoke)}")
+    return found
+
+
+def trouble_of_second(code: int | None, said: str) -> list[str]:
+    """What is wrong with how a second run on the first one's engine ended: it is refused by the engine's name, or was at work or done."""
+    if code in (None, FINISHED):
+        return []
+    found = trouble_of_end([code], [said], struck=())
+    if code == FAILED and not found and REFUSED not in said:
+        found.append(f"it was not refused: {_last([said])}")
     return found
 
 

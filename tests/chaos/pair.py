@@ -1,0 +1,57 @@
+"""A Lewis pair: launch/lewis_pair.sh with two services and two runs below it, each of which hears the other.
+
+The speaker learns and the listener does not (optim.lr=0): whatever the order of things, the speaker is paid by the same listener, and what
+it becomes can be held against the pair that nobody disturbed. The listener's run must end well.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.room import descendants
+from tests.chaos.servers import free_port
+from tests.support import forked
+from tests.support.taught_speaker import rounds, taught
+from tools.data.make_tiny_qwen2_5_vl import make
+
+SCRIPT = Path(__file__)
+MEMBERS = {
+    "speaker_run": "launch/train.py experiment=lewis_cpu", "listener_run": "launch/train.py experiment=lewis_listener_cpu",
+    "speaker_service": "-m megatron_rl.services.speaker", "listener_service": "-m megatron_rl.services.listener",
+}  # fmt: skip
+"""By what stands in the command line."""
+
+
+def prepare_pair(starts: Path) -> None:
+    (starts / "ports").write_text(f"{free_port()} {free_port()}")  # a model card tells them
+    rounds(starts)
+    taught(starts / "speaker", words=starts / "rounds" / "words.txt")
+    make(starts / "listener", preset="nano", init="random", seed=1, words=starts / "rounds" / "words.txt")
+
+
+def words_of_pair(starts: Path, *, num_steps: int) -> tuple[str, ...]:
+    data = [f"task.data.{split}=[{starts}/rounds/speaker:{folder}]" for split, folder in (("train", "train"), ("eval", "test"))]
+    return (
+        *data, f"task.data.images={starts}/pictures", "task.data.max_eval=2", f"run.steps={num_steps}", "checkpoint.every=1",
+        "batch.prompts_per_step=4", "batch.group_size=2", "task.eval_samples=1", "engine.kv_cache_mib=32", "engine.max_model_len=512",
+        "speaker:optim.lr=1e-3", "speaker:algo.entropy_coef=0.1", "speaker:task.options.accuracy=binary", "listener:optim.lr=0",
+    )  # fmt: skip
+
+
+def members(whom: str) -> list[int]:
+    """Their first processes."""
+    found = []
+    for pid, command in descendants().items():
+        with suppress(psutil.NoSuchProcess):
+            if MEMBERS[whom] in command and MEMBERS[whom] not in " ".join(psutil.Process(psutil.Process(pid).ppid()).cmdline()):
+                found.append(pid)
+    return found
+
+
+if __name__ == "__main__":
+    starts, folder, *words = sys.argv[1:]
+    own = ("simultaneous", f"{starts}/speaker", f"{starts}/listener", str(Path(folder).parent), *words)
+    os.execvp("bash", ["bash", str(forked.ROOT / "launch" / "lewis_pair.sh"), *own])

@@ -1,0 +1,106 @@
+"""What the mishaps of disks do, in a room of its own: python chaos_disks.py. Prints `seen`, and what this machine lacks."""
+
+import errno
+import multiprocessing
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.cli.door import with_full_disks
+from megatron_rl.config import WandbSettings
+from megatron_rl.observe.metrics import MetricsLog, read_metrics
+from tests.chaos.mishaps import NotNow, Scene, strike
+from tests.chaos.plan import Mishap
+from tests.chaos.room import SEGMENTS, Room
+
+STALL_S = 1.5
+
+
+def error_of(path: Path) -> int:
+    """What writing a page there fails with; 0: it does not."""
+    try:
+        path.write_bytes(bytes(4096))
+    except OSError as error:
+        return error.errno
+    return 0
+
+
+def struck(what: str, scene: Scene) -> bool:
+    """NotNow, with what the machine lacks, is that alone."""
+    mishap = Mishap(what=what, number=0, after=0, share=0.0, lasts_s=STALL_S)
+    lacks = scene.room.lacks if what.startswith("fill") else scene.room.lacks_blocks
+    if lacks:
+        with pytest.raises(NotNow, match=re.escape(lacks)):
+            strike(mishap, scene)
+    else:
+        strike(mishap, scene)
+    return not lacks
+
+
+def stall(scene: Scene) -> None:
+    """Who writes waits until it is over, or taken back."""
+    for what, least_s in (("stall disk", STALL_S - 0.5), ("slow disk", 0.3), ("hang disk", 0.0)):
+        struck(what, scene)
+        time.sleep(0.3)
+        began = time.monotonic()
+        if what == "hang disk":
+            scene.take_back(all_of_it=True)
+        assert error_of(scene.folder / "disk" / "file") == 0 and least_s < time.monotonic() - began < 20, what
+        scene.take_back(all_of_it=True)
+
+
+def protect(scene: Scene) -> None:
+    """Nothing is written any more; behind the check there is what was flushed, each line of the metrics, and not what was written alone."""
+    disk = scene.folder / "disk"
+    log = MetricsLog(disk / "run", WandbSettings(mode="disabled"), {})
+    for step in range(3):
+        log.log(step, {"a": 1.0})
+    (disk / "unflushed").write_text("x")
+    struck("protect disk", scene)
+    assert error_of(disk / "other") == errno.EROFS
+    with pytest.raises(OSError, match="Read-only file system"):
+        log.log(3, {"a": 1.0})
+    with suppress(OSError):  # it tries once more
+        log.close()
+    scene.take_back(all_of_it=True)
+    scene.room.mend(disk)
+    assert [line["step"] for line in read_metrics(disk / "run" / "metrics.jsonl")] == [0, 1, 2]
+    assert not (disk / "unflushed").exists() or not (disk / "unflushed").read_bytes()
+    assert error_of(disk / "other") == 0
+
+
+def play(room: Room, folder: Path) -> None:
+    room.disk(folder / "disk")
+    life = SimpleNamespace(num_recorded=0, folder=folder / "disk" / "run")
+    scene = Scene(life=life, home=folder, folder=folder, room=room, servers=None)
+    if not room.lacks_blocks:
+        stall(scene)
+        protect(scene)
+    for what in ("stall disk", "slow disk", "hang disk", "protect disk"):
+        assert not room.lacks_blocks or not struck(what, scene), what
+    for what, place in (("fill segments", SEGMENTS), ("fill disk", folder / "disk"), ("fill segments", SEGMENTS)):
+        if struck(what, scene):
+            assert error_of(place / "more") == errno.ENOSPC
+            if place == SEGMENTS:
+                with pytest.raises(OSError, match="^.Errno 28. [A-Za-z ]*$") as met:
+                    multiprocessing.Lock()
+                assert with_full_disks(str(met.value)).startswith(f"{SEGMENTS}: [Errno 28] ")
+            (place / "more").unlink(missing_ok=True)
+            scene.take_back(all_of_it=True)
+            assert error_of(place / "more") == 0
+            (place / "more").unlink()
+    assert room.segments(without={os.getpid()}) == set()
+    room.give_back(folder / "disk")
+
+
+if __name__ == "__main__":
+    own = Room()
+    with TemporaryDirectory() as made:
+        play(own, Path(made))
+    print("seen", own.lacks or own.lacks_blocks)
