@@ -20,7 +20,8 @@ DEEPEST = 64
 """Objects and lists within one another, in a file of settings or names."""
 LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-READ_ONLY_REMEDY = "an error of the disk makes it so (dmesg says which): check it and mount it anew, or choose another folder"
+BROKEN_DISK = "the disk has an error (dmesg says which): check it and mount it anew, or choose another folder"
+"""The remedy of a write that fails, and of one that the kernel refuses because others have failed."""
 
 
 def to_line(record: object) -> str:
@@ -90,7 +91,8 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
 
 def unwritten(key: str, path: Path, error: OSError) -> str:
     """Return the line of an error that a setting's folder, or file, could not be written."""
-    remedy = READ_ONLY_REMEDY if os.strerror(errno.EROFS) in str(error) else "free space or choose another folder"
+    is_broken = any(os.strerror(number) in str(error) for number in (errno.EIO, errno.EROFS))
+    remedy = BROKEN_DISK if is_broken else "free space or choose another folder"
     return f"{key}={path}: could not be written ({error}); {remedy}"
 
 

@@ -2565,11 +2565,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/observe/test_observe.py -k restart_at_step",
     ),
     Mutant(
-        "a read-only disk is told to have no room",
+        "a broken disk is told to have no room",
         "megatron_rl/jsonl.py",
-        "os.strerror(errno.EROFS) in str(error)",
-        "error.errno == errno.EROFS",
-        "tests/tools/test_commands.py -k read_only",
+        "os.strerror(number) in str(error)",
+        "number == error.errno",
+        "tests/tools/test_commands.py -k broken_disk",
     ),
     Mutant(
         "a full /dev/shm is not named",
@@ -2598,6 +2598,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "            self._writer.join(WRITE_S)",
         "            self._writer.join()",
         "tests/test_watch.py -k disk_that_hangs",
+    ),
+    Mutant(
+        "who writes a checkpoint is taken for one who waits",
+        "megatron_rl/watch.py",
+        ' and "/torch/distributed/checkpoint/" not in file',
+        "",
+        "tests/test_watch.py -k writes_a_checkpoint",
     ),
     Mutant(
         "the whole folder says whose an engine is",

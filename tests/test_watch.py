@@ -5,7 +5,11 @@ import os
 import re
 import signal
 import socket
+import sys
+import threading
 import time
+import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,9 +18,10 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
 
 from megatron_rl.types import HostFault, Parted, RunFailed
-from megatron_rl.watch import ANSWER_S, Answer, Watch, verdict
+from megatron_rl.watch import ANSWER_S, Answer, Watch, verdict, waits
 from megatron_rl.world import World, of_collective
 from tests.conftest import SUPPORT
 from tests.support import forked
@@ -144,6 +149,30 @@ def test_a_first_node_that_hangs_is_not_waited_for(
 )  # fmt: skip
 def test_what_is_said_of_answers(answers: dict[int, Answer], gone: dict[int, Answer], line: str) -> None:
     assert verdict(answers, gone, stacks=Path("hang")) == line
+
+
+def test_who_writes_a_checkpoint_waits_for_no_other(tmp_path: Path) -> None:
+    """torch's own writer, which lies beside its collectives: on a disk that hangs (a full FIFO) its rank is behind."""
+    os.mkfifo(tmp_path / ".metadata.tmp")
+    reader = os.open(tmp_path / ".metadata.tmp", os.O_RDONLY | os.O_NONBLOCK)
+    writer, metadata = FileSystemWriter(tmp_path), Metadata(state_dict_metadata={}, planner_data=bytes(1 << 20))
+
+    def write() -> None:
+        with suppress(BrokenPipeError):
+            writer.finish(metadata, [])
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while True:
+        frames = [(frame, line) for frame, line in traceback.walk_stack(sys._current_frames()[thread.ident])][::-1]
+        if frames[-1][0].f_code.co_name == "finish":
+            break
+        assert thread.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "/torch/distributed/" in frames[-1][0].f_code.co_filename and not waits(frames)
+    os.close(reader)  # which the writer meets as a broken pipe
+    thread.join(30)
 
 
 def test_a_mistake_of_ours_is_no_collectives_failure() -> None:

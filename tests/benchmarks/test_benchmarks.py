@@ -381,6 +381,13 @@ def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert re.fullmatch(r"36 candidates in [\d.]+ s: [\d.]+ a second; engine 0.00 s, the rest 100.0%", lewis_pace.pace(url, tmp_path))
 
 
+def test_viewer_folder() -> None:
+    """All that was written is shown, and nothing is left out; what it took is told in numbers."""
+    (line,) = rows(said_by("viewer_folder", "--tiny"))
+    assert line[0] == "short" and int(line[1]) > 1 and line[11] == f"{int(line[1]) * 256}, 0"
+    assert all(float(cell) > 0 for cell in line[3:11]) and 50 < float(line[12]) < 8000
+
+
 def test_bank() -> None:
     """None is lost without being counted, the limit bites, and the page shows what is left."""
     kept, _, shown = rows(said_by("bank", "--tiny"))

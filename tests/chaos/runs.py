@@ -154,8 +154,7 @@ class PairLife(Life):
         self.recorded_s = [0.0] * self.num_recorded
         pictures = next(word for word in self.words if word.startswith("task.data.images=")).removeprefix("task.data.images=")
         starts = Path(pictures).parent
-        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(starts / "compiled")}
-        environment = {"TMPDIR": str(self.temporary), "PORTS": (starts / "ports").read_text(), "GRACE_S": str(WAIT_S), **compiled}
+        environment = {"TMPDIR": str(self.temporary), "PORTS": (starts / "ports").read_text(), "GRACE_S": str(WAIT_S)}
         self.ranks.append(forked.Process(pair.SCRIPT, starts, self.folder, *self.words, environment=environment))
         return self
 

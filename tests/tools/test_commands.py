@@ -56,9 +56,10 @@ def test_what_is_written_and_what_is_read(file: str | None, said: str) -> None:
     assert in_words(ValueError("key=1: no"), out=Path("new/out")) == "key=1: no"
 
 
-def test_a_read_only_disk_needs_no_space() -> None:
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
+def test_a_broken_disk_needs_no_space(number: int) -> None:
     """With its number, and where another process's error is told in its words alone."""
-    words = errno.EROFS, os.strerror(errno.EROFS)
+    words = number, os.strerror(number)
     for error in (OSError(*words, "out/a"), SharedOSError(str(OSError(*words)))):
         line = unwritten("run.dir", Path("/runs/a"), error)
         assert (

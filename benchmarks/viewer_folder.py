@@ -1,0 +1,136 @@
+"""The viewer on the folder of a long run, 10 GB: how long it takes to open, what an episode takes, and the most memory that it had.
+
+    .venv/bin/python benchmarks/viewer_folder.py
+    .venv/bin/python benchmarks/viewer_folder.py --tiny      # tries the script, says nothing
+
+Two folders, of short and of long episodes. A few steps are made up, as bank.py's are, and written as a run writes them; all others are hard
+links to these, so that the folder's files have 10 GB and the disk has a tenth of it. The last of `--memory-gb` is too little on purpose.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from megatron_rl.jsonl import replace_lines
+from megatron_rl.observe.bank import path_of, write
+from megatron_rl.observe.metrics import METRICS_FILE
+from megatron_rl.observe.recorder import FOLDER
+from megatron_rl.services.kept import free_port
+from megatron_rl.types import ATTACHED, Context, Rollout, Turn
+
+PER_STEP, TURNS, NUM_METRICS = 256, 3, 80
+HEAD = (
+    "episodes", "steps", "GB", "--memory-gb", "up, s", "runs, s", "rows, s", "sorted, s", "text, s", "curves, s", "episode, s",
+    "rollouts, files left out", "peak, MB",
+)  # fmt: skip
+WORDS = "go to microwave 1, and heat the apple "
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a folder."""
+
+    name: str
+    tokens: int
+    """Of a turn; a fifth of them is sampled."""
+    made: int
+    """Steps that are written; the others are links to them."""
+
+
+SIZES = (Size("short", 200, 8), Size("long", 2000, 3))
+
+
+def episode(dice: np.random.Generator, number: int, size: Size) -> Rollout:
+    context, turns, sampled = Context(), [], size.tokens // 5
+    for _ in range(TURNS):
+        context.extend(dice.integers(0, 1400, size.tokens - sampled).tolist())
+        first = len(context.token_ids)
+        context.extend(dice.integers(0, 1400, sampled).tolist(), logprobs=(-dice.random(sampled)).tolist(), versions=[number] * sampled)
+        turns.append(Turn(context=0, span=(first, first + sampled), text=f"{number}: {WORDS * (sampled // 12)}"))
+    for column in ATTACHED:
+        context.attach(column, dice.random(len(context.token_ids)).tolist())
+    return Rollout(
+        task="made", example_id=str(number // 8), group=number // 8, sample=number % 8, contexts=[context], turns=turns, reward=0.5
+    )
+
+
+def make(run: Path, size: Size, *, num_bytes: float) -> int:
+    """Write the folder. Returns the number of its steps."""
+    dice, folder, total, step = np.random.default_rng(0), run / FOLDER, 0, 0
+    while total < num_bytes:
+        path = path_of(folder, step)
+        if step < size.made:
+            write(path, [episode(dice, number, size) for number in range(PER_STEP)], step=step, rounds=1)
+        else:
+            os.link(path_of(folder, step % size.made), path)
+        total += path.stat().st_size
+        step += 1
+    names = [f"room/metric_{number}" for number in range(NUM_METRICS)]
+    replace_lines(run / METRICS_FILE, ({"step": number, **dict.fromkeys(names, 0.123456789)} for number in range(step)))
+    return step
+
+
+def peak_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1000
+
+
+def look(run: Path, *, last: int, memory_gb: float) -> str:
+    """A line of the table: what a viewer that was just started takes for what its page asks first, and then."""
+    command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--port", str(free_port("127.0.0.1"))]
+    begin = time.perf_counter()
+    with subprocess.Popen([*command, "--memory-gb", str(memory_gb)], stdout=subprocess.PIPE, text=True) as served:
+        try:
+            url = served.stdout.readline().strip()
+            started_s = time.perf_counter() - begin
+            with httpx.Client(trust_env=False, timeout=600, base_url=url) as client:
+                return f"{memory_gb:g} | {started_s:.1f} | {asked(client, last)} | {peak_mb(served.pid):.0f}"
+        finally:
+            served.terminate()
+
+
+def asked(client: httpx.Client, last: int) -> str:
+    def timed(what: str, **given: object) -> tuple[str, dict | list]:
+        begin = time.perf_counter()
+        reply = client.get(f"api/{what}", params=given)
+        taken = f"{time.perf_counter() - begin:.2f}"
+        return (taken, reply.json()) if reply.is_success else (f"{reply.status_code} after {taken}", {})
+
+    runs_s, runs = timed("runs")
+    name = runs[0]["name"] if runs else "run"
+    rows_s, rows = timed("rollouts", run=name, limit=50)
+    again_s, _ = timed("rollouts", run=name, limit=50, sort="reward")
+    text_s, _ = timed("rollouts", run=name, text="heat the pear")
+    curves_s, _ = timed("curves", run=name)
+    episode_s, _ = timed("episode", run=name, step=last, place=PER_STEP - 1)
+    read = f"{rows.get('total', 0)}, {len(rows.get('skipped', []))}" if rows else "none"
+    return " | ".join((runs_s, rows_s, again_s, text_s, curves_s, episode_s, read))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=10.0)
+    parser.add_argument("--memory-gb", type=float, nargs="+", default=[8.0, 2.0, 0.6])
+    parser.add_argument("--tiny", action="store_true", help="whether the script still runs")
+    given = parser.parse_args()
+    sizes = [Size("short", 20, 1)] if given.tiny else SIZES
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            steps = make(run, size, num_bytes=given.gb * 1e9 if not given.tiny else 2e6)
+            gb = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) / 1e9
+            for memory_gb in given.memory_gb[:1] if given.tiny else given.memory_gb:
+                print(f"| {size.name} | {steps} | {gb:.2f} | {look(run, last=steps - 1, memory_gb=memory_gb)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
