@@ -141,8 +141,9 @@ def lock(folder: Path) -> TextIO:
 def _leave_no_trace(folder: Path) -> None:
     """A folder that came to hold nothing but its lock goes: a model that could not be read begins no run."""
     if _names(folder) == [LOCK]:
-        (folder / LOCK).unlink()
-        folder.rmdir()
+        with suppress(OSError):  # the disk may be what the run ends for
+            (folder / LOCK).unlink()
+            folder.rmdir()
 
 
 def _remove_halves(folder: Path) -> None:

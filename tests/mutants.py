@@ -2593,6 +2593,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_run_folder.py -k half_written",
     ),
     Mutant(
+        "tidying hides what a run ends for",
+        "megatron_rl/run_folder.py",
+        "        with suppress(OSError):  # the disk may be what the run ends for\n            (folder / LOCK)",
+        "        if True:\n            (folder / LOCK)",
+        "tests/test_run_folder.py -k becomes_read_only",
+    ),
+    Mutant(
         "a rank whose disk hangs gives no answer",
         "megatron_rl/watch.py",
         "            self._writer.join(WRITE_S)",

@@ -1,7 +1,9 @@
 """The rule of a run folder, as a table of what lies there and what is changed; its lock, held by a process; and what is moved aside."""
 
+import errno
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import time
@@ -352,3 +354,19 @@ def test_what_a_life_before_has_half_written_goes(tmp_path: Path) -> None:
         path.write_text("{")
     with held(settings_of(tmp_path)) as evaluation:
         assert evaluation is None and not any(path.exists() for path in halves) and all(path.exists() for path in others)
+
+
+def test_a_disk_that_becomes_read_only_does_not_hide_what_a_run_ends_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has nothing in its folder yet but the lock would take that away."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def live() -> None:
+        with held(settings_of(tmp_path / "run")):
+            assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+            monkeypatch.setattr(Path, "unlink", refuse)
+            raise ValueError("model.path=a: is none")
+
+    with pytest.raises(ValueError, match="^model.path=a: is none$"):
+        live()
