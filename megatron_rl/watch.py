@@ -273,7 +273,8 @@ def verdict(answers: Mapping[int, Answer], gone: Mapping[int, Answer], *, stacks
     if not lagging:
         return f"all ranks wait, each for another, at {_told(waiting)}; stacks: {stacks}"
     verb = "is" if len(lagging) == 1 else "are"
-    return f"{_named(lagging)} {verb} behind, at {_told(lagging)}; the others wait at {_told(waiting)}; stacks: {stacks}"
+    others = f"the others wait at {_told(waiting)}" if waiting else "nobody waits for them"
+    return f"{_named(lagging)} {verb} behind, at {_told(lagging)}; {others}; stacks: {stacks}"
 
 
 def _named(answers: Mapping[int, Answer]) -> str:

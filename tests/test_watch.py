@@ -144,6 +144,7 @@ def test_a_first_node_that_hangs_is_not_waited_for(
             {0: at_work("x", waits=True), 1: Answer(node="n", ended="a=b: c")}, {2: Answer(node="n")},
             "a=b: c (rank 1, n)",
         ),
+        ({0: at_work("x"), 1: at_work("x")}, {}, "ranks 0 and 1 (node 0, a) are behind, at x; nobody waits for them; stacks: hang"),
         ({0: at_work("x", waits=True), 1: at_work("y", waits=True)}, {}, "all ranks wait, each for another, at x, y; stacks: hang"),
     ],
 )  # fmt: skip
