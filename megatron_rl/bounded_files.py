@@ -13,8 +13,12 @@ import yaml
 
 MAX_YAML_BYTES = 512 << 10
 """A run's settings have 10 KB; the parser takes some 6 s for the worst of so many bytes."""
+MAX_NUMBER_CHARACTERS = 100
+"""Limit of a number in YAML: 1:59:59 is one to the base of 60, which takes minutes for 500 KB, and a hexadecimal one may have more
+digits than can be printed."""
 TAIL_BYTES = 64 << 10
 """Bytes that are read of a log for its last lines."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions of PyYAML 6: `!!int ""` is an IndexError, `!!timestamp x` an AttributeError."""
 
@@ -76,6 +80,11 @@ def parse_yaml(text: str, *, as_text: bool = False) -> object:
         raise ValueError(f"is no YAML: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
 
 
+def printable(text: str) -> str:
+    """Return the text on one line, with ? in the place of what moves a terminal's cursor: words of files stand in errors."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
 class _NoAliases(yaml.composer.Composer):
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
@@ -85,7 +94,11 @@ class _NoAliases(yaml.composer.Composer):
 
 
 class _PlainLoader(_NoAliases, yaml.SafeLoader):
-    pass
+    def construct_scalar(self, node: yaml.Node) -> str:
+        if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER_CHARACTERS:
+            problem = f"a number of {len(node.value)} characters, more than {MAX_NUMBER_CHARACTERS}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_scalar(node)
 
 
 class _TextLoader(_NoAliases, yaml.BaseLoader):

@@ -9,13 +9,20 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from megatron_rl.bounded_files import is_regular, open_regular, parse_yaml, read_bytes, read_tail, read_text, read_yaml
+from megatron_rl.bounded_files import is_regular, open_regular, parse_yaml, printable, read_bytes, read_tail, read_text, read_yaml
+from megatron_rl.cli import compare, sweep_table
+from megatron_rl.cli.door import end
+from megatron_rl.data.clips import StoredClip
+from megatron_rl.data.images import StoredImage
+from megatron_rl.evaluation.paired import Evaluation
 from megatron_rl.explain.recording import read_step
 from megatron_rl.jsonl import iterate_lines, read_json, read_lines, to_number
 from megatron_rl.model_card import _metadata_of
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.nodes import described
+from megatron_rl.observe import plot
 from megatron_rl.observe.bank import keys_in_step, num_rows, read_columns, read_rollouts, write
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import keys_in, picture_loader, read
@@ -24,9 +31,10 @@ from megatron_rl.run_folder import read_settings
 from megatron_rl.run_states import recall
 from megatron_rl.services.address import find
 from megatron_rl.sweeps import read_sweep
-from megatron_rl.types import Context, Image, Rollout
+from megatron_rl.types import Context, Image, LastingFault, Rollout
 from megatron_rl.weights.formats import pickled
 from megatron_rl.weights.formats.digests import recorded_files
+from megatron_rl.world import place
 from sandbox.token import read_token
 from tests.observe.test_recorder import picture
 from tests.support import bombs
@@ -209,3 +217,44 @@ def test_the_largest_settings_take_seconds(tmp_path: Path) -> None:
     path.write_text("a: " + "x" * (512 << 10))
     with pytest.raises(ValueError, match=r"^has 524291 bytes, more than 524288$"):
         read_settings(path)
+
+
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("number", ["1" + ":59" * 160_000, "0x" + "f" * 400_000, "1" + ":59" * 160_000 + ".5", "!!int " + "7" * 101])
+def test_a_number_of_yaml_has_no_more_digits_than_any_needs(number: str) -> None:
+    """To the base of 60 it takes minutes; a hexadecimal one is read at once, and raises when it is printed."""
+    with pytest.raises(ValueError, match=r"^line 2 is no YAML: a number of \d+ characters, more than 100$"):
+        parse_yaml(f"a: 1\nb: {number}\n")
+    assert parse_yaml("a: 1:30\nb: " + "7" * 100) == {"a": 90, "b": int("7" * 100)}
+    assert parse_yaml("a: 1" + ":59" * 100_000, as_text=True)["a"].endswith(":59")
+
+
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_pictures_and_videos_of_questions_are_regular_files(kind: str, tmp_path: Path) -> None:
+    """They were when the rows were read; whoever may write there has put something else in their place since."""
+    paths = [tmp_path / "a.png", tmp_path / "a.mp4"]
+    for path in paths:
+        os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
+    image, clip = StoredImage(paths[0], "row 1"), StoredClip(paths[1], "row 1")
+    for reads in (image.open, image.read, clip.read):
+        with pytest.raises(LastingFault, match=r"^row 1: cannot be opened \(is no regular file\)$"):
+            reads()
+    for reads in (image.size, image.require_whole, clip.require_sound):
+        with pytest.raises(ValueError, match=r"is no regular file$"):
+            reads()
+
+
+def test_words_of_files_leave_the_terminal_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The names of folders, what an evaluation states of itself, and the last line of a program."""
+    assert printable("a\n  b \x1b]0;owned\x07\u202e\u00e9") == "a b ?]0;owned??\u00e9"
+    run = tmp_path / "\x1b[2Jrun"
+    run.mkdir()
+    assert (plot.main([str(run)]), sweep_table.main([str(run)]), compare.main([str(run), str(run)])) == (2, 1, 1)
+    stated = [Evaluation(run, {"a": 1.0, "b": 0.0}, {"model": f"{escape}]0;owned"}, False) for escape in ("\x1b", "\x9b")]
+    compare.show(stated, Console(width=160))
+    with pytest.raises(SystemExit):
+        end("model_type \x1b]0;owned\x07", place())
+    said = capsys.readouterr()
+    assert not {"\x1b", "\x9b", "\x07"} & {*said.out, *said.err} and said.err.count("?[2Jrun") == 2
+    assert said.err.splitlines()[-1] == "error: model_type ?]0;owned?" and "another model: ?]0;owned; the first: ?]0;owned" in said.out

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.bounded_files import printable
 from megatron_rl.evaluation.paired import Evaluation, difference, differing, read_evaluation
 from megatron_rl.evaluation.report import bootstrap
 
@@ -30,12 +31,12 @@ def show(evaluations: Sequence[Evaluation], console: Console) -> None:
     first, *others = evaluations
     table = Table("evaluation", "examples", "success (95%)", "in common", "less the first's (95%)", "p")
     for each in evaluations:
-        table.add_row(*row(first, each))
+        table.add_row(*map(printable, row(first, each)))
     console.print(table, markup=False)
     for other in others:
         for name in differing(first, other):
             line = f"{other.folder}: another {name}: {other.stated.get(name, 'not said')}; the first: {first.stated.get(name, 'not said')}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,6 +48,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         show([read_evaluation(folder) for folder in options.folders], Console(width=None if sys.stdout.isatty() else WIDTH))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
+from megatron_rl.bounded_files import printable
 from megatron_rl.cli.help import text_of_help
 from megatron_rl.cli.words import ELSEWHERE, keys_of, refuse_strangers, retold
 from megatron_rl.config import Settings, require
@@ -209,7 +210,7 @@ def end(line: str, world: World, *, seen_by_all: bool = False) -> NoReturn:
     if not world.is_main:
         time.sleep(QUIET_S)
     if world.is_main or not seen_by_all:
-        print(f"error: {' '.join(map(str.strip, line.splitlines()))}", file=sys.stderr, flush=True)
+        print(f"error: {printable(line)}", file=sys.stderr, flush=True)
     sys.exit(1)
 
 

@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, least, number in (*given, *((each, 1, num) for each, num in sizes)):
         if number < least:
             parser.error(f"--{name}={number}: give {least} or more")
+    from megatron_rl.bounded_files import printable
     from megatron_rl.explain.explain import Asked, explain  # brings torch and Megatron
     from megatron_rl.explain.page import text_of
     from megatron_rl.types import RunFailed
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             closing.callback(disconnect)
             page = explain(asked, world)
         except (ValueError, OSError, RunFailed) as error:
-            return _said(world.is_main, f"error: {' '.join(str(error).split())}", BLIND)
+            return _said(world.is_main, f"error: {printable(str(error))}", BLIND)
         code = DIFFERS if page.differs else AGREE
         if world.is_main:
             print(text_of(page), flush=True)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.bounded_files import printable
 from megatron_rl.config import ModelSettings
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.recorded.board import write_board
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = {"best": options.best, "min_reward": options.min_reward, "first_step": options.from_step}
         exported = export(options.run / FOLDER, options.out, renderer, cut_at=limit, **chosen)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     print(exported)
     if not exported.num_transcripts:

@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.attempts import LOGS
+from megatron_rl.bounded_files import printable
 from megatron_rl.cli.composed import composed
 from megatron_rl.config import Settings
 from megatron_rl.jsonl import replace_bytes
@@ -84,6 +85,6 @@ def submit_main(arguments: Sequence[str]) -> int:
         script = prepare(settings, script_of(settings, options.words, further))
         print(script if options.dry_run else f"job {submit(script)}: {script}; its words: {script.parent / LOGS}")
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_rl.attempts import LOGS, Attempt, Hearing, new_output, requeue, require_job
+from megatron_rl.bounded_files import printable
 from megatron_rl.cli.composed import composed
 from megatron_rl.config import Settings
 from megatron_rl.run_folder import look
@@ -170,5 +171,5 @@ def sweep_main(arguments: Sequence[str], *, launch: Path) -> int:
         return play(sweep, tasks, Launch(launch), at_once=options.local or 1, requeues=options.requeue)
     except (ValueError, OSError) as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr, flush=True)
+            print(f"error: {printable(line)}", file=sys.stderr, flush=True)
         return 1

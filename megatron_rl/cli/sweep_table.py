@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.bounded_files import printable
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.observe.plot import RETURN
 from megatron_rl.observe.sweep_plot import Curve, draw
@@ -68,13 +69,13 @@ def show(rows: Sequence[Row], console: Console) -> None:
     keys = list(dict.fromkeys(key for row in rows for key in row.parameters))
     table = Table()
     for header in ("run", *keys, "greedy", "sampled", "steps", "hours", "state"):
-        table.add_column(header, overflow="fold")
+        table.add_column(printable(header), overflow="fold")
     for row in rows:
-        table.add_row(*cells(row, keys))
+        table.add_row(*map(printable, cells(row, keys)))
     console.print(table, markup=False)
     for row in rows:
         if row.seen.error:
-            console.print(f"{row.name}: {row.seen.error}  ({row.seen.folder})", markup=False, highlight=False, soft_wrap=True)
+            console.print(printable(f"{row.name}: {row.seen.error} ({row.seen.folder})"), markup=False, highlight=False, soft_wrap=True)
     counts = {state: sum(row.seen.state is state for row in rows) for state in State}
     console.print(", ".join(f"{count} {state}" for state, count in counts.items() if count), highlight=False)
 
@@ -102,6 +103,6 @@ def main(arguments: Sequence[str]) -> int:
             draw([curve_of(row) for row in rows], out)
             print(out)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     return 0
