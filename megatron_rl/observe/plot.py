@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_rl.bounded_files import printable
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 
 CURVE_FILE = "reward_curve.png"
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         reward_curves({label: run / METRICS_FILE for label, run in zip(labels, options.runs, strict=True)}, out, window=options.window)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     print(out)
     return 0

@@ -24,6 +24,7 @@ from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import Folder, labelled
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.services.kept import free_port
+from sandbox.connections import Connection
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import found, rollout
 from tests.support import bombs
@@ -254,3 +255,27 @@ def test_a_file_that_stands_for_more_than_the_memory(folder: Path, url: str) -> 
         assert told["total"] == 1 and len(told["skipped"]) == 1 and told["skipped"][0].startswith(f"{bomb}: ")
         assert client.get(f"{url}/api/runs").json()[0]["rollouts"] == 1
     assert httpx.get(f"{url}/api/runs", trust_env=False).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("site", "mode", "code"),
+    [
+        ("cross-site", "no-cors", 403), ("same-site", "cors", 403), ("cross-site", "", 403), ("cross-site", "navigate", 200),
+        ("same-origin", "cors", 200), ("none", "navigate", 200), ("", "", 200),
+    ],
+)  # fmt: skip
+def test_other_pages_embed_nothing(site: str, mode: str, code: int, client: TestClient) -> None:
+    """An <img> told a stranger's page which pictures there are, and how large; a link that is followed leads here."""
+    headers = {name: value for name, value in (("Sec-Fetch-Site", site), ("Sec-Fetch-Mode", mode)) if value}
+    for route in ("/", "/api/runs", f"/picture/run/{picture(1).key}.png"):
+        answer = client.get(route, headers=headers)
+        assert answer.status_code == code and "content-security-policy" in answer.headers
+
+
+def test_the_page_serves_with_the_bounds_of_our_servers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that sends its header slowly was held for ever (benchmarks/probes): Connection ends it, as tests/sandbox show."""
+    served: list[uvicorn.Server] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, **_: served.append(server))
+    monkeypatch.setattr("megatron_rl.observe.viewer.__main__.limit_memory", lambda gb: None)
+    assert main([str(folder), "--port", "0"]) == 0
+    assert served[0].config.http.func is Connection and served[0].config.http.keywords["line"].header_s == 10.0

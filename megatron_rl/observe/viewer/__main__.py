@@ -25,6 +25,8 @@ import uvicorn
 from megatron_rl.observe.viewer.demo import make
 from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import labelled
+from sandbox.connections import Line
+from sandbox.http import config_of
 from sandbox.token import is_for_all, read_token
 
 
@@ -82,7 +84,7 @@ def serve(options: argparse.Namespace) -> int:
         print(f"http://{host}:{port}/", flush=True)
         hosts = ["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow]
         app = create_app(labelled(options.runs), hosts=hosts, token=token)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+        uvicorn.Server(config_of(app, Line())).run(sockets=[listening])
     return 0
 
 

@@ -34,6 +34,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+OTHER_SITES = ("cross-site", "same-site")
+"""Of Sec-Fetch-Site, which browsers send: the page that asks is another one's. A link that is followed leads to this page."""
 SORTED_BY = tuple(name for name in COLUMNS if name not in ("tools", "said"))
 MOST_ROWS = 500
 TOKENIZER = "tokenizer.json"
@@ -146,7 +148,8 @@ def _told(folder: Folder, step: int, place: int, decoders: _Decoders) -> dict[st
 
 
 async def _guarded(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-    response = await call(request)
+    is_embedded = request.headers.get("sec-fetch-site") in OTHER_SITES and request.headers.get("sec-fetch-mode") != "navigate"
+    response = Response("requests of other pages are not answered", 403) if is_embedded else await call(request)
     response.headers.update(HEADERS)
     return response
 
