@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from pydantic import BaseModel
 
@@ -61,9 +61,6 @@ class Kind:
     names: Callable[[bytes], list[str]]
     """Of the answer's body: what it calls itself. ValidationError: it is another server."""
     key_remedy: str = "another server has its port, or it was started with another token; start it anew"
-    proves: bool = True
-    """It proves that it knows its token before that is sent (sandbox/access.py). A vLLM server that may have an environment of its own
-    (services.X.command) cannot."""
 
 
 def _of_vllm(settings: ServiceSettings, name: str, nonce: str, token: Path) -> list[str]:
@@ -77,7 +74,6 @@ KINDS: Mapping[str, Kind] = {
         options=_of_vllm,
         path="/v1", question="/models", names=lambda body: [model.id for model in _Models.model_validate_json(body).data],
         key_remedy="the run gives its command a key in VLLM_API_KEY; leave that as it is",
-        proves=False,
     ),
     "sandbox": Kind(
         command=[sys.executable, "-m", "sandbox", "serve"],
@@ -108,23 +104,33 @@ def publish(run: Path, name: str, *, url: str, nonce: str) -> None:
     replace_bytes(file_of(run, name), (json.dumps({"url": url, "nonce": nonce}) + "\n").encode())
 
 
-def find(run: Path, name: str, kind: str) -> str:
-    """The published address, if the service is there that published it; else nothing. KeyRefused: see is_there."""
+def proves(settings: ServiceSettings) -> bool:
+    """Return whether the service proves that it knows its token before that is sent (sandbox/access.py).
+
+    A vLLM server that may have an environment of its own (services.X.command) has no gate, and cannot.
+    """
+    return settings.kind != "vllm" or not settings.command
+
+
+def find(run: Path, name: str, kind: str, *, is_gated: bool = True) -> str:
+    """The published address, if the service is there that published it; else nothing. `is_gated`, KeyRefused: see is_there."""
     try:
         published = _Published.model_validate_json(read_bytes(file_of(run, name), at_most=MAX_BYTES))
     except (OSError, ValueError):
         return ""
-    return published.url if is_there(published.url, kind, nonce=published.nonce, token=token_file(run, name)) else ""
+    is_it = is_there(published.url, kind, nonce=published.nonce, token=token_file(run, name), is_gated=is_gated)
+    return published.url if is_it else ""
 
 
-def is_there(url: str, kind: str, *, nonce: str, token: Path) -> bool:
+def is_there(url: str, kind: str, *, nonce: str, token: Path, is_gated: bool = True) -> bool:
     """Return whether the service of this nonce answers at the address. It receives its own token and no key of the user.
 
-    KeyRefused: one answers that does not accept the token.
+    Whoever lists processes knows its port and its nonce: without a proof of the token (`is_gated`, see proves) a stranger who takes the
+    port first is taken for it. KeyRefused: one answers that does not accept the token.
     """
     try:
         own = read_token(token)
-        if KINDS[kind].proves and not is_proven(url, token=own):
+        if is_gated and not is_proven(url, token=own):
             return False
         answer = request("GET", url + KINDS[kind].question, limit_s=ANSWER_S, max_bytes=MOST_BYTES, token=own)
         if answer.status in DENIED:
@@ -138,7 +144,7 @@ def is_proven(url: str, *, token: str) -> bool:
     """Return whether the server proves that it knows the token, without sending it the token (sandbox/access.py)."""
     challenge = secrets.token_hex(16)
     try:
-        answer = request("GET", f"{url}/health", limit_s=ANSWER_S, max_bytes=MOST_BYTES, headers={CHALLENGE: challenge})
+        answer = request("GET", urljoin(url, "/health"), limit_s=ANSWER_S, max_bytes=MOST_BYTES, headers={CHALLENGE: challenge})
     except NoAnswer:
         return False
     expected = proof_of(token, challenge, port=urlsplit(url).port)

@@ -28,7 +28,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.rollout.vllm.gate import TOKEN_FILE
 from megatron_rl.servers import KeyRefused
-from megatron_rl.services.address import FOLDER, KINDS, file_of, find, is_there, publish, token_file
+from megatron_rl.services.address import FOLDER, KINDS, file_of, find, is_there, proves, publish, token_file
 from megatron_rl.services.kept import Kept, environment, free_port, is_free
 from megatron_rl.world import World, on_main_rank
 from sandbox.token import write_token
@@ -76,7 +76,7 @@ class Service:
             return
         passed, refusal = time.monotonic() - self._began, ""
         try:
-            self.url = find(self._run, self.name, self._settings.kind) if self._settings.elsewhere else self._own_url()
+            self.url = self._published_url() if self._settings.elsewhere else self._own_url()
         except KeyRefused as refused:
             refusal = str(refused)
         if refusal and not self._settings.elsewhere:  # a server elsewhere may have died, and left its port to a stranger
@@ -89,9 +89,13 @@ class Service:
             self._told = time.monotonic()
             print(f"service {self.name}: {refusal or 'does not answer yet'}, after {passed:.0f} s; {self._last_words()}", flush=True)
 
+    def _published_url(self) -> str:
+        return find(self._run, self.name, self._settings.kind, is_gated=proves(self._settings))
+
     def _own_url(self) -> str:
         self._require_alive()
-        if not is_there(self._address, self._settings.kind, nonce=self._nonce, token=token_file(self._run, self.name)):
+        file, is_gated = token_file(self._run, self.name), proves(self._settings)
+        if not is_there(self._address, self._settings.kind, nonce=self._nonce, token=file, is_gated=is_gated):
             return ""
         publish(self._run, self.name, url=self._address, nonce=self._nonce)
         return self._address

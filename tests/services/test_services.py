@@ -78,14 +78,16 @@ def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pyt
     with serving(settings, place(), go_on=go_on) as urls:
         (url,) = urls.values()
         assert urls.keys() == {"judge"} and url.startswith("http://127.0.0.1:") and url.endswith("/v1")
-        assert find(tmp_path, "judge", "vllm") == url
+        assert find(tmp_path, "judge", "vllm", is_gated=False) == url
         assert addressed(settings.task, urls, run=tmp_path).judge.urls == [url]
         assert settings.task.judge.urls[0] == "service:judge", "what is kept with the run names no port of today"
         assert all(map(psutil.pid_exists, pids(tmp_path))) and len(pids(tmp_path)) == 2
         told = json.loads((tmp_path / "environment.json").read_text())
         assert told["VLLM_API_KEY"] == token_file(tmp_path, "judge").read_text() and "OPENAI_API_KEY" not in told
         assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & told.keys() and "PATH" in told
-    assert are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm") == ""
+    assert (
+        are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm", is_gated=False) == ""
+    )
     log = (tmp_path / "services" / "judge.log").read_text()
     assert "--served-model-name judge " in log and log.splitlines()[0].endswith(" --more 1") and "stand-in: well" in log
     assert f"service judge: {url}, after " in capsys.readouterr().out
@@ -100,12 +102,12 @@ def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and holder.poll() is None, holder.output.read_text()
             time.sleep(0.05)
         (keeper,) = psutil.Process(holder.pid).children()
-        assert find(tmp_path, "judge", "vllm")
+        assert find(tmp_path, "judge", "vllm", is_gated=False)
     finally:
         holder.kill()
     psutil.wait_procs([keeper], timeout=10)
     assert not keeper.is_running() and are_gone(tmp_path)
-    assert file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm") == ""
+    assert file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm", is_gated=False) == ""
 
 
 def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +124,11 @@ def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
     with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on) as urls:
         write_token(token_file(tmp_path, "listener"))
         publish(tmp_path, "listener", url=urls["judge"], nonce="of one that died")
-        assert find(tmp_path, "judge", "vllm") and not find(tmp_path, "listener", "vllm")
+        assert find(tmp_path, "judge", "vllm", is_gated=False) and not find(tmp_path, "listener", "vllm", is_gated=False)
         assert not find(tmp_path, "judge", "sandbox"), "a server of another kind"
         whole = file_of(tmp_path, "judge").read_bytes()
         file_of(tmp_path, "judge").write_bytes(whole[: len(whole) // 2])
-        assert not find(tmp_path, "judge", "vllm") and not find(tmp_path, "nobody", "vllm")
+        assert not find(tmp_path, "judge", "vllm", is_gated=False) and not find(tmp_path, "nobody", "vllm", is_gated=False)
 
 
 def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
     with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on) as started:
         with serving(settings_of(tmp_path, replace(service_of(tmp_path), elsewhere=True)), place(), go_on=go_on) as found:
             assert found == started
-        assert find(tmp_path, "judge", "vllm") == started["judge"]
+        assert find(tmp_path, "judge", "vllm", is_gated=False) == started["judge"]
     late = replace(service_of(tmp_path), elsewhere=True, start_s=0.2)
     line = r"^services.judge.start_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
     with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
@@ -178,7 +180,7 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
     job = forked.Process(ROOT / "launch" / "serve.py", *words)
     try:
         deadline = time.monotonic() + 60
-        while not find(tmp_path / "run", "judge", "vllm"):
+        while not find(tmp_path / "run", "judge", "vllm", is_gated=False):
             assert time.monotonic() < deadline and job.poll() is None, job.output.read_text()
             time.sleep(0.05)
         finish(tmp_path / "run")

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -26,12 +27,13 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.services.address import find, token_file
+from megatron_rl.services.address import find, is_there, proves, token_file
 from megatron_rl.services.serving import Service, addressed, serving
 from megatron_rl.tasks.visual_python.task import sandbox_client
 from megatron_rl.types import HostFault
 from megatron_rl.world import connect, disconnect, place
 from sandbox import Sandbox, SandboxFault
+from sandbox.access import CHALLENGE, PROOF, proof_of
 from sandbox.client import SandboxClient
 from sandbox.token import write_token
 from tests.support import judges
@@ -152,3 +154,34 @@ def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp
     services = ServicesSettings(judge=ServiceSettings(kind="vllm", model="m"))
     with pytest.raises(ValueError, match=r"^task.judge.urls=\['service:judge', 'http://far/v1'\]: one token is for all; name one service$"):
         services.require_asked(mixed)
+
+
+def test_a_judge_proves_itself_before_it_is_believed(tmp_path: Path) -> None:
+    """Whoever takes its port first, and reads its nonce off the list of processes, was told its token, and taken for the judge."""
+    file = token_file(tmp_path, "judge")
+    token, heard = write_token(file), []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append((self.path, self.headers["Authorization"]))
+            body = b'{"data": [{"id": "its-nonce"}]}'
+            self.send_response(200)
+            if knows:
+                self.send_header(PROOF, proof_of(token, self.headers[CHALLENGE] or "", port=self.server.server_port))
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *given: object) -> None:
+            """It keeps silent."""
+
+    for knows in (False, True):
+        heard.clear()
+        with HTTPServer(("127.0.0.1", 0), Judge) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_port}/v1"
+            assert is_there(url, "vllm", nonce="its-nonce", token=file) is knows
+            server.shutdown()
+        assert heard == [("/health", None), *([("/v1/models", f"Bearer {token}")] if knows else [])]
+    own = [ServiceSettings(kind=kind, model="" if kind == "sandbox" else "m") for kind in ("vllm", "sandbox", "listener")]
+    assert all(map(proves, own)) and not proves(ServiceSettings(kind="vllm", model="m", command=["judge/bin/python"]))
