@@ -1,9 +1,11 @@
 """A video where it lies: a file that only a box ever decodes (tasks/visual_python/clip.py)."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.bounded_files import open_regular, read_bytes
 from megatron_rl.data.images import at_home, shortened
 from megatron_rl.types import HostFault, LastingFault
 
@@ -22,11 +24,10 @@ class StoredClip:
 
     def require_sound(self) -> None:
         """ValueError: it is too large, or no video by its first bytes."""
-        size = self.source.stat().st_size
+        with open_regular(self.source) as file:
+            size, first = os.fstat(file.fileno()).st_size, file.read(16)
         if size > MAX_CLIP_BYTES:
             raise ValueError(f"{self.where}: {size} bytes, more than {MAX_CLIP_BYTES}; cut it, or save it smaller")
-        with self.source.open("rb") as file:
-            first = file.read(16)
         if not any(first[at:].startswith(mark) for at, mark in (MPEG4, MATROSKA, AVI)):
             raise ValueError(f"{self.where}: {shortened(str(self.source))} begins like no MP4, Matroska, WebM or AVI file")
 
@@ -34,7 +35,7 @@ class StoredClip:
         """HostFault: the disk is in trouble. LastingFault: the file is gone since the start, or another."""
         try:
             self.require_sound()
-            return self.source.read_bytes()
+            return read_bytes(self.source, at_most=MAX_CLIP_BYTES)
         except (FileNotFoundError, ValueError) as error:
             raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
         except OSError as error:

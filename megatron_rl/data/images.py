@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote
 
 from PIL import Image
 from PIL.Image import Image as Picture
 
+from megatron_rl.bounded_files import open_regular, read_bytes
 from megatron_rl.data.image_bytes import FORMATS, HEAD_BYTES, decode_base64, decode_data_url, describe, picture_format, picture_in_base64
 from megatron_rl.data.image_modes import flatten, require_known_kind, upright_size
 from megatron_rl.types import HostFault, LastingFault
@@ -74,7 +76,7 @@ class StoredImage:
             num_scans = content.count(_SCAN) if content.startswith(_JPEG) else 0
             if num_scans > MAX_SCANS:
                 raise ValueError(f"a JPEG of {num_scans} scans, more than {MAX_SCANS}; save it anew")
-            with self._checked(BytesIO(content)) as picture:
+            with _checked(BytesIO(content)) as picture:
                 return flatten(picture)
         except UNREADABLE as error:
             raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
@@ -82,7 +84,7 @@ class StoredImage:
     def size(self) -> tuple[int, int]:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
         try:
-            with self._checked(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as picture:
+            with self._opened() as file, _checked(file, name=self._name) as picture:
                 return upright_size(picture)
         except UNREADABLE as error:
             raise ValueError(f"{self.where}: {error}") from error
@@ -96,7 +98,7 @@ class StoredImage:
         if isinstance(self.source, bytes):
             first, last, length = self.source[:_HEADER], self.source[-12:], len(self.source)
         else:
-            with self.source.open("rb") as file:
+            with open_regular(self.source) as file:
                 first, length = file.read(_HEADER), file.seek(0, os.SEEK_END)
                 file.seek(-min(length, 12), os.SEEK_END)
                 last = file.read()
@@ -108,45 +110,44 @@ class StoredImage:
 
     def content(self) -> bytes:
         """The bytes as they are stored. ValueError: not those that the hash names."""
-        if isinstance(self.source, Path):
-            _check_bytes(self.source.stat().st_size)
-        content = self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+        content = self.source if isinstance(self.source, bytes) else read_bytes(self.source, at_most=MAX_FILE_BYTES)
         _check_bytes(len(content))
         if self.sha256 and hashlib.sha256(content).hexdigest() != self.sha256:
             raise ValueError(f"{self.source} does not have the SHA-256 that names it")
         return content
 
-    def _checked(self, source: Path | BytesIO) -> Picture:
-        if isinstance(source, Path):
-            _check_bytes(source.stat().st_size)
-        try:
-            picture = Image.open(source, formats=FORMATS)
-        except UNREADABLE as error:
-            is_ours = isinstance(error, OSError) and error.errno is not None  # of the disk
-            if is_ours or isinstance(error, MemoryError | Image.DecompressionBombError):
-                raise
-            raise ValueError(_name_of(source) + describe(_head_of(source))) from error
-        try:
-            require_known_kind(picture)
-        except UNREADABLE as error:
-            picture.close()
-            raise ValueError(f"{_name_of(source)}{error}") from error
-        width, height = picture.size
-        if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
-            picture.close()
-            raise ValueError(f"{width}x{height} pixels: at most {MAX_PIXELS}, and one side {MAX_ASPECT} times the other; make it smaller")
-        return picture
+    def _opened(self) -> BinaryIO:
+        if isinstance(self.source, bytes):
+            return BytesIO(self.source)
+        file = open_regular(self.source)
+        _check_bytes(os.fstat(file.fileno()).st_size)
+        return file
+
+    @property
+    def _name(self) -> str:
+        return "" if isinstance(self.source, bytes) else f"{shortened(str(self.source))} "
 
 
-def _head_of(source: Path | BytesIO) -> bytes:
-    if isinstance(source, BytesIO):
-        return source.getvalue()[:HEAD_BYTES]
-    with source.open("rb") as file:
-        return file.read(HEAD_BYTES)
-
-
-def _name_of(source: Path | BytesIO) -> str:
-    return "" if isinstance(source, BytesIO) else f"{shortened(str(source))} "
+def _checked(file: BinaryIO, *, name: str = "") -> Picture:
+    """The picture of an open file, not decoded yet. `name` begins what is said of one that cannot be read."""
+    try:
+        picture = Image.open(file, formats=FORMATS)
+    except UNREADABLE as error:
+        is_ours = isinstance(error, OSError) and error.errno is not None  # of the disk
+        if is_ours or isinstance(error, MemoryError | Image.DecompressionBombError):
+            raise
+        file.seek(0)
+        raise ValueError(name + describe(file.read(HEAD_BYTES))) from error
+    try:
+        require_known_kind(picture)
+    except UNREADABLE as error:
+        picture.close()
+        raise ValueError(f"{name}{error}") from error
+    width, height = picture.size
+    if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
+        picture.close()
+        raise ValueError(f"{width}x{height} pixels: at most {MAX_PIXELS}, and one side {MAX_ASPECT} times the other; make it smaller")
+    return picture
 
 
 def _check_bytes(size: int) -> None:
