@@ -5,6 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.jsonl import read_json, replace_bytes
 from megatron_rl.run import History
@@ -18,7 +22,7 @@ _OWN_DIGEST = "sha256"
 class RunState:
     """What a run knows beside its policy when `step` steps are done; without arguments, at its beginning."""
 
-    step: int = 0
+    step: Annotated[int, Ge(0)] = 0
     history: History = field(default_factory=History)
     success: float | None = None
     """Greedy success of the evaluation that followed this step, if there was one."""
@@ -27,6 +31,9 @@ class RunState:
     """Digests of the model in model.path (weights/formats/model_digests.py)."""
     files: dict[str, dict[str, int | str]] = field(default_factory=dict)
     """Size and digest of every file of the checkpoint but this one, by its name relative to the checkpoint (digests.py)."""
+
+
+_STATE: TypeAdapter[RunState] = TypeAdapter(RunState)
 
 
 def recall(checkpoint: Path) -> RunState:
@@ -38,9 +45,14 @@ def recall(checkpoint: Path) -> RunState:
         if found != expected:
             raise ValueError(f"has the SHA-256 {found}, not {expected}")
         check_records(read["files"])
-        return RunState(**{**read, "history": History(**read["history"])})
+        state = RunState(**{**read, "history": History(**read["history"])})
+        _STATE.validate_json(json.dumps(read), strict=True)
+        return state
     except FileNotFoundError as error:
         raise ValueError(f"{checkpoint}: damaged: {STATE} is missing") from error
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{checkpoint}: damaged: {STATE} cannot be read ({'.'.join(map(str, wrong['loc']))}: {wrong['msg']})") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{checkpoint}: damaged: {STATE} cannot be read ({error})") from error
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import CheckpointSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.run import History
-from megatron_rl.run_states import Checkpoints, RunState, find, published, recall, surplus
+from megatron_rl.run_states import Checkpoints, RunState, find, published, recall, surplus, write_state
 from megatron_rl.types import RunFailed
 from megatron_rl.world import connect, place
 
@@ -270,3 +270,22 @@ def test_an_evaluation_that_was_owed_is_paid_once(settings: Settings) -> None:
     Checkpoints(settings, SlowPolicy(), start=newest, base={}).paid(history=History(rounds=7), metrics={"eval/greedy_success": 0.5})
     _, state = find(settings)
     assert (state.step, state.success, state.history) == (1, 0.5, History(rounds=7))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", 1e999), ("step", -1), ("step", "3"), ("step", 1.5), ("step", None), ("step", True), ("success", "x"), ("settings", []),
+     ("history", {"rounds": "many"}), ("history", [])],
+)  # fmt: skip
+def test_a_state_has_the_types_that_a_run_writes(key: str, value: object, tmp_path: Path) -> None:
+    """Its digest is right: anybody can compute one. A run would meet the value hours later, or never."""
+    (tmp_path / "run").mkdir()
+    write_state(
+        tmp_path / "run" / "state.json", asdict(RunState(step=3, success=float("nan"), history=History(prompts={"a": [1, 0.5, 2]})))
+    )
+    intact = recall(tmp_path)
+    assert (intact.step, intact.history) == (3, History(prompts={"a": [1, 0.5, 2]}))
+    write_state(tmp_path / "run" / "state.json", {**asdict(intact), key: value})
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: damaged: run/state.json cannot be read \({key}.*: .*\)$") as refused:
+        recall(tmp_path)
+    assert "\n" not in str(refused.value)
