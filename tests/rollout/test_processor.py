@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.rollout import processor
 from megatron_rl.rollout.processor import check_template, find_continuation_problem, load_processor
 from megatron_rl.rollout.renderer import Renderer
 
@@ -218,3 +219,17 @@ def test_a_template_whose_text_changes_from_one_time_to_the_next(call: str, fold
     (folder / "chat_template.jinja").write_text(CHATML + "{% if tools %}" + call + "{% endif %}")
     with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template uses {name}, [^\n]*; write a fixed text$"):
         Renderer(ModelSettings(path=str(folder)))
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("form", [LOOPS, "{% set a = 'x' * 10000000000 %}"])
+def test_a_template_has_limits_of_time_and_memory(form: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jinja's sandbox has none: the first rendered for ever, the second took 10 GB."""
+    monkeypatch.setattr(processor, "TEMPLATE_S", 2)
+    (folder / "chat_template.jinja").write_text(form + CHATML)
+    with pytest.raises(ValueError, match=rf"^model.path={folder}: its chat template takes more than 2 s or 1024 MB for a short conv"):
+        Renderer(ModelSettings(path=str(folder)))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    assert Renderer(ModelSettings(path=str(folder))).continuation_problem == ""
