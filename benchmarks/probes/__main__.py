@@ -1,0 +1,35 @@
+"""Attempt all probes, with the defense and without it, and print the table. Exit code 1: one is broken, or proves nothing.
+
+    python -m benchmarks.probes                     # all of them, minutes
+    python -m benchmarks.probes clients yaml        # those whose area or name holds one of these words
+
+Everything happens in processes of this program, on loopback, in temporary folders.
+"""
+
+import argparse
+import sys
+
+from benchmarks.probes.clients import CLIENTS
+from benchmarks.probes.files import FILES
+from benchmarks.probes.probe import run, table
+from benchmarks.probes.servers import SERVERS
+
+PROBES = (*SERVERS, *CLIENTS, *FILES)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.probes", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="of areas and names (default: all)")
+    parser.add_argument("--at-once", type=int, default=6, help="attempts side by side (default %(default)s)")
+    options = parser.parse_args(arguments)
+    chosen = [each for each in PROBES if not options.words or any(word in f"{each.area} {each.name}" for word in options.words)]
+    rows = run(chosen, at_once=options.at_once)
+    print(table(rows))
+    for area in dict.fromkeys(row.probe.area for row in rows):
+        own = [row for row in rows if row.probe.area == area]
+        print(f"{area}: {len(own)} probes, {sum(row.is_held for row in own)} held, {sum(row.control.succeeded for row in own)} controls")
+    return 0 if all(row.is_good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

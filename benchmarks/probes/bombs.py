@@ -1,0 +1,90 @@
+"""Files of strangers: a few bytes that stand for much, or that say what is not so."""
+
+import json
+import os
+import pickle
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer, decoders, models
+
+GIB = 1 << 30
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def sparse(path: Path, begin: bytes = b"", *, size: int = 100 * GIB) -> Path:
+    path.write_bytes(begin)
+    os.truncate(path, size)
+    return path
+
+
+def fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def link(path: Path, target: str) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+def text(path: Path, content: str) -> Path:
+    path.write_text(content)
+    return path
+
+
+def png(path: Path, side: int = 12_000) -> Path:
+    """A picture of 144 megapixels of one bit, which Pillow warns of and decodes: 576 MB as RGB, in 20 KB."""
+    content = zlib.compress((bytes(1 + side // 8)) * side)
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", content), (b"IEND", b"")]
+    chunks = [struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts]
+    path.write_bytes(PNG + b"".join(chunks))
+    return path
+
+
+def merges(path: Path, levels: int = 12) -> Path:
+    """YAML's merge keys: each level takes the one before it four times, with new names."""
+    lines = ["l0: &l0 {a: 1, b: 2, c: 3}"]
+    lines += [f"l{n}: &l{n} {{<<: [*l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}]}}" for n in range(1, levels)]
+    return text(path, "\n".join(lines) + "\n")
+
+
+def step_of_many_rows(path: Path) -> Path:
+    """A million rows of one text of 2 KB, in 40 KB."""
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * 2000]))
+    pq.write_table(pa.table({"task": text}), path, compression="zstd", store_schema=False)
+    return path
+
+
+def safetensors(path: Path, header: dict, *, data: int) -> Path:
+    content = json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(data))
+    return path
+
+
+def tokenizer(path: Path) -> Path:
+    """A decoder that doubles a token 40 times."""
+    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    made.decoder = decoders.Sequence([decoders.Replace("a", "aa")] * 40)
+    made.save(str(path))
+    return path
+
+
+class Opens:
+    """Its pickle opens a file for writing when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple:
+        return open, (self._path, "w")
+
+
+def pickled(path: Path, *, opens: Path) -> Path:
+    path.write_bytes(pickle.dumps({"state": Opens(opens)}))
+    return path

@@ -1,0 +1,248 @@
+"""Probes of clients: what servers of strangers answer. The control is a client of httpx or urllib, or ours without the proof of servers."""
+
+import asyncio
+import json
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+
+from benchmarks.probes.hostile import Answer, Trap, brotlied, deflated, drips, gzipped_twice, packed, says, trap
+from benchmarks.probes.probe import Probe
+from benchmarks.probes.sites import TOKEN, SandboxServer
+from megatron_rl.rollout.server import Server
+from megatron_rl.services import address
+from sandbox import access
+from sandbox.access import CHALLENGE, PROOF, proof_of
+from sandbox.bounded_http import BoundedClient, request
+from sandbox.client import SandboxClient
+from sandbox.token import bearer
+from sandbox.types import Limits
+
+LIMIT_S = 1.5
+HEALTH = {"limits": asdict(Limits())}
+Ask = Callable[[str], object]
+
+
+def bounded(url: str) -> object:
+    return request("GET", url, limit_s=LIMIT_S, max_bytes=1 << 16, token=TOKEN).content
+
+
+def plain(url: str) -> object:
+    return httpx.get(url, timeout=LIMIT_S, headers=bearer(TOKEN)).content
+
+
+def urllibs(url: str) -> object:
+    return urllib.request.urlopen(urllib.request.Request(url, headers=bearer(TOKEN)), timeout=LIMIT_S).read()
+
+
+def bounded_twice(url: str) -> None:
+    async def main() -> None:
+        async with BoundedClient() as client:
+            for _ in range(2):
+                await client.request("GET", url, limit_s=LIMIT_S, max_bytes=1 << 16)
+
+    asyncio.run(main())
+
+
+def plain_twice(url: str) -> None:
+    with httpx.Client(timeout=LIMIT_S) as client:
+        for _ in range(2):
+            client.get(url)
+
+
+def num_workers(url: str) -> object:
+    return Server(url, token=TOKEN, longest_s=LIMIT_S).num_workers()
+
+
+def num_workers_unchecked(url: str) -> object:
+    answer = httpx.get(url, timeout=LIMIT_S, headers=bearer(TOKEN))
+    if not answer.is_success:
+        raise ValueError(answer.text)
+    return int(answer.json()["world_size"])
+
+
+def starts_a_sandbox(url: str) -> object:
+    async def main() -> object:
+        async with SandboxClient(url) as client:
+            return client.limits.call_s
+
+    return asyncio.run(main())
+
+
+def starts_unchecked(url: str) -> object:
+    return httpx.get(f"{url}/health", timeout=LIMIT_S).json()["limits"]["call_s"]
+
+
+def opens_a_box(url: str) -> None:
+    async def main() -> None:
+        async with SandboxClient(url) as client:
+            await client.open(wait_s=1.0)
+
+    asyncio.run(main())
+
+
+def opens_as_told(url: str) -> None:
+    answer = httpx.post(f"{url}/boxes", timeout=LIMIT_S)
+    time.sleep(min(60.0, float(answer.headers["Retry-After"])))
+
+
+def against(answer: Answer) -> Callable[[Ask, Path], str]:
+    """Return the attack that gains time, memory or a broken client."""
+
+    def attack(ask: Ask, folder: Path) -> str:
+        with trap(answer) as found:
+            ask(found.url)
+        return ""
+
+    return attack
+
+
+def believed(answer: Answer) -> Callable[[Ask, Path], str]:
+    """Return the attack whose answer is taken for a good one."""
+
+    def attack(ask: Ask, folder: Path) -> str:
+        with trap(answer) as found:
+            return f"{ask(found.url)} is believed"
+
+    return attack
+
+
+def repeats_the_token(ask: Ask, folder: Path) -> str:
+    with trap(says("500 Oops", f"no such word: {TOKEN}".encode())) as found:
+        try:
+            ask(found.url)
+        except Exception as error:
+            return "the token is in an error's words" if TOKEN in str(error) else ""
+    return ""
+
+
+def redirects(ask: Ask, folder: Path) -> str:
+    with trap(says("200 OK")) as other, trap(says(f"307 Temporary Redirect\r\nLocation: {other.url}/")) as found:
+        ask(found.url)
+    return "the token is told to another server" if other.has_heard(TOKEN) else ""
+
+
+def is_the_proxy(ask: Ask, folder: Path) -> str:
+    """Variables of a shell that somebody else has set up."""
+    with trap(says("200 OK")) as proxy, patch.dict(os.environ, {"http_proxy": proxy.url, "all_proxy": proxy.url, "no_proxy": ""}):
+        try:
+            ask("http://127.0.0.1:1/")
+        except (ValueError, OSError, httpx.HTTPError) as error:
+            return "" if not proxy.heard else str(error)
+    return "a proxy has the token" if proxy.has_heard(TOKEN) else ""
+
+
+def sets_cookies(ask: Ask, folder: Path) -> str:
+    cookies = "\r\n".join(f"Set-Cookie: c{number}={'x' * 1000}; Path=/" for number in range(40))
+    with trap(says(f"200 OK\r\n{cookies}")) as found:
+        ask(found.url)
+    return "40 KB of cookies are sent back" if found.has_heard("c1=x") or found.has_heard("ookie:") else ""
+
+
+def told_the_token(answer: Answer, *, kind: str = "sandbox") -> Callable[[Any, Path], str]:
+    """Return the attack of a server that took the port of one of the run's: it is asked whether it is the one."""
+
+    def attack(weakened: Any, folder: Path) -> str:
+        file = folder / "token"
+        file.write_text(TOKEN)
+        with weakened(), patch.object(address, "ANSWER_S", 20.0), trap(answer) as found:
+            is_taken = address.is_there(found.url, kind, nonce="the-nonce", token=file)
+        if found.has_heard(f"Bearer {TOKEN}"):
+            return "it is told the token"
+        return "it is taken for the run's server" if is_taken else ""
+
+    return attack
+
+
+def _proves(made: Callable[[Trap, str], str]) -> Answer:
+    """Answer a challenge with a proof, and everything else with the run's nonce, which the list of processes has."""
+
+    def answer(found: Trap, line: Any, asked: bytes) -> None:
+        challenge = re.search(rf"(?i){CHALLENGE}: (\S+)", asked.decode("latin-1"))
+        proof = made(found, challenge[1]) if challenge else ""
+        body = json.dumps({"name": "the-nonce", "data": [{"id": "the-nonce"}]}).encode()
+        says(f"200 OK\r\n{PROOF}: {proof}", body)(found, line, asked)
+
+    return answer
+
+
+def _relayed(found: Trap, challenge: str) -> str:
+    with SandboxServer(token=TOKEN)(Path("/")) as site:
+        return httpx.get(f"http://127.0.0.1:{site.port}/health", headers={CHALLENGE: challenge}).headers[PROOF]
+
+
+def as_it_is() -> Any:
+    return patch.dict(os.environ)
+
+
+def without_proof() -> Any:
+    return patch.object(address, "is_proven", lambda url, token: True)
+
+
+def with_one_challenge() -> Any:
+    return patch.object(address.secrets, "token_hex", lambda num: "0" * 32)
+
+
+class without_a_port:
+    """Proofs that cover the challenge alone."""
+
+    def __enter__(self) -> None:
+        for module in (access, address):
+            patch.object(module, "proof_of", lambda token, challenge, port: proof_of(token, challenge, port=0)).start()
+
+    def __exit__(self, *error: object) -> None:
+        patch.stopall()
+
+
+FORGED = _proves(lambda found, challenge: challenge[::-1] * 2)
+REPLAYED = _proves(lambda found, challenge: proof_of(TOKEN, "0" * 32, port=found.port))
+CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+DEEP = says("200 OK", b'{"world_size": 1, "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+NAN = says("200 OK", b'{"limits": {"call_s": NaN, "open_s": 1e999, "images": -1}}')
+FULL = says("429 Full\r\nRetry-After: 1000000000", json.dumps({"detail": "full", **HEALTH}).encode())
+
+
+def full(found: Trap, line: Any, asked: bytes) -> None:
+    says("200 OK", json.dumps(HEALTH).encode())(found, line, asked) if b"/health" in asked else FULL(found, line, asked)
+
+
+CHECKED, UNCHECKED = num_workers, num_workers_unchecked
+TERABYTE = drips("Content-Length: 1099511627776\r\n\r\n", b"a" * (1 << 20), pause_s=0)
+EXTENDED = drips(CHUNKED, b"10000;e=x\r\n" + b"a" * 65536 + b"\r\n", pause_s=0)
+TITLE = says("500 Oops", b"\x1b]0;owned\x07\x1b[2J")
+CLIENTS = tuple(
+    Probe("clients", name, attack, defended, control)
+    for name, attack, defended, control in (
+        ("drops: one header's value", against(drips("X-A: ", b"a")), bounded, plain),
+        ("drops: chunks of a byte", against(drips(CHUNKED, b"1;a=b\r\na\r\n")), bounded, plain),
+        ("drops: trailers behind the body", against(drips(f"{CHUNKED}0\r\n", b"X: 1\r\n")), bounded, plain),
+        ("drops: 103 Early Hints, without an answer", against(drips("\r\n", HINTS)), bounded, plain),
+        ("endless: a terabyte is announced", against(TERABYTE), bounded, plain),
+        ("endless: chunks with extensions", against(EXTENDED), bounded, plain),
+        ("packed: a gigabyte, deflated", against(packed("deflate", deflated)), bounded, plain),
+        ("packed: a gigabyte, gzipped twice", against(packed("gzip, gzip", gzipped_twice)), bounded, plain),
+        ("packed: a gigabyte, by brotli", against(packed("br", brotlied)), bounded, plain),
+        ("token: redirected to another server", redirects, bounded, urllibs),
+        ("token: by a proxy of the environment", is_the_proxy, bounded, plain),
+        ("token: repeated in an error", repeats_the_token, CHECKED, UNCHECKED),
+        ("cookies: 40 KB", sets_cookies, bounded_twice, plain_twice),
+        ("JSON: 200,000 lists in one another", against(DEEP), CHECKED, UNCHECKED),
+        ("JSON: infinitely many workers", against(says("200 OK", b'{"world_size": 1e999}')), CHECKED, UNCHECKED),
+        ("JSON: a sandbox's limits are no numbers", believed(NAN), starts_a_sandbox, starts_unchecked),
+        ("words: an error that moves the terminal", against(TITLE), CHECKED, UNCHECKED),
+        ("wait: come again in 30 years", against(full), opens_a_box, opens_as_told),
+        ("proof: none, or a forged one", told_the_token(FORGED), as_it_is, without_proof),
+        ("proof: one that was heard before", told_the_token(REPLAYED), as_it_is, with_one_challenge),
+        ("proof: another server's of the same token", told_the_token(_proves(_relayed)), as_it_is, without_a_port),
+        ("proof: a judge's port, by who knows its nonce", told_the_token(FORGED, kind="vllm"), as_it_is, without_proof),
+    )
+)

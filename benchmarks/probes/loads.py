@@ -1,0 +1,116 @@
+"""Attacks on a server's time, memory, connections and log."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from socket import MSG_PEEK, socket
+from typing import Any
+
+from benchmarks.probes.sites import num_open
+from sandbox.connections import Line
+
+LINES = 24
+"""Connections that a slow client opens."""
+WAIT_S = 3.0
+"""What it waits: three times what the server gives it."""
+SHORT = Line(header_s=1.0, body_s=1.0, answer_s=1.0, most=LINES // 3)
+TO_BOXES = (("Host", "127.0.0.1"), ("Content-Type", "application/json"))
+
+
+def slow(begin: bytes, drop: bytes) -> Callable[[Any, Path], str]:
+    """Return the attack that sends a request without an end on many lines."""
+
+    def attack(server: Any, folder: Path) -> str:
+        with server(folder) as site, ExitStack() as held:
+            lines = [held.enter_context(site.connect()) for _ in range(LINES // 4)]
+            for line in lines:
+                line.sendall(begin)
+            end = time.monotonic() + WAIT_S
+            while time.monotonic() < end:
+                time.sleep(0.2)
+                for line in lines:
+                    with suppress(OSError):
+                        line.sendall(drop)
+            left = num_open(lines)
+        return f"{left} of {len(lines)} lines are held" if left else ""
+
+    return attack
+
+
+def holds_many_lines(server: Any, folder: Path) -> str:
+    with server(folder) as site, ExitStack() as held:
+        lines = [held.enter_context(site.connect()) for _ in range(LINES)]
+        time.sleep(0.5)
+        left = num_open(lines)
+    return f"{left} silent lines are held" if left > SHORT.most else ""
+
+
+def reads_no_answer(server: Any, folder: Path) -> str:
+    """Answers of 16 MB that nobody takes."""
+    with server(folder) as site, ExitStack() as held:
+        box = json.loads(site.ask("POST", "/boxes", *TO_BOXES, body=b"{}")[1].rpartition(b"\r\n\r\n")[2])["box"]
+        body = b'{"names": ["12000000"]}'
+        request = b"POST /boxes/%s/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+        lines = [held.enter_context(site.connect()) for _ in range(3)]
+        for line in lines:
+            line.sendall(request % (box.encode(), len(body), body))
+        for line in lines:
+            line.recv(1, MSG_PEEK)
+        time.sleep(WAIT_S)
+        whole = sum(_rest_of(line) >= 16_000_000 for line in lines)
+    return f"{whole} of {len(lines)} answers are kept for whoever does not read" if whole else ""
+
+
+def _rest_of(line: socket) -> int:
+    """Return how many bytes still come."""
+    size = 0
+    with suppress(OSError):
+        while size < 16_000_000 and (part := line.recv(1 << 20)):
+            size += len(part)
+    return size
+
+
+def sends_without_end(server: Any, folder: Path) -> str:
+    """A body in chunks, without a length, of 64 MB to a server that takes 8."""
+    with server(folder) as site, site.connect() as line:
+        line.sendall(b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        with suppress(OSError):
+            for _ in range(64):
+                line.sendall(chunk)
+            return "all of it is taken"
+    return ""
+
+
+def holds_large_bodies(server: Any, folder: Path) -> str:
+    """Sixteen requests of 7 MB, all but their last byte."""
+    with server(folder) as site, ExitStack() as held:
+        head = b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 7000001\r\n\r\n"
+        lines = [held.enter_context(site.connect()) for _ in range(16)]
+        for line in lines:
+            with suppress(OSError):
+                line.sendall(head + b" " * 7_000_000)
+        time.sleep(1.0)
+        left = num_open(lines)
+    return f"{left} bodies of 7 MB are held" if left > 8 else ""
+
+
+def sends_many_names(server: Any, folder: Path) -> str:
+    """Two million files of no bytes, in 25 MB: many times as much once they are objects."""
+    body = bytearray(b'{"files": {"a":""')
+    for number in range(2_000_000):
+        body += b',"%x":""' % number
+    with server(folder) as site:
+        _, answer = site.ask("POST", "/boxes", *TO_BOXES, body=bytes(body + b"}}"))
+    return "" if b"commas and brackets" in answer else "all of them are read"
+
+
+def fills_the_log(server: Any, folder: Path) -> str:
+    with server(folder) as site:
+        for _ in range(100):
+            with site.connect() as line, suppress(OSError):
+                line.sendall(b"\0\1\2 no request\r\n\r\n")
+                line.recv(1 << 12)
+    return f"{len(site.log)} lines are written" if len(site.log) > 30 else ""

@@ -1,0 +1,179 @@
+"""A probe, and an attempt at it in a process of its own with limits of time and memory.
+
+An attack succeeds if it gains something, or if what is attacked takes longer or more memory than it may, or breaks. A refusal, which is an
+exception of a kind that its callers expect, in words that leave a terminal alone, is none.
+"""
+
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import psutil
+import pyarrow as pa
+from jinja2 import TemplateError
+
+from megatron_rl.servers import ServerFault
+from megatron_rl.types import HostFault
+from sandbox.bounded_http import NoAnswer
+from sandbox.types import BoxClosed, PoolFull, SandboxFault
+
+LIMIT_S = 30.0
+"""Limit of an attempt. Clients are given 1.5 s for an answer, servers 1 s for a header."""
+LIMIT_MB = 400.0
+"""Growth of memory that is no success of an attack."""
+SPARE_BYTES = 1 << 30
+"""Growth after which the kernel gives no more."""
+EXPECTED = (
+    ValueError, OSError, NoAnswer, ServerFault, HostFault, SandboxFault, PoolFull, BoxClosed, TemplateError, httpx.HTTPError,
+)  # fmt: skip
+"""Exceptions that callers expect of what is attacked."""
+OUT_OF_MEMORY = (MemoryError, pa.ArrowMemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    area: str
+    name: str
+    attack: Callable[[Any, Path], str]
+    """(what is attacked, an empty folder) -> what was gained, in words; "" for nothing."""
+    defended: Any
+    control: Any
+    """The same as `defended` without the defense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    gained: str = ""
+    """What the attack has gained, or how it has broken what it attacks; "" if it failed."""
+    refusal: str = ""
+    seconds: float = 0.0
+    megabytes: float = 0.0
+
+    @property
+    def succeeded(self) -> bool:
+        return bool(self.gained)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    probe: Probe
+    defended: Attempt
+    control: Attempt
+
+    @property
+    def is_held(self) -> bool:
+        return not self.defended.succeeded
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_held and self.control.succeeded
+
+
+def run(probes: Sequence[Probe], *, at_once: int = 6, limit_s: float = LIMIT_S) -> list[Row]:
+    """Attempt each probe with the defense and without it, so many at a time."""
+    jobs = [(probe, target) for probe in probes for target in (probe.defended, probe.control)]
+    attempts = dict(_attempts(jobs, at_once=at_once, limit_s=limit_s))
+    return [Row(probe, attempts[2 * number], attempts[2 * number + 1]) for number, probe in enumerate(probes)]
+
+
+def _attempts(jobs: Sequence[tuple[Probe, Any]], *, at_once: int, limit_s: float) -> Iterator[tuple[int, Attempt]]:
+    """Yield the number of a job and its outcome, in the order in which they end."""
+    context, left = multiprocessing.get_context("fork"), list(enumerate(jobs))[::-1]
+    running: dict[Connection, tuple[int, Any, float]] = {}
+    while left or running:
+        while left and len(running) < at_once:
+            number, (probe, target) = left.pop()
+            outcome, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_attempt, args=(probe, target, sender))
+            process.start()
+            sender.close()
+            running[outcome] = (number, process, time.monotonic())
+        for outcome in wait(list(running), timeout=0.1):
+            yield _ended(running.pop(outcome), outcome)
+        for outcome, (number, process, began) in list(running.items()):
+            if time.monotonic() - began > limit_s and not outcome.poll():
+                del running[outcome]
+                _kill(process)
+                yield number, Attempt(gained=f"does not end within {limit_s:g} s", seconds=limit_s)
+
+
+def _ended(job: tuple[int, Any, float], outcome: Connection) -> tuple[int, Attempt]:
+    number, process, began = job
+    try:
+        attempt = outcome.recv()
+    except EOFError:
+        process.join()
+        attempt = Attempt(gained=f"its process ended with {process.exitcode}")
+    _kill(process)
+    return number, replace(attempt, seconds=time.monotonic() - began)
+
+
+def _kill(process: Any) -> None:
+    """And the processes that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    process.kill()
+    process.join()
+
+
+def _attempt(probe: Probe, target: object, outcome: Connection) -> None:
+    before = _peak_mb()
+    limit = psutil.Process().memory_info().data + SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    with TemporaryDirectory() as folder:
+        attempt = _attack(probe, target, Path(folder))
+    grown = _peak_mb() - before
+    if grown > LIMIT_MB and not attempt.succeeded:
+        attempt = Attempt(gained=f"takes {grown:.0f} MB")
+    outcome.send(replace(attempt, megabytes=grown))
+    outcome.close()
+    os._exit(0)
+
+
+def _attack(probe: Probe, target: object, folder: Path) -> Attempt:
+    try:
+        return Attempt(gained=probe.attack(target, folder))
+    except OUT_OF_MEMORY:
+        return Attempt(gained=f"takes more than {SPARE_BYTES >> 20} MB")
+    except EXPECTED as error:
+        words = str(error)
+        is_plain = words.isprintable() and "memory" not in words.casefold()
+        return Attempt(refusal=words) if is_plain else Attempt(gained=f"refuses with {words[:80]!r}")
+    except BaseException as error:
+        return Attempt(gained=f"breaks: {type(error).__name__}: {str(error)[:80]}")
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def table(rows: Sequence[Row]) -> str:
+    """GitHub's Markdown, a line a probe."""
+    lines = ["| area | probe | with the defense | s | MB | control | s | MB |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        held = f"held{_because(row.defended.refusal)}" if row.is_held else f"**broken**: {_cell(row.defended.gained)}"
+        control = (
+            f"gets through: {_cell(row.control.gained)}" if row.control.succeeded else f"**no control**{_because(row.control.refusal)}"
+        )
+        figures = [f"{each.seconds:.1f} | {each.megabytes:.0f}" for each in (row.defended, row.control)]
+        lines.append(f"| {row.probe.area} | {row.probe.name} | {held} | {figures[0]} | {control} | {figures[1]} |")
+    return "\n".join(lines)
+
+
+def _because(refusal: str) -> str:
+    return f": {_cell(refusal)}" if refusal else ""
+
+
+def _cell(words: str) -> str:
+    short = "".join(letter if letter.isprintable() and letter != "|" else "?" for letter in words)
+    return short if len(short) <= 90 else f"{short[:87]}..."

@@ -1,0 +1,156 @@
+"""Readers that are attacked: ours, and beside each what a program usually has in its place."""
+
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow.parquet as pq
+import yaml
+from jinja2 import Environment
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_rl.data.clips import StoredClip
+from megatron_rl.data.images import StoredImage
+from megatron_rl.observe.bank import read_rollouts
+from megatron_rl.observe.recorder import picture_loader
+from megatron_rl.observe.viewer.store import Folder
+from megatron_rl.observe.viewer.token_decoder import TokenDecoder
+from megatron_rl.rollout import processor
+from megatron_rl.run_states import RunState, recall
+from megatron_rl.weights.formats.digests import digest, find_difference
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl.weights.formats.torch_dist_metadata import read_metadata
+
+
+def plain_yaml(path: Path) -> object:
+    return yaml.safe_load(path.read_text())
+
+
+def plain_lines(path: Path) -> object:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def plain_picture(path: Path) -> object:
+    return Image.open(path).convert("RGB").copy()
+
+
+def stored_picture(path: Path) -> object:
+    return StoredImage(path, "row 1").open()
+
+
+def size_of_picture(path: Path) -> object:
+    return StoredImage(path, "row 1").size()
+
+
+def loaded_picture(path: Path) -> object:
+    return picture_loader(path.parent.parent)(f"images/{path.name}")
+
+
+def shown_picture(path: Path) -> bytes | None:
+    """As the viewer gives it out."""
+    return Folder(path.parents[2]).picture(path.stem)
+
+
+def metrics_of_folder(path: Path) -> object:
+    return Folder(path.parent).metrics()
+
+
+def decoded(path: Path) -> object:
+    return TokenDecoder(path, limit_s=8.0).decode([[0]])
+
+
+def decoded_here(path: Path) -> object:
+    return Tokenizer.from_file(str(path)).decode([0])
+
+
+def plain_safetensors(path: Path) -> dict[str, np.ndarray]:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    places = {name: entry["data_offsets"] for name, entry in json.loads(content[8 : 8 + length]).items()}
+    return {name: np.frombuffer(content[8 + length :][first:last], np.float32) for name, (first, last) in places.items()}
+
+
+def stored_safetensors(path: Path) -> dict[str, Any]:
+    folder = HfTensors(path.parent, key="model.path")
+    return {name: folder.read(name) for name in folder.specs}
+
+
+def plain_pickle(path: Path) -> object:
+    return pickle.loads(path.read_bytes())
+
+
+def metadata(path: Path) -> object:
+    return read_metadata(path.parent, key="model.path")
+
+
+def by_digest(folder: Path) -> str:
+    state = recall(folder)
+    return find_difference(folder, state.files, state.files)
+
+
+def by_size(folder: Path) -> str:
+    """As before digests."""
+    files = json.loads((folder / "run" / "state.json").read_text())["files"]
+    return next((name for name, each in files.items() if (folder / name).stat().st_size != each["bytes"]), "")
+
+
+def by_state(folder: Path) -> int:
+    return recall(folder).step
+
+
+def by_plain_state(folder: Path) -> int:
+    return RunState(
+        **json.loads((folder / "run" / "state.json").read_text(), object_hook=lambda read: {k: v for k, v in read.items() if k != "sha256"})
+    ).step
+
+
+def plain_digest(folder: Path) -> str:
+    files = json.loads((folder / "run" / "state.json").read_text())["files"]
+    return next((name for name, each in files.items() if digest(folder / name) != each["sha256"]), "")
+
+
+def unmoved(words: str) -> str:
+    return words
+
+
+def as_a_page(form: str) -> str:
+    return Environment().from_string(form).render(messages=[])
+
+
+def inspected(form: str) -> str:
+    with patch.object(processor, "TEMPLATE_S", 2):
+        return processor.inspect_template(lambda messages, speak: _rendered(form, messages, speak), "MODEL")
+
+
+def rendered(form: str) -> str:
+    return _rendered(form, [{"role": "user", "content": "x"}], True)
+
+
+def _rendered(form: str, messages: Sequence[Any], speak: bool) -> str:
+    return render_jinja_template([messages], chat_template=form, add_generation_prompt=speak)[0][0]
+
+
+def plain_end(path: Path) -> bytes:
+    return path.read_bytes()[-100:]
+
+
+def plain_size(path: Path) -> object:
+    return Image.open(path).size
+
+
+def stored_clip(path: Path) -> bytes:
+    return StoredClip(path, "row 1").read()
+
+
+def stored_rollouts(path: Path) -> object:
+    return read_rollouts(path, pictures=False)
+
+
+def plain_rollouts(path: Path) -> object:
+    return pq.read_table(path).to_pylist()

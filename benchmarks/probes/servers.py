@@ -1,0 +1,202 @@
+"""Probes of servers: what web pages, strangers without the token and slow clients send. The control is the same server without the wall."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.probes import loads
+from benchmarks.probes.probe import Probe
+from benchmarks.probes.sites import SMALL_LIMITS, TOKEN, EngineServer, ModelServer, SandboxServer, Viewer
+
+Sent = tuple[tuple[str, str], ...]
+JSON, HERE = ("Content-Type", "application/json"), ("Host", "127.0.0.1")
+
+
+def opens_a_box(*forms: Sent, body: bytes = b"{}", version: str = "1.1") -> Callable[[Any, Path], str]:
+    """Return the attack that opens a box with one of these sets of headers."""
+
+    def attack(server: Any, folder: Path) -> str:
+        with server(folder) as site:
+            codes = [site.ask("POST", "/boxes", *form, body=body, version=version)[0] for form in forms]
+        return f"{codes.count(201)} of {len(forms)} boxes are opened" if 201 in codes else ""
+
+    return attack
+
+
+def hosts(*names: str) -> tuple[Sent, ...]:
+    return tuple((("Host", name), JSON) for name in names)
+
+
+def typed(*types: str) -> tuple[Sent, ...]:
+    return tuple((HERE, ("Content-Type", each)) for each in types)
+
+
+def says(*words: str) -> tuple[Sent, ...]:
+    return tuple((HERE, JSON, ("Authorization", each)) for each in words)
+
+
+def read_by_a_page(server: Any, folder: Path) -> str:
+    """Another subdomain's or port's page; what it asks for is no POST, and has no Origin."""
+    with server(folder) as site:
+        codes = [site.ask("GET", "/health", HERE, ("Sec-Fetch-Site", each))[0] for each in ("same-site", "cross-site", "same-origin")]
+    return "a page reads /health" if 200 in codes else ""
+
+
+def scored_for_a_page(server: Any, folder: Path) -> str:
+    with server(folder) as site:
+        code, _ = site.ask(
+            "POST", "/score", ("Host", "listener.evil.example"), ("Origin", "http://listener.evil.example"), JSON, body=b"{}"
+        )
+    return "a rebound name asks the model" if code == 200 else ""
+
+
+def routes_are_told_apart(server: Any, folder: Path) -> str:
+    with server(folder) as site:
+        answers = {
+            site.ask(verb, path, HERE)[0] for verb in ("GET", "OPTIONS", "HEAD") for path in ("/boxes", "/none", "/health", "/metrics")
+        }
+    return f"statuses {sorted(answers)} tell which routes there are" if len(answers) > 1 else ""
+
+
+def methods_are_told(server: Any, folder: Path) -> str:
+    with server(folder) as site:
+        answers = [site.ask(verb, "/boxes", HERE)[1].lower() for verb in ("OPTIONS", "TRACE", "PUT", "QUERY", "post")]
+    return "the methods of a route are told" if any(b"\r\nallow:" in answer for answer in answers) else ""
+
+
+def preflight_is_answered(server: Any, folder: Path) -> str:
+    asked = (("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "content-type"))
+    with server(folder) as site:
+        _, answer = site.ask("OPTIONS", "/pause", HERE, ("Origin", "http://evil.example"), *asked)
+    return "a page may send application/json" if b"access-control-allow-origin" in answer.lower() else ""
+
+
+def paused_by_a_key_elsewhere(server: Any, folder: Path) -> str:
+    """The token where other programs take theirs from: each of these is logged or sent by browsers."""
+    places = (("X-Api-Key", TOKEN), ("Cookie", f"token={TOKEN}"), ("Proxy-Authorization", f"Bearer {TOKEN}"), ("Api-Key", TOKEN))
+    with server(folder) as site:
+        codes = [site.ask("POST", f"/pause?token={TOKEN}", HERE, JSON, place, body=b"{}")[0] for place in places]
+    return "the engine is paused" if 200 in codes else ""
+
+
+def talks_by_websocket(server: Any, folder: Path) -> str:
+    key = (("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="), ("Authorization", f"Bearer {TOKEN}"))
+    with server(folder) as site, site.connect() as line:
+        head = "".join(
+            f"{name}: {value}\r\n" for name, value in (HERE, ("Connection", "keep-alive, Upgrade"), ("Upgrade", "WebSocket"), *key)
+        )
+        line.sendall(f"GET /v1/realtime HTTP/1.1\r\n{head}\r\n".encode())
+        return "the line is switched" if line.recv(1 << 12).startswith(b"HTTP/1.1 101") else ""
+
+
+def calls_another_method(server: Any, folder: Path) -> str:
+    """By whoever has the token: other spellings of the path, and bodies that two readers may read differently."""
+    paths = ("/collective_rpc", "//collective_rpc", "/./collective_rpc", "/%63ollective_rpc", "/collective_rpc?x=/", "/collective_rpc;x")
+    plain = '{"method": "save_sharded_state", "args": ["/tmp/w"]}'
+    other = ('{"method": "rl_nature", "method": "save_sharded_state"}', '{"method": "rl_nature", "args": []}', '{"\\u006dethod": "sleep"}')
+    bodies = [plain.encode(), plain.encode("utf-16"), plain.encode("utf-8-sig"), *(each.encode() for each in other), b'{"method": NaN}']
+    know = ("Authorization", f"Bearer {TOKEN}")
+    with server(folder) as site:
+        for path in paths:
+            for body in bodies:
+                site.ask("POST", path, HERE, JSON, know, body=body)
+    called = [body for _, body in site.reached if json.loads(body) != {"method": "rl_nature"}]
+    return f"{len(called)} calls reach the worker" if called else ""
+
+
+def seen_by_a_rebound_name(server: Any, folder: Path) -> str:
+    names = ("localhost.evil.example", "127.0.0.1.evil.example:8008", "LOCALHOST.", "evil.example#localhost", "127.0.0.2")
+    with server(folder) as site:
+        codes = [site.ask("GET", "/api/runs", ("Host", name))[0] for name in names]
+    return "the runs are listed" if 200 in codes else ""
+
+
+def shown_in_a_page(server: Any, folder: Path) -> str:
+    """As an <img> of a stranger's page asks for it; the page learns whether it is there, and how large."""
+    with server(folder) as site:
+        mode = (("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "no-cors"), ("Sec-Fetch-Dest", "image"))
+        codes = [site.ask("GET", path, HERE, *mode)[0] for path in ("/picture/run/a.png", "/api/runs")]
+    return "a stranger's page has the run's picture" if 200 in codes else ""
+
+
+def framed_in_a_page(server: Any, folder: Path) -> str:
+    with server(folder) as site:
+        code, answer = site.ask(
+            "GET", "/", HERE, ("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "navigate"), ("Sec-Fetch-Dest", "iframe")
+        )
+    return "a stranger's page frames it" if code == 200 and b"frame-ancestors 'none'" not in answer else ""
+
+
+BOX, OPEN_BOX = SandboxServer(), SandboxServer(is_gated=False)
+KEYED = replace(BOX, token=TOKEN)
+HASTY, PATIENT = replace(BOX, line=loads.SHORT), replace(BOX, line=None)
+SMALL, OPEN_SMALL = replace(BOX, limits=SMALL_LIMITS), replace(OPEN_BOX, limits=SMALL_LIMITS)
+HEAD = b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+NEARLY = (
+    f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", f"Bearer {TOKEN.upper()}", f"bearer {TOKEN}", f"Bearer  {TOKEN}", f"Bearer\t{TOKEN}",
+    f"Bearer {TOKEN},Bearer x", f"Bearer {TOKEN}\u00a0", "Bearer ", "Bearer null", "Bearer undefined", f"Token {TOKEN}", f"Digest {TOKEN}",
+)  # fmt: skip
+REBOUND = (
+    "LOCALHOST.EVIL.EXAMPLE",
+    "evil.example.",
+    "localhost.:80.",
+    "127.0.0.1.nip.example",
+    "0x7f000001.evil",
+    "2130706433",
+    "127.1.evil",
+)
+ODD = ("127.0.0.1@evil.example", "evil.example@", "localhost#evil.example", "localhost?evil.example", "localhost/evil", "a,localhost")
+SIX = ("[::1].evil.example", "[::1]evil", "[::ffff:127.0.0.1%25evil.example]", "[localhost]", "[evil]:80", "::1.evil.example")
+FORWARDED = (("X-Forwarded-Host", "localhost"), ("Forwarded", "host=localhost"), ("X-Host", "localhost"), ("X-Original-Host", "localhost"))
+NEAR = tuple((HERE, JSON, ("Origin", each)) for each in ("http://127.0.0.1:3000", "http://localhost", "https://127.0.0.1"))
+NULL = tuple((HERE, JSON, ("Origin", each)) for each in ("null", "file://", "chrome-extension://abc", ""))
+TEXTS = (
+    "text/plain; application/json",
+    "text/plain, application/json",
+    "text/plain;charset=application/json",
+    "application/json, text/plain",
+)
+FORMS = ("multipart/form-data; boundary=application/json", "application/x-www-form-urlencoded; a=application/json", "multipart/json")
+REPORTS = ("application/csp-report", "application/reports+json", "application/ld+json", "application/jsonp", "application/json-seq")
+
+ENGINE, OPEN_ENGINE = EngineServer(), EngineServer(is_gated=False)
+VIEWER, OPEN_VIEWER = Viewer(), Viewer(is_guarded=False)
+SERVERS = tuple(
+    Probe("servers", name, attack, defended, control)
+    for name, attack, defended, control in (
+        ("host: rebound names that look like an address or localhost", opens_a_box(*hosts(*REBOUND)), BOX, OPEN_BOX),
+        ("host: users, fragments, paths and lists in the name", opens_a_box(*hosts(*ODD)), BOX, OPEN_BOX),
+        ("host: names in the form of IPv6 addresses", opens_a_box(*hosts(*SIX)), BOX, OPEN_BOX),
+        ("host: the right one in X-Forwarded-Host", opens_a_box((("Host", "evil.example"), *FORWARDED, JSON)), BOX, OPEN_BOX),
+        ("host: none, by HTTP/1.0", opens_a_box((JSON,), version="1.0"), BOX, OPEN_BOX),
+        ("page: of another port of this machine", opens_a_box(*NEAR), BOX, OPEN_BOX),
+        ("page: of a frame without an origin, of a file, of an extension", opens_a_box(*NULL), BOX, OPEN_BOX),
+        ("page: of another subdomain, which reads", read_by_a_page, BOX, OPEN_BOX),
+        ("page: of a rebound name, asks the listener", scored_for_a_page, ModelServer(), ModelServer(is_gated=False)),
+        ("type: a Blob's, which is none", opens_a_box((HERE,)), BOX, OPEN_BOX),
+        ("type: text that mentions JSON", opens_a_box(*typed(*TEXTS)), BOX, OPEN_BOX),
+        ("type: forms that mention JSON", opens_a_box(*typed(*FORMS)), BOX, OPEN_BOX),
+        ("type: reports and relatives of JSON", opens_a_box(*typed(*REPORTS)), BOX, OPEN_BOX),
+        ("token: thirteen that are nearly it", opens_a_box(*says(*NEARLY)), KEYED, OPEN_BOX),
+        ("token: without it, which routes are there", routes_are_told_apart, KEYED, OPEN_BOX),
+        ("token: without it, which methods a route has", methods_are_told, KEYED, OPEN_BOX),
+        ("engine: a page's preflight", preflight_is_answered, ENGINE, OPEN_ENGINE),
+        ("engine: the token in the query, a cookie, X-Api-Key", paused_by_a_key_elsewhere, ENGINE, OPEN_ENGINE),
+        ("engine: a websocket, with the token", talks_by_websocket, ENGINE, OPEN_ENGINE),
+        ("engine: other worker methods, 42 spellings", calls_another_method, ENGINE, OPEN_ENGINE),
+        ("slow: a header's bytes", loads.slow(HEAD + b"X-A: ", b"a"), HASTY, PATIENT),
+        ("slow: a body's bytes", loads.slow(HEAD + b"Content-Length: 1000\r\n\r\n", b" "), HASTY, PATIENT),
+        ("slow: silent lines, more than it takes", loads.holds_many_lines, HASTY, PATIENT),
+        ("slow: answers that nobody reads", loads.reads_no_answer, HASTY, PATIENT),
+        ("large: a body in chunks without a length", loads.sends_without_end, SMALL, OPEN_SMALL),
+        ("large: sixteen bodies at once, all but a byte", loads.holds_large_bodies, SMALL, OPEN_SMALL),
+        ("large: two million names", loads.sends_many_names, BOX, OPEN_BOX),
+        ("log: a hundred lines that are no request", loads.fills_the_log, HASTY, PATIENT),
+        ("viewer: rebound names", seen_by_a_rebound_name, VIEWER, OPEN_VIEWER),
+        ("viewer: its pictures in a stranger's page", shown_in_a_page, VIEWER, OPEN_VIEWER),
+        ("viewer: framed by a stranger's page", framed_in_a_page, VIEWER, OPEN_VIEWER),
+        ("viewer: a header's bytes, slowly", loads.slow(b"GET / HTTP/1.1\r\nX-A: ", b"a"), Viewer(line=loads.SHORT), Viewer(line=None)),
+    )
+)

@@ -1,0 +1,203 @@
+"""Servers of ours at a free port of loopback, as they are and without a defense of theirs; and requests written by hand.
+
+Boxes and models are not started: what is attacked stands before them.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, WebSocket
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+from megatron_rl.observe.viewer.server import create_app as viewer_app
+from megatron_rl.observe.viewer.store import labelled
+from megatron_rl.rollout.vllm.gate import MIDDLEWARE, TOKEN_FILE
+from megatron_rl.services.admission import Limits as ModelLimits
+from megatron_rl.services.model_server import application
+from sandbox.connections import Line
+from sandbox.http import config_of
+from sandbox.inputs import collect
+from sandbox.layers import Layers
+from sandbox.pool import Sandbox
+from sandbox.server import create_app
+from sandbox.types import Limits, Result
+
+TOKEN = "a-word-of-thirty-two-characters!"
+READ_S = 5.0
+SMALL_LIMITS = Limits(input_bytes=4 << 20)
+
+
+@dataclass
+class Site:
+    port: int
+    reached: list[tuple[str, bytes]] = field(default_factory=list)
+    """(path, body) of what came to a route of the stand-in for vLLM."""
+    log: list[str] = field(default_factory=list)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=READ_S)
+
+    def ask(self, verb: str, path: str, *headers: tuple[str, str], body: bytes = b"", version: str = "1.1") -> tuple[int, bytes]:
+        """Send one request as it is written; return status and the whole answer, (0, b"") where there is none."""
+        given = {name.casefold() for name, _ in headers}
+        more = [("Content-Length", str(len(body)))] if body and not given & {"content-length", "transfer-encoding"} else []
+        head = "".join(f"{name}: {value}\r\n" for name, value in (*headers, *more, ("Connection", "close")))
+        with self.connect() as line, suppress(OSError):
+            line.sendall(f"{verb} {path} HTTP/{version}\r\n{head}\r\n".encode("latin-1") + body)
+            answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
+            return int(answer[9:12] or 0), answer
+        return 0, b""
+
+
+class _StillBox:
+    async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
+        return Result(id=1, text=code[:100])
+
+    async def fetch(self, names: list[str]) -> dict[str, bytes]:
+        return {name: bytes(int(name)) for name in names}
+
+    async def close(self) -> None:
+        """It has nothing."""
+
+
+class _StillPool(Sandbox):
+    """A pool whose boxes have no processes."""
+
+    def __init__(self, limits: Limits | None) -> None:
+        super().__init__(size=8, limits=limits)
+        self.layers = Layers()
+
+    num_open = 0
+
+    async def open(self, *, images: Mapping[str, bytes] = {}, files: Mapping[str, bytes] = {}, **_: Any) -> _StillBox:
+        collect(images=images, files=files, limits=self.limits)
+        return _StillBox()
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxServer:
+    token: str = ""
+    is_gated: bool = True
+    line: Line | None = field(default_factory=Line)
+    """None: the connections of uvicorn itself."""
+    limits: Limits | None = None
+
+    @contextmanager
+    def __call__(self, folder: Path) -> Iterator[Site]:
+        app = create_app(_StillPool(self.limits), token=self.token)
+        if not self.is_gated:
+            app.user_middleware.clear()
+        with _serving(app, self.line) as site:
+            yield site
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServer:
+    """The walls of the listener and of the speaker around a route of the same name."""
+
+    is_gated: bool = True
+
+    @contextmanager
+    def __call__(self, folder: Path) -> Iterator[Site]:
+        app = application("listener", limits=ModelLimits(), bodies=("score",), token="", receiver=None)
+        if not self.is_gated:
+            app.user_middleware.clear()
+
+        @app.post("/score")
+        async def score(request: Request) -> dict[str, int]:
+            return {"bytes": len(await request.body())}
+
+        with _serving(app, Line()) as site:
+            yield site
+
+
+@dataclass(frozen=True, slots=True)
+class EngineServer:
+    """Routes of vLLM's names behind what vLLM itself puts before its routes."""
+
+    is_gated: bool = True
+
+    @contextmanager
+    def __call__(self, folder: Path) -> Iterator[Site]:
+        (folder / "token").write_text(TOKEN)
+        os.environ[TOKEN_FILE] = str(folder / "token")
+        app, reached = FastAPI(), []
+
+        @app.websocket("/v1/realtime")
+        async def realtime(talk: WebSocket) -> None:
+            await talk.accept()
+
+        @app.post("/collective_rpc")
+        @app.post("/pause")
+        @app.get("/v1/models")
+        async def route(request: Request) -> dict[str, str]:
+            reached.append((request.url.path, await request.body()))
+            return {}
+
+        everything = {"allowed_origins": ["*"], "allow_credentials": False, "allowed_methods": ["*"], "allowed_headers": ["*"]}
+        middleware = [MIDDLEWARE] if self.is_gated else []
+        app.state.args = argparse.Namespace(
+            middleware=middleware, host="127.0.0.1", api_key=None, enable_request_id_headers=False, **everything
+        )
+        init_entrypoints_middleware(app.state.args, app, ())
+        with _serving(app, None) as site:
+            site.reached = reached
+            yield site
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    is_guarded: bool = True
+    line: Line | None = field(default_factory=Line)
+
+    @contextmanager
+    def __call__(self, folder: Path) -> Iterator[Site]:
+        images = folder / "run" / "rollouts" / "images"
+        images.mkdir(parents=True)
+        (images / "a.png").write_bytes(b"\x89PNG\r\n\x1a\nthe run's picture")
+        (folder / "run" / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+        app = viewer_app(labelled([folder / "run"]), hosts=["127.0.0.1", "localhost"])
+        if not self.is_guarded:
+            app.user_middleware.clear()
+        with _serving(app, self.line) as site:
+            yield site
+
+
+@contextmanager
+def _serving(app: FastAPI, line: Line | None) -> Iterator[Site]:
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        server = uvicorn.Server(config_of(app, line) if line else uvicorn.Config(app, log_level="warning"))
+        site = Site(listener.getsockname()[1])
+        keeper = logging.Handler()
+        keeper.emit = lambda record: site.log.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("uvicorn").handlers = [keeper]
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield site  # it ends with the process of the attempt
+
+
+def num_open(lines: Sequence[socket.socket]) -> int:
+    """Return how many of these connections the server has neither answered nor ended."""
+    found = 0
+    for line in lines:
+        line.setblocking(False)
+        try:
+            line.recv(1)
+        except BlockingIOError:
+            found += 1
+        except OSError:
+            continue
+    return found
