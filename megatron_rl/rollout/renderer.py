@@ -88,9 +88,9 @@ class Renderer:
         self._lock = Lock()
         """Held while what is remembered changes."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
-        check_determinism(self.processor.chat_template, model.path)
         self.continuation_problem = inspect_template(self._apply_template, model.path)
         """Why no text can be appended behind an earlier reply; empty where it can."""
+        check_determinism(self.processor.chat_template, model.path)
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
 
