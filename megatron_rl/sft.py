@@ -40,6 +40,8 @@ def warm_start(
             if split == TRANSCRIPTS:
                 demonstrations = demonstrations_of(task.settings.data, split, **drawn)
                 demonstrations.check_lengths(make_length_check(settings, renderer))
+                for line in demonstrations.warnings if TRANSCRIPTS not in sft.splits[:stage] else ():
+                    run.tell(f"warning: task.data.demonstrations: {line}")
             else:
                 demonstrations = task.demonstrations(split, **drawn)
             shown = Rendered(renderer, demonstrations)

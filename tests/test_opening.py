@@ -91,8 +91,11 @@ def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> Non
     train = questions([str(write(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
     lines: list[str] = []
     tell_column_warnings({"train": train, "eval": train[:1], "dealt": [train[0]]}, tell=lines.append)
-    assert [line.partition(": the policy")[0] for line in lines[::2]] == [
+    assert [line.partition(": the policy")[0] for line in lines[::3]] == [
         "warning: task.data.train: 0 images in 3 rows", "warning: task.data.eval: 0 images in 3 rows",
     ]  # fmt: skip
     weighed = "q.jsonl: column weight weighs or masks what is learned and is not read: every row counts alike"
-    assert [line.partition(",")[0] for line in lines[1::2]] == [f"warning: task.data.{split}: {weighed}" for split in ("train", "eval")]
+    assert [line.partition(",")[0] for line in lines[1::3]] == [f"warning: task.data.{split}: {weighed}" for split in ("train", "eval")]
+    assert [line.partition(" not read")[0] for line in lines[2::3]] == [
+        f"warning: task.data.{split}: q.jsonl row 0: column weight is" for split in ("train", "eval")
+    ]

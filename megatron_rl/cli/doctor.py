@@ -116,7 +116,8 @@ def look_at_transcripts(settings: Settings, report: Report, *, renderer: Rendere
     """Every row of the files of demonstrations; their lengths, where they can be measured."""
     data = settings.task.data
     try:
-        opened = open_transcripts(data.demonstrations, images_root=data.images, image_roots=data.image_roots)
+        roots = {"images_root": data.images, "image_roots": data.image_roots}
+        opened = open_transcripts(data.demonstrations, **roots, ignored=data.columns.ignored)
     except ValueError as error:
         report.fail("data.demonstrations", str(error))
         return
@@ -124,6 +125,7 @@ def look_at_transcripts(settings: Settings, report: Report, *, renderer: Rendere
     learned = f"{found.num_replies - found.num_masked} of {found.num_replies} replies learned"
     report.say("data.demonstrations", f"{found.num_rows} conversations, {found.num_images} images, {learned}")
     report.errors += [f"task.data.demonstrations: {line}" for line in found.errors]
+    report.warnings += [f"task.data.demonstrations: {line}" for line in found.warnings]
 
 
 def around_of(settings: Settings, task: Task, opened: Mapping[str, Questions], renderer: Renderer) -> int:
@@ -150,7 +152,7 @@ def tell_questions(found: Survey, report: Report, *, split: str, longest: int | 
     sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in found.sources.most_common())
     length = "" if longest is None else f", longest question {longest} tokens"
     report.say(f"data.{split}", f"{found.num_rows} rows, {found.num_images} images{length}; {sources}")
-    warnings = [*found.column_warnings, *found.warnings]
+    warnings = [*found.column_warnings, *found.unread, *found.warnings]
     for kept, lines, num_more in (
         (report.errors, found.errors, found.num_more_errors),
         (report.warnings, warnings, found.num_more_warnings),

@@ -173,6 +173,8 @@ class ColumnSettings:
     """Column of a row's name or number; empty takes id."""
     data_source: str = ""
     """Column that tells which rule compares answers; empty takes data_source."""
+    ignored: list[str] = field(default_factory=list)
+    """Columns, of transcripts too, that are meant not to be read: no warning names them. Keys of extra_info as extra_info.KEY."""
 
 
 BENCHMARKS = (

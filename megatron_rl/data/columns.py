@@ -1,7 +1,5 @@
 """Finds the columns of pictures in a row, and writes the errors for columns that are missing."""
 
-import ast
-import json
 import os
 from collections.abc import Iterable, Mapping
 
@@ -90,21 +88,3 @@ def _names_pictures(record: Record, value: object) -> bool:
         isinstance(each, str) and each.casefold().endswith(PICTURE_SUFFIXES) and (is_listed or os.path.isfile(record.folder / each))
         for each in values
     )
-
-
-def literal(text: str) -> object:
-    """Return what a text holds in JSON's or Python's notation, None where it is neither."""
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            return parse(text.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            continue
-    return None
-
-
-def listed_values(value: object) -> object:
-    """Return the list that a text is where it is one of texts in JSON's or Python's notation, as tables have it; else the value itself."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    found = literal(value)
-    return found if isinstance(found, list) and all(isinstance(item, str) for item in found) else value

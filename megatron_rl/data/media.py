@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.data.column_names import PICTURE_SUFFIXES
 from megatron_rl.data.image_bytes import MAGIC
+from megatron_rl.data.literals import literal
 from megatron_rl.data.records import Record
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v", ".mpg", ".mpeg")
@@ -20,6 +21,8 @@ FEATURES = {"Image": "pictures", "Video": "videos", "Audio": "audio"}
 """Types of `datasets` -> what a column of that type holds."""
 _CONTAINERS = {b"WEBP": "pictures", b"AVI ": "videos", b"WAVE": "audio"}
 _MAGIC = {b"\x1aE\xdf\xa3": "videos", b"ID3": "audio", b"fLaC": "audio", b"OggS": "audio"}
+_DECODED = re.compile(r".?PNG\r?\n\x1a\n|.{0,6}(?:JFIF|Exif)\0", re.DOTALL)
+"""What every encoding leaves of the first bytes of PNG and JPEG."""
 _HEAD = 12
 """First bytes by which formats are told apart."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
@@ -48,7 +51,8 @@ def find_media(value: object, record: Record, name: str = "", *, depth: int = 0)
         kind = _kind_of_bytes(value)
         return Media(kind, f"holds the bytes of {kind}") if kind else Media("pictures", "holds bytes") if value else None
     if isinstance(value, str):
-        return _media_in_text(value, record)
+        held = literal(value) if value.lstrip()[:1] in ("[", "{") else None
+        return find_media(held, record, depth=depth + 1) if isinstance(held, Mapping | list) else _media_in_text(value, record)
     if isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys():
         return Media("audio", "holds decoded audio")
     if depth >= DEEPEST or not isinstance(value, Mapping | list):
@@ -90,7 +94,7 @@ def _kind_of_bytes(value: bytes) -> str:
 
 
 def _media_in_text(text: str, record: Record) -> Media | None:
-    """Recognize data: URLs, web addresses and names with a suffix of media, files that exist, and base64."""
+    """Recognize data: URLs, web addresses and names with a suffix of media, files that exist, base64, and bytes decoded as text."""
     head = text[:11].casefold()
     for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):
         if head.startswith(f"data:{word}/"[:11]):
@@ -122,10 +126,12 @@ def _existing(record: Record, text: str, kind: str) -> Media | None:
 
 
 def _media_in_base64(text: str) -> Media | None:
-    if re.match(r"b['\"](\\x89PNG|\\xff\\xd8\\xff|GIF8|RIFF)", text):
+    if re.match(r"(b['\"])?(\\x89PNG|\\xff\\xd8\\xff)|b['\"](GIF8|RIFF)", text):
         return Media("pictures", "holds what Python prints for the bytes of pictures (b'...')")
     if len(text) > 64 and re.fullmatch("[0-9a-fA-F]{64}", text[:64]) and (kind := _kind_of_bytes(bytes.fromhex(text[: 2 * _HEAD]))):
         return Media(kind, f"holds {kind} as hexadecimal digits")
+    if kind := _kind_of_characters(text):
+        return Media(kind, f"holds the bytes of {kind} as text")
     start = re.sub(r"\s", "", text[:64]).replace("-", "+").replace("_", "/")
     if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/]{24,}={0,2}", start):
         return None
@@ -133,6 +139,16 @@ def _media_in_base64(text: str) -> Media | None:
     is_word = content.startswith(b"BM") and content[6:10] != bytes(4)  # two letters alone are no BMP
     kind = "" if is_word else _kind_of_bytes(content)
     return Media(kind, f"holds {kind} in base64") if kind else None
+
+
+def _kind_of_characters(text: str) -> str:
+    """Return what bytes are that were decoded as Latin-1, or as another encoding without those that it does not have."""
+    if text[:_HEAD].isprintable():
+        return ""
+    if _DECODED.match(text):
+        return "pictures"
+    content = text[:_HEAD].encode("latin-1", "replace")
+    return "" if content.startswith(b"BM") and content[6:10] != bytes(4) else _kind_of_bytes(content)
 
 
 def named_media(name: str, value: object) -> Media | None:

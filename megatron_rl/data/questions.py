@@ -15,16 +15,17 @@ ability, env_name, index, extra (every other column and every other key of extra
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
-from megatron_rl.data.answers import doubt_about, reference_answer
+from megatron_rl.data.answers import doubt_about, reference_answer, unwrapped
 from megatron_rl.data.chat_prompt import ChatPrompt, parse_messages, read_chat
 from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
-from megatron_rl.data.columns import MissingColumn, listed_values, picture_columns
+from megatron_rl.data.columns import MissingColumn, picture_columns
 from megatron_rl.data.images import StoredImage
+from megatron_rl.data.literals import listed_values
 from megatron_rl.data.media_places import PARTS_AS_TEXT
 from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
-from megatron_rl.data.unread import Examined, Finding, find_unread
+from megatron_rl.data.unread import READ_BY_TASKS, Examined, Finding, find_unread
 from megatron_rl.types import Example
 
 READ = {
@@ -57,6 +58,11 @@ class Questions(Sequence[Example]):
         """Our names of columns -> those that task.data.columns gives."""
         return self.records.chosen
 
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Columns that no warning names."""
+        return self.records.ignored
+
     def where(self, index: int) -> str:
         """Return file and row without reading it: `train.jsonl row 17`."""
         return self.records.where(self._places[index])
@@ -64,15 +70,15 @@ class Questions(Sequence[Example]):
     def examine(self, index: int) -> Examined:
         """Return an example, and what its row holds that is not read."""
         example, record = self._example(self._places[index])
-        hint = record.mapping(record.row.get("mm_hint", {}), "mm_hint")
-        hints = {f"mm_hint.{key}": value for key, value in hint.items() if key not in ("hint_path", "hint_type")}
-        model = record.mapping(record.row.get("reward_model", {}), "reward_model")
-        hints |= {f"reward_model.{key}": value for key, value in model.items() if key not in ("ground_truth", "style")}
-        unread = _unread_values(record) | hints
-        findings = [*find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))]
+        unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
+        if example.payload["images"]:
+            unread = {name: value for name, value in unread.items() if name.removeprefix("extra_info.") not in READ_BY_TASKS}
+        found = find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))
+        findings = [finding for finding in found if finding.is_error or not {*finding.column.split(" to ")} <= {*self.ignored}]
         doubt = None if record.official else doubt_about(str(example.payload["answer"]), str(example.payload["question"]))
         findings += [Finding("answer", *doubt, is_error=False)] if doubt else []
-        return Examined(example, tuple(findings), record.columns)
+        place = "" if record.official else _picture_place(record, example.payload)
+        return Examined(example, tuple(findings), record.columns, unread, self.chosen.get(place, place))
 
     def _example(self, place: int) -> tuple[Example, Record]:
         record = self.records[place]
@@ -100,7 +106,7 @@ def questions(
     require(videos or not found.video, f"task.data.{name}", list(paths), f"{found.video}, which {SEES_VIDEOS}")
     chosen = opened.chosen.get("images")
     require(not chosen or found.num_images > 0, "task.data.columns.images", chosen, f"no row of {', '.join(paths)} has pictures there")
-    return Questions(opened.records, name=name, warnings=found.column_warnings)
+    return Questions(opened.records, name=name, warnings=[*found.column_warnings, *found.unread])
 
 
 def split_of(data: DataSettings, split: str, *, read: Read | None = None, videos: bool = False) -> Questions:
@@ -145,6 +151,30 @@ def _unread_values(record: Record) -> dict[str, object]:
     empty = [key for key, value in record.row.items() if is_picture_column(key) and value in ("", [], {})]
     own = {key: value for key, value in record.row.items() if key not in (*READ, *pictures, *empty)}
     return own | {f"extra_info.{key}": value for key, value in extra.items() if key not in READ_EXTRA}
+
+
+def _unread_keys(record: Record) -> dict[str, object]:
+    """Return what is not read of mm_hint and reward_model."""
+    read = {"mm_hint": ("hint_type",) if picture_columns(record) else ("hint_type", "hint_path"), "reward_model": ("ground_truth", "style")}
+    held = {column: record.mapping(record.row.get(column, {}), column) for column in read}
+    return {f"{column}.{key}": value for column, struct in held.items() for key, value in struct.items() if key not in read[column]}
+
+
+def _other_answers(record: Record, answer: str) -> dict[str, object]:
+    """Return the answers that are not read, because another column has one, and that differ from it."""
+    model, extra = (record.mapping(record.row.get(column, {}), column) for column in ("reward_model", "extra_info"))
+    given = {"reward_model.ground_truth": model.get("ground_truth"), "extra_info.answer": extra.get("answer")}
+    given |= {name: record.row.get(name) for name in ANSWER_COLUMNS}
+    _, *others = ((name, value) for name, value in given.items() if value is not None)
+    return {name: value for name, value in others if unwrapped(str(value)) != answer}
+
+
+def _picture_place(record: Record, payload: Mapping[str, object]) -> str:
+    """Return the column that a question's pictures or video come from, "" where it has none."""
+    if not payload["images"] and not payload["videos"]:
+        return ""
+    hint = ["mm_hint.hint_path"] if "hint_path" in record.row.get("mm_hint", {}) else []
+    return [*picture_columns(record), *hint, _question_column(record)][0]
 
 
 def _question_column(record: Record) -> str:

@@ -103,6 +103,8 @@ class Records(Sequence[Record]):
         self._folder, self._read = images_root, read
         self.chosen = chosen_names(columns) if columns else {}
         """Our names -> those of the files, where task.data.columns names them."""
+        self.ignored = columns.ignored if columns else ()
+        """Columns that no warning names."""
         self._roots = (*map(Path, image_roots), *(home for name in paths for home in homes_of(name, key=key)))
         require(len(self) > 0, key, list(paths), "has no rows")
 

@@ -1,7 +1,7 @@
 """Looks at every row before a run starts: what is there, what a run cannot use, and what is only strange."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,6 +9,7 @@ from typing import Protocol
 from megatron_rl.data.images import StoredImage, shortened
 from megatron_rl.data.problem_lines import ProblemLines
 from megatron_rl.data.unread import Examined
+from megatron_rl.data.unread_names import PictureColumns, UnreadNames
 from megatron_rl.types import Example
 
 BOXES = ("bbox", "bboxes")
@@ -16,6 +17,7 @@ BOXES = ("bbox", "bboxes")
 _AT_ONCE = 32
 _MOST_COLUMNS = 30
 """Columns that a message names."""
+_READS = "'task.data.columns={images: COLUMN}' reads one (so question, answer), and rewards of your own find them in extra"
 
 Size = tuple[int, int]
 Look = Callable[[Example, list[Size]], list[str]]
@@ -27,6 +29,8 @@ class Examinable(Protocol):
 
     chosen: Mapping[str, str]
     """Our names of columns -> those that task.data.columns gives."""
+    ignored: Sequence[str]
+    """Columns that no warning names."""
 
     def __len__(self) -> int: ...
 
@@ -49,7 +53,9 @@ class Survey:
     """Rows; in `num_more_errors` those that are in no line. So for warnings."""
     num_more_errors: int = 0
     column_warnings: list[str] = field(default_factory=list)
-    """Columns that are not read, and data without pictures."""
+    """Columns that seem to matter and are not read, and rows without pictures."""
+    unread: list[str] = field(default_factory=list)
+    """One line with all columns that are not read, if there are any."""
     warnings: list[str] = field(default_factory=list)
     num_warnings: int = 0
     num_more_warnings: int = 0
@@ -66,6 +72,7 @@ def survey(examples: Examinable, *, look: Look | None = None) -> Survey:
     found, errors, columns, warnings = Survey(num_rows=len(examples)), ProblemLines(), ProblemLines(), ProblemLines()
     num_rows_of: Counter[str] = Counter()
     names: dict[str, None] = {}
+    unread, pictured = UnreadNames(examples.ignored), PictureColumns()
     with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
         for start in range(0, len(examples), _AT_ONCE):
             places = range(start, min(start + _AT_ONCE, len(examples)))
@@ -78,13 +85,16 @@ def survey(examples: Examinable, *, look: Look | None = None) -> Survey:
                     continue
                 _count(row.example, sizes, found)
                 names |= dict.fromkeys(row.columns)
+                unread.add(row.unread, row.example.where)
+                pictured.add(row.pictured_by, row.example.where)
                 for finding in row.findings:
                     (errors if finding.is_error else columns).add_finding(finding, row.example.where)
                 for wrong in [*bad_boxes(row.example.payload["extra"], sizes), *(look(row.example, sizes) if look else ())]:
                     warnings.add_message(f"{row.example.where or row.example.id}: {wrong}")
-    found.errors = [*_missing_choices(examples.chosen, names), *errors.lines(num_rows_of)]
+    found.errors = [*_missing_choices(examples.chosen, names), *unread.errors(names), *errors.lines(num_rows_of)]
+    found.unread = unread.lines(_READS)
     found.num_errors, found.num_more_errors = errors.num_rows, errors.num_left_out()
-    found.column_warnings = [*_without_pictures(found, names), *columns.lines(num_rows_of)]
+    found.column_warnings = [*_without_pictures(found, names), *pictured.lines(), *columns.lines(num_rows_of)]
     found.warnings, found.num_warnings, found.num_more_warnings = warnings.lines(num_rows_of), warnings.num_rows, warnings.num_left_out()
     return found
 

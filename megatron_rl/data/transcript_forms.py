@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 
 from megatron_rl.data.column_names import IMAGE_COLUMNS, NAME_COLUMNS, PICTURE_SUFFIXES
-from megatron_rl.data.columns import existing_columns, listed_values
+from megatron_rl.data.columns import existing_columns
 from megatron_rl.data.images import StoredImage
+from megatron_rl.data.literals import listed_values
 from megatron_rl.data.media import find_media, named_media
 from megatron_rl.data.records import Record
 from megatron_rl.data.transcript_messages import CALLS, FLAGS, RawMessage, is_empty, read_messages
@@ -55,6 +56,8 @@ MASKS = (
 """Columns that change what is learned of the whole row; so do those of FLAGS, unless they are 1."""
 PROVENANCE = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
 """Columns that may name a file that is not there: where a row comes from, and the words of a question (recorded/export.py)."""
+EXPORTED = {"messages", "id", "source", "question", "answer", "step", "reward"}
+"""Columns of recorded/export.py's rows, whose messages say all that is learned."""
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 
@@ -79,6 +82,12 @@ def read_row(record: Record) -> tuple[str, list[RawMessage]]:
     if len(systems) + any(message.role == "system" for message in messages) > 1:
         raise record.error(systems[-1], "the system's words stand in this column and elsewhere; keep one of them")
     return form, [RawMessage(column, "system", record.text(row[column], column)) for column in systems] + messages
+
+
+def unread_columns(record: Record, *, form: str, images: str) -> dict[str, object]:
+    """Return the columns that nothing reads. `form`: the column that holds what is learned; `images`: that of the pictures."""
+    read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *FLAGS, images}
+    return {} if record.row.keys() == EXPORTED else {name: value for name, value in record.row.items() if name not in read}
 
 
 def read_images(record: Record) -> tuple[str, list[StoredImage]]:

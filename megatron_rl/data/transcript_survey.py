@@ -1,13 +1,14 @@
 """Survey of every transcript: counts, and one line for each kind of mistake."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_rl.config import Settings
 from megatron_rl.data.problem_lines import SHOWN
 from megatron_rl.data.survey import Size
+from megatron_rl.data.unread_names import PictureColumns, UnreadNames
 from megatron_rl.types import Message
 
 CheckLength = Callable[[Sequence[Message], Sequence[Size]], None]
@@ -45,6 +46,21 @@ def make_length_check(settings: Settings, measures: MeasuresTranscripts) -> Chec
 
 
 _WHERE = re.compile(r"^(.+? row \d+: )")
+_READS = "what is to be learned stands in the messages, and loss: false in a message masks a reply"
+
+
+@dataclass(slots=True, frozen=True)
+class ReadTranscript:
+    """A row's conversation, and what else the row holds."""
+
+    messages: list[Message]
+    """Contents are lists of parts, pictures are StoredImage; `loss` says whether a reply is learned."""
+    unread: Mapping[str, object]
+    """The values of the columns that nothing reads."""
+    columns: tuple[str, ...]
+    """Names of the row's columns."""
+    pictured_by: str
+    """The column of its pictures; empty where it has none."""
 
 
 @dataclass(slots=True)
@@ -60,9 +76,14 @@ class TranscriptSurvey:
     """Kind -> its first error, with file and row."""
     num_rows_of: dict[str, int] = field(default_factory=dict)
     """Kind -> rows with such an error."""
+    columns: dict[str, None] = field(default_factory=dict)
+    """Names of the columns of rows that can be used."""
+    unread: UnreadNames = field(default_factory=UnreadNames)
+    pictured: PictureColumns = field(default_factory=PictureColumns)
 
-    def add(self, messages: Sequence[Message], *, where: str, check_length: CheckLength | None = None) -> None:
-        """Count a conversation whose pictures are StoredImage. Raises ValueError: one of them is broken, or it is too long."""
+    def add(self, row: ReadTranscript, *, where: str, check_length: CheckLength | None = None) -> None:
+        """Count a conversation. Raises ValueError: a picture of it is broken, or it is too long."""
+        messages = row.messages
         images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
         sizes = [image.size() for image in images]
         for image in images:
@@ -76,6 +97,14 @@ class TranscriptSurvey:
         self.num_images += len(images)
         self.num_replies += len(replies)
         self.num_masked += sum("loss" in reply for reply in replies)
+        self.columns |= dict.fromkeys(row.columns)
+        self.unread.add(row.unread, where)
+        self.pictured.add(row.pictured_by, where)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line with all columns that are not read, and one that counts conversations without pictures beside others."""
+        return [*self.pictured.lines(), *self.unread.lines(_READS)]
 
     def add_error(self, line: str) -> None:
         """Count a row that cannot be used."""

@@ -10,12 +10,13 @@ from typing import overload
 
 import numpy as np
 
-from megatron_rl.config import DataSettings, require
+from megatron_rl.config import ColumnSettings, DataSettings, require
 from megatron_rl.data.records import Record, Records
-from megatron_rl.data.transcript_forms import read_images, read_row
+from megatron_rl.data.transcript_forms import read_images, read_row, unread_columns
 from megatron_rl.data.transcript_messages import check_turns
 from megatron_rl.data.transcript_parts import read_parts
-from megatron_rl.data.transcript_survey import CheckLength, TranscriptSurvey
+from megatron_rl.data.transcript_survey import CheckLength, ReadTranscript, TranscriptSurvey
+from megatron_rl.data.unread_names import UnreadNames
 from megatron_rl.types import Demonstration, HostFault, Message
 
 TRANSCRIPTS = "transcripts"
@@ -25,8 +26,8 @@ TRANSCRIPTS = "transcripts"
 class Transcripts(Sequence[list[Message]]):
     """Conversations that are read, and their pictures decoded, when they are asked for. A slice is a view."""
 
-    def __init__(self, records: Records, *, places: range | None = None) -> None:
-        self.records = records
+    def __init__(self, records: Records, *, places: range | None = None, warnings: Sequence[str] = ()) -> None:
+        self.records, self.warnings = records, warnings
         self._places = range(len(records)) if places is None else places
 
     def __len__(self) -> int:
@@ -41,46 +42,58 @@ class Transcripts(Sequence[list[Message]]):
     def __getitem__(self, index: int | slice) -> "list[Message] | Transcripts":
         """ValueError: a picture cannot be decoded."""
         if isinstance(index, slice):
-            return Transcripts(self.records, places=self._places[index])
+            return Transcripts(self.records, places=self._places[index], warnings=self.warnings)
         return self.demonstration(index).messages
 
     def demonstration(self, index: int) -> Demonstration:
         """Return the conversation with decoded pictures and its file and row. Raises ValueError as __getitem__ does."""
         record = self.records[self._places[index]]
         try:
-            return Demonstration([_opened(message) for message in messages_of(record)], where=record.where)
+            return Demonstration([_opened(message) for message in read_transcript(record).messages], where=record.where)
         except HostFault as fault:
             raise ValueError(str(fault)) from fault
 
-    def stored(self, index: int) -> list[Message]:
+    def stored(self, index: int) -> ReadTranscript:
         """The same with the pictures as StoredImage."""
-        return messages_of(self.records[self._places[index]])
+        return read_transcript(self.records[self._places[index]])
 
     def where(self, index: int) -> str:
-        """Return the file and row of a conversation. Raises ValueError: the row is not JSON."""
-        return self.records[self._places[index]].where
+        """Return the file and row of a conversation without reading it."""
+        return self.records.where(self._places[index])
 
 
-def open_transcripts(paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = ()) -> Transcripts:
-    """Return the files' conversations without reading them. Raises ValueError: no files, or files without rows."""
-    return Transcripts(Records(paths, images_root=images_root, image_roots=image_roots, key="task.data.demonstrations"))
+def open_transcripts(
+    paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
+) -> Transcripts:  # fmt: skip
+    """Return the files' conversations without reading them. `ignored`: columns that no warning names.
+
+    Raises:
+        ValueError: no files, or files without rows.
+    """
+    columns = ColumnSettings(ignored=list(ignored))
+    return Transcripts(Records(paths, images_root=images_root, image_roots=image_roots, key="task.data.demonstrations", columns=columns))
 
 
-def transcripts(paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = ()) -> Transcripts:
+def transcripts(
+    paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
+) -> Transcripts:  # fmt: skip
     """The files' conversations, after a look at every row and the header of every picture. ValueError names file and row."""
-    opened = open_transcripts(paths, images_root=images_root, image_roots=image_roots)
-    survey_transcripts(opened).require_sound()
-    return opened
+    opened = open_transcripts(paths, images_root=images_root, image_roots=image_roots, ignored=ignored)
+    found = survey_transcripts(opened)
+    found.require_sound()
+    return Transcripts(opened.records, warnings=found.warnings)
 
 
 def survey_transcripts(opened: Transcripts, *, check_length: CheckLength | None = None) -> TranscriptSurvey:
     """Read every conversation and both ends of every picture. `check_length` raises ValueError for one that is too long."""
-    found = TranscriptSurvey(num_rows=len(opened))
+    found = TranscriptSurvey(num_rows=len(opened), unread=UnreadNames(opened.records.ignored))
     for place in range(len(opened)):
         try:
             found.add(opened.stored(place), where=opened.where(place), check_length=check_length)
         except ValueError as error:
             found.add_error(str(error))
+    for line in found.unread.errors(found.columns):
+        found.add_error(line)
     return found
 
 
@@ -88,7 +101,7 @@ class Dealt(Sequence[Demonstration]):
     """Demonstrations in shuffled rounds of all conversations, read when they are asked for. Fewer are a prefix of more."""
 
     def __init__(self, shown: Transcripts, *, num: int, seed: int) -> None:
-        self._shown = shown
+        self._shown, self.warnings = shown, shown.warnings
         draw = np.random.default_rng(seed)
         rounds = -(-num // len(shown))
         self._places = np.concatenate([draw.permutation(len(shown)) for _ in range(rounds)])[:num].tolist()
@@ -116,11 +129,12 @@ def demonstrations_of(data: DataSettings, split: str, *, num: int, seed: int) ->
     require(split == TRANSCRIPTS, "sft.splits", split, f"this task learns from files of conversations: {words}")
     remedy = "give the files of conversations: JSON lines, JSON lists or Parquet"
     require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, remedy)
-    return Dealt(transcripts(data.demonstrations, images_root=data.images, image_roots=data.image_roots), num=num, seed=seed)
+    roots = {"images_root": data.images, "image_roots": data.image_roots}
+    return Dealt(transcripts(data.demonstrations, **roots, ignored=data.columns.ignored), num=num, seed=seed)
 
 
-def messages_of(record: Record) -> list[Message]:
-    """Return the conversation of a row: contents are lists of parts, pictures are StoredImage, and `loss` says whether a reply is learned.
+def read_transcript(record: Record) -> ReadTranscript:
+    """Return the conversation of a row, and what else the row holds.
 
     Raises:
         ValueError: it is none, or holds something that is neither read nor without effect; names file, row and field.
@@ -136,10 +150,14 @@ def messages_of(record: Record) -> list[Message]:
             raise record.error(message.field, "the assistant says nothing, which would be learned; give it words or leave the row out")
         if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
             raise record.error(message.field, "the user says and shows nothing; give the message words or leave the row out")
-    return [
+    messages = [
         {"role": message.role, "content": parts} | ({} if message.is_learned or message.role != "assistant" else {"loss": False})
         for message, parts in zip(given, contents, strict=True)
     ]
+    shows = any(part["type"] == "image" for parts in contents for part in parts)
+    pictured_by = (image_column or column) if shows else ""
+    unread = unread_columns(record, form=column, images=image_column)
+    return ReadTranscript(messages, unread=unread, columns=record.columns, pictured_by=pictured_by)
 
 
 def _opened(message: Message) -> Message:

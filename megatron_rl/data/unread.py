@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.data.column_names import MESSAGE_COLUMNS, QUESTION_COLUMNS
-from megatron_rl.data.columns import literal
 from megatron_rl.data.images import StoredImage
+from megatron_rl.data.literals import literal
 from megatron_rl.data.media import Media, find_media, named_media
 from megatron_rl.data.media_places import find_media_place, find_object_place
 from megatron_rl.data.records import PLACE, Record
+from megatron_rl.data.unread_names import is_empty
 from megatron_rl.types import Example
 
 CHOICE_NAMES = {
@@ -82,6 +83,8 @@ _MARKUP = re.compile(r"<img\b|data:image/|!\[[^\]]*\]\(")
 """Pictures in HTML and Markdown."""
 READ_BY_TASKS = {"image_file_name", "bbox", "bboxes"}
 """Keys of `extra` that tasks and checks read of a row with pictures."""
+_OPTION_KEYS = ("text", "content", "value", "option", "choice", "answer")
+"""Keys of an option's words, beside its label."""
 MOST_CHOICES, LONGEST_CHOICE = 26, 200
 
 
@@ -104,6 +107,10 @@ class Examined:
     findings: tuple[Finding, ...]
     columns: tuple[str, ...]
     """Names of the row's columns as they are in the file."""
+    unread: Mapping[str, object]
+    """The values that nothing reads, by column; keys of structs as `extra_info.KEY`."""
+    pictured_by: str
+    """The column of its pictures, or of its video; empty where it has none."""
 
 
 def find_unread(record: Record, payload: Mapping[str, object], *, unread: Mapping[str, object], asked_in: str) -> Iterator[Finding]:
@@ -114,7 +121,7 @@ def find_unread(record: Record, payload: Mapping[str, object], *, unread: Mappin
         asked_in: the column that gave the question.
     """
     for name, value in unread.items():
-        if (name.removeprefix("extra_info.") in READ_BY_TASKS and payload["images"]) or _is_empty(value):
+        if is_empty(value):
             continue
         media = find_media(value, record, name) or named_media(name, value)
         finding = _media_finding(media, name, value, payload, record) if media else _text_finding(name, value, payload)
@@ -126,10 +133,6 @@ def find_unread(record: Record, payload: Mapping[str, object], *, unread: Mappin
     if mark and not payload["videos"]:
         remedy = "the policy reads it as a word; write <image> where a picture is, name videos in mm_hint, or remove it"
         yield Finding(asked_in, f"has {mark} in its text, which shows nothing here", remedy, False)
-
-
-def _is_empty(value: object) -> bool:
-    return value in ("", {}, None) or (isinstance(value, list) and all(map(_is_empty, value)))
 
 
 def _unread(name: str, looks: str, remedy: str, *, is_error: bool) -> Finding:
@@ -169,7 +172,7 @@ def _is_read(value: object, images: Sequence[StoredImage], record: Record) -> bo
     """Return True if a column names pictures that another one names too."""
     names = value if isinstance(value, list) else [value]
     read = {os.path.realpath(image.source) for image in images if not isinstance(image.source, bytes)}
-    return all(isinstance(name, str) and os.path.realpath(record.folder / name) in read for name in names)
+    return all(isinstance(name, str) and "\0" not in name and os.path.realpath(record.folder / name) in read for name in names)
 
 
 def _text_finding(name: str, value: object, payload: Mapping[str, object]) -> Finding | None:
@@ -191,7 +194,9 @@ _CHOICES = ("looks like the choices of the answer, which the question does not c
 
 
 def _has_answer(value: object, options: Sequence[str], answer: str) -> bool:
-    """Return True for a list of short texts of which one is the answer."""
+    """Return True for a mapping of letters, and for a list of short texts of which one is the answer."""
+    if isinstance(value, Mapping) and len(value) >= 2 and all(_LETTER_NAME.fullmatch(name.casefold()) for name in value):
+        return True
     is_list = isinstance(value, list) and 2 <= len(value) <= MOST_CHOICES and all(isinstance(item, str) for item in value)
     short = len({*options}) == len(options) and is_list and all(len(option) <= LONGEST_CHOICE for option in options)
     return short and answer.strip().casefold() in (option.casefold() for option in options)
@@ -211,9 +216,14 @@ def option_texts(value: object) -> list[str]:
         lists = [item for name, item in value.items() if isinstance(item, list) and name in ("text", "choices", "options")]
         value = lists[0] if lists else list(value.values())
     if isinstance(value, list | tuple):
-        found = [next(iter(item.values()), "") if isinstance(item, Mapping) and item else item for item in value]
+        found = [_option_of(item) if isinstance(item, Mapping) else item for item in value]
         return [text for item in found if isinstance(item, str | int | float) and (text := _LABEL.sub("", str(item)).strip())]
     return []
+
+
+def _option_of(option: Mapping[str, object]) -> object:
+    """Return the words of an option: {"label": "A", "text": "cat"} -> cat."""
+    return next((option[key] for key in _OPTION_KEYS if key in option), next(iter(option.values()), ""))
 
 
 def _letter_columns(names: Mapping[str, object], payload: Mapping[str, object]) -> Iterator[Finding]:

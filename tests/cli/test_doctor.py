@@ -127,7 +127,9 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
         f"task.data.train: a.jsonl row 2: column look {shows} (1 of 3 rows): 'task.data.columns={{images: look}}'",
         "task.data.train: b.jsonl: no answer (all 30 rows). Columns: question, label. Name yours: 'task.data.columns={answer: label}'",
     ]
-    (warning,) = report.warnings
+    bare, warning, unread = report.warnings
+    assert bare.startswith("task.data.train: a.jsonl row 2: 1 of 3 rows have no picture in column image: ")
+    assert unread.startswith("task.data.train: a.jsonl row 0: columns shot, look are not read: ")
     assert warning.startswith(f"task.data.train: a.jsonl row 0: column shot {shows} (2 of 3 rows): the row's other pictures are read; ")
     assert dict(report.rows)["data.train"].startswith("30 rows, 0 images; ")
 
@@ -262,7 +264,9 @@ def test_judges_one_well_and_one_down(judge: tuple, sound: list[str], capsys: py
     report = Report()
     look_at_judges(settings, report)
     assert report.rows == [(f"judge {url}", "serves judge"), ("judge http://127.0.0.1:9/v1", "not usable")]
-    (warning,) = report.warnings
+    bare, warning, unread = report.warnings
+    assert bare.startswith("task.data.train: a.jsonl row 2: 1 of 3 rows have no picture in column image: ")
+    assert unread.startswith("task.data.train: a.jsonl row 0: columns shot, look are not read: ")
     assert report.errors == [] and "not all can be asked, the others are (http://127.0.0.1:9/v1: ConnectError" in warning
     assert refusals(settings) == [] and capsys.readouterr().err == f"warning: {warning}\n"
 

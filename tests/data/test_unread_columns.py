@@ -143,8 +143,16 @@ MISSING = "names of pictures that are not there and is not read: 'task.data.colu
         (base64.b64encode(BMP).decode(), "holds pictures in base64 and is not read"),
         (["a word"] * 99 + ["red.png"], "looks like paths of pictures that exist and is not read"),
         ([{"content": [{"image_url": {"url": f"data:image/png;base64,{IN_BASE64}"}}]}], "holds pictures as data: URLs and is not read"),
+        ('["red.png", "blue.png"]', f"looks like paths of pictures that exist and is not read: {CHOOSE}"),
+        ("{'views': [{'front': 'red.png'}]}", "looks like paths of pictures that exist and is not read"),
+        (json.dumps({"page": json.dumps([IN_BASE64])}), "holds pictures in base64 and is not read"),
+        (png("red").decode("latin-1"), "holds the bytes of pictures as text and is not read"),
+        (png("red").decode("utf-8", "replace"), "holds the bytes of pictures as text and is not read"),
+        ((b"\xff\xd8\xff\xe0\0\x10JFIF\0" + bytes(99)).decode("utf-8", "ignore"), "holds the bytes of pictures as text and is not read"),
+        (BMP.decode("latin-1"), "holds the bytes of pictures as text and is not read"),
+        (repr(png("red"))[2:-1], "holds what Python prints for the bytes of pictures (b'...') and is not read"),
     ],
-    ids=range(20),
+    ids=range(28),
 )
 def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path: Path) -> None:
     """An error where a row has no other picture, by file and number of rows; a warning beside one that is read.
@@ -168,7 +176,8 @@ def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path:
     "value",
     [
         "a word", 3, True, 0.5, [1, 2], {"a": "b"}, "see a/b", "fig. no 3 of x.png is meant", [[1, 2, 3, 4]], "x" * 99,
-        {"path": "geometry/triangles"}, [[[1, 2, 3, 4], [2, 3, 4, 5]], [[1, 2, 3, 4]]], [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
+        {"path": "geometry/triangles"}, "BM\nis a word", "BMP", "[1] a/b", "{not json}", "[3, 4]", '{"a": 1}', "JFIF\n",
+        [[[1, 2, 3, 4], [2, 3, 4, 5]], [[1, 2, 3, 4]]], [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
     ],
 )  # fmt: skip
 def test_values_that_are_no_pictures(value: object, tmp_path: Path) -> None:
@@ -280,7 +289,11 @@ CHOICES = "looks like the choices of the answer, which the question does not con
     [
         ({"options": ["a cat", "a dog"]}, "options"), ({"choices": {"text": ["a cat", "a dog"], "label": ["A", "B"]}}, "choices"),
         ({"options": "['a cat', 'a dog']"}, "options"), ({"options": "A. a cat\nB. a dog"}, "options"),
-        ({"Choices": [{"label": "A", "text": "a cat"}]}, ""), ({"other": ["a cat", "b"]}, "other"),
+        ({"Choices": [{"label": "A", "text": "a cat"}]}, "Choices"),
+        ({"options": {"A": {"text": "a cat"}, "B": {"text": "a dog"}}}, "options"),
+        ({"endings": [{"text": "a cat", "id": 1}]}, "endings"), ({"others": {"A": "a cat", "B": "a dog"}}, "others"),
+        ({"options": "A) a cat B) a dog"}, "options"), ({"options": '{"A": "a cat", "B": "a dog"}'}, "options"),
+        ({"other": ["a cat", "b"]}, "other"),
         ({"A": "a cat", "B": "a dog", "C": "a cow"}, "A to C"), ({"option_a": "a cat", "option_b": "a dog"}, "option_a to option_b"),
         ({"extra_info": {"options": ["a cat", "a dog"]}}, "extra_info.options"), ({"options": {"A": "a cat", "B": "a dog"}}, "options"),
         ({"options": [1, 2, 3]}, "options"), ({"options": [1, 2], "question": "Is it 2 or 1?"}, ""),
@@ -302,6 +315,8 @@ def test_options_in_their_forms() -> None:
         "x y; z",
         {"text": ["x y", "z"], "label": ["A", "B"]},
         {"A": "x y", "B": "z"},
+        [{"label": "A", "text": "x y"}, {"label": "B", "text": "z"}],
+        '[{"id": 1, "content": "x y"}, {"id": 2, "content": "z"}]',
     ):
         assert option_texts(value) == ["x y", "z"], value
     assert option_texts([1, 2.5]) == ["1", "2.5"] and option_texts(3) == option_texts({}) == []
@@ -382,7 +397,6 @@ def test_data_without_pictures_is_warned_of(tmp_path: Path) -> None:
         "0 images in 4 rows: the policy sees text alone. Columns: question, answer, level. "
         "If one has pictures: 'task.data.columns={images: COLUMN}'"
     )
-    assert look(tmp_path, {}, {"image": "red.png"}).column_warnings == []
 
 
 def test_a_missing_column_is_one_line(tmp_path: Path) -> None:

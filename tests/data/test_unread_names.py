@@ -1,0 +1,192 @@
+"""Columns that nothing reads are named in one line, of questions and of transcripts. Oracles: lines by hand, hydra's own parser."""
+
+import shlex
+import tempfile
+import zipfile
+from pathlib import Path
+
+import datasets
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from megatron_rl.cli.composed import composed
+from megatron_rl.config import ColumnSettings
+from megatron_rl.data.questions import open_questions, questions
+from megatron_rl.data.survey import Survey, survey
+from megatron_rl.data.transcript_survey import TranscriptSurvey
+from megatron_rl.data.transcripts import open_transcripts, survey_transcripts, transcripts
+from megatron_rl.data.unread_names import UnreadNames
+from tests.support.tables import png, write
+from tests.support.transcripts import REPLY, USER
+from tools.data import make_easy_vqa, make_visual_search
+
+ASKED = {"question": "What?", "answer": "B", "image": "red.png"}
+TALK = {"messages": [USER, REPLY]}
+OWN = "'task.data.columns={images: COLUMN}' reads one (so question, answer), and rewards of your own find them in extra"
+LEARNED = "what is to be learned stands in the messages, and loss: false in a message masks a reply"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+    for color in ("red", "blue"):
+        (tmp_path / f"{color}.png").write_bytes(png(color))
+
+
+def look(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = (), name: str = "q.jsonl") -> Survey:
+    path = write(tmp_path / name, [*rows])
+    return survey(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(ignored=[*ignored])))
+
+
+def talks(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = ()) -> TranscriptSurvey:
+    return survey_transcripts(open_transcripts([str(write(tmp_path / "t.jsonl", [*rows]))], images_root="", ignored=ignored))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv", ".arrow"])
+def test_one_line_names_all_columns_that_nothing_reads(suffix: str, tmp_path: Path) -> None:
+    """The row is the first one that has such a column; those that later rows have first are in the same line."""
+    rows = [ASKED, ASKED | {"distractors": "a cat"}, ASKED | {"level": "3"}]
+    path = tmp_path / f"q{suffix}"
+    if suffix == ".csv":
+        path.write_text("question,answer,image,distractors,level\nWhat?,B,red.png,,\nWhat?,B,red.png,a cat,\nWhat?,B,red.png,,3\n")
+    elif suffix == ".arrow":
+        path = tmp_path / "saved"
+        datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in rows[0] | rows[1] | rows[2]}).save_to_disk(path)
+        (path / "red.png").write_bytes(png())
+    else:
+        write(path, rows)
+    found = survey(open_questions([str(path)], images_root="", name="train"))
+    (line,) = found.unread
+    where = "data-00000-of-00001.arrow" if suffix == ".arrow" else path.name
+    setting = "'task.data.columns.ignored=[distractors,level]' ignores them"
+    assert line == f"{where} row 1: columns distractors, level are not read: {OWN}; {setting}"
+    assert found.errors == found.column_warnings == []
+    assert questions([str(path)], images_root="", name="train").warnings == [line]
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"wrong_1": "a cat"}, "wrong_1"), ({"ending0": "a cat"}, "ending0"), ({"sol1": "a cat"}, "sol1"), ({"masked": False}, "masked"),
+        ({"train": 0}, "train"), ({"crop": [0, 0, 9, 9]}, "crop"), ({"temperature": 0.5}, "temperature"),
+        ({"document": "Words."}, "document"),
+        ({"story": "Words."}, "story"), ({"ocr": "Words."}, "ocr"), ({"question_2": "Why?"}, "question_2"),
+        ({"Question": "Why?"}, "Question"),
+        ({"extra_info": {"level": 3}}, "extra_info.level"), ({"reward_model": {"ground_truth": "B", "weight": 2}}, "reward_model.weight"),
+        ({"mm_hint": {"hint_type": "image", "hint_path": "no.png"}}, "mm_hint.hint_path"),
+        ({"mm_hint": {"hint_type": "image", "order": [1, 0]}}, "mm_hint.order"), ({"solution": r"So \boxed{C}."}, "solution"),
+        ({"extra_info": {"answer": "C"}}, "answer"), ({"reward_model": {"ground_truth": "C"}}, "answer"), ({"id": [1, 2]}, ""),
+        ({"source": {"url": "x"}}, "source"), ({"options": ["What?"]}, "options"), ({"bbox": [0, 0, 9, 9]}, ""), ({"split": "train"}, ""),
+        ({"solution": r"So \boxed{B}."}, ""), ({"level": None}, ""), ({"level": [""], "more": {"a": []}}, ""), ({"ability": "x"}, ""),
+    ],
+)  # fmt: skip
+def test_columns_of_questions_that_are_named(row: dict, column: str, tmp_path: Path) -> None:
+    """Not named are those that are empty, that name the row, or that have the answer once more."""
+    if row.get("id"):
+        with pytest.raises(ValueError, match="index: must be text or a whole number"):
+            questions([str(write(tmp_path / "q.jsonl", [ASKED | row]))], images_root="", name="train")
+        return
+    assert [line.partition(" is not read: ")[0] for line in look(tmp_path, ASKED | row).unread] == (
+        [f"q.jsonl row 0: column {column}"] if column else []
+    )
+
+
+@pytest.mark.parametrize("name", ["level", "a.b", "Unnamed: 0", "null", "True", "3", "a,b", 'a"b', "a'b", "a\\", "\u00e4", "x]", "$x", ""])
+def test_the_setting_that_the_line_names(name: str, tmp_path: Path) -> None:
+    """As hydra reads it from the command line. Nothing is named any more, and the values still travel in extra."""
+    (line,) = look(tmp_path, ASKED | {name: "x", "more": "y"}).unread
+    (setting, *words) = shlex.split(line.partition("in extra; ")[2])
+    assert words == ["ignores", "them"]
+    (override,) = OverridesParser.create().parse_overrides([setting])
+    value = override.value()
+    assert override.key_or_group == "task.data.columns.ignored" and value == [name, "more"]
+    assert look(tmp_path, ASKED | {name: "x", "more": "y"}, ignored=(*value,)).unread == []
+    path = str(tmp_path / "q.jsonl")
+    read = questions([path], images_root="", name="train", columns=ColumnSettings(ignored=value))
+    assert read[0].payload["extra"] == {name: "x", "more": "y"} and read.warnings == []
+
+
+def test_what_is_ignored_and_what_is_not(tmp_path: Path) -> None:
+    """Warnings about a column go, errors stay; a column that is read cannot be ignored."""
+    choices = {"A": "a cat", "B": "a dog", "options": ["a cat", "a dog"]}
+    assert len(look(tmp_path, ASKED | choices).column_warnings) == 2
+    quiet = look(tmp_path, ASKED | choices, ignored=("A", "B", "options", "typo"))
+    assert (quiet.column_warnings, quiet.unread, quiet.errors) == ([], [], [])
+    (line,) = look(tmp_path, ASKED | choices | {"level": 1}, ignored=("options",)).unread
+    assert "'task.data.columns.ignored=[options,A,B,level]'" in line, "what is ignored already stays so"
+    (error,) = look(tmp_path, {"question": "?", "answer": "a", "shot": "red.png"}, ignored=("shot",)).errors
+    assert error.startswith("q.jsonl row 0: column shot looks like paths of pictures that exist and is not read")
+    (error,) = look(tmp_path, ASKED, ignored=("image",)).errors
+    assert error == "task.data.columns.ignored=image: the column is read; take it out of this list, or remove the column"
+
+
+def test_many_columns_are_one_line(tmp_path: Path) -> None:
+    names = UnreadNames()
+    names.add({f"c{number}": 1 for number in range(59)} | {"a\nb": 1}, "q.jsonl row 0")
+    (line,) = names.lines("REMEDY")
+    assert line.startswith("q.jsonl row 0: columns c0, c1, ") and ", c49 and 10 more are not read: REMEDY; " in line
+
+
+def test_rows_without_a_picture_beside_others(tmp_path: Path) -> None:
+    bare = {"question": "?", "answer": "a"}
+    remedy = "the policy sees their text alone; name their pictures, or leave the rows out if they need one"
+    found = look(tmp_path, ASKED, bare, ASKED | {"image": None}, ASKED | {"image": []})
+    assert found.column_warnings == [f"q.jsonl row 1: 3 of 4 rows have no picture in column image: {remedy}"]
+    asked = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "?"}]}], "answer": "a"}
+    found = look(tmp_path, asked, bare, ASKED)
+    assert found.column_warnings == [f"q.jsonl row 1: 1 of 3 rows have no picture in columns prompt or image: {remedy}"]
+    assert look(tmp_path, ASKED, ASKED).column_warnings == []
+    found = talks(tmp_path, TALK | {"images": ["red.png"]}, TALK)
+    assert found.warnings == [f"t.jsonl row 1: 1 of 2 rows have no picture in column images: {remedy}"]
+    path = write(tmp_path / "c.jsonl", [bare | {"pic": "red.png"}, bare | {"pic": ""}])
+    found = survey(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(images="pic")))
+    assert [line.partition(": the")[0] for line in found.column_warnings] == ["c.jsonl row 1: 1 of 2 rows have no picture in column pic"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"trainable_turns": [1]}, {"turn_loss": [0, 1]}, {"no_loss": True}, {"labels": [-100, 3]}, {"developer": "Be kind."},
+        {"reward": 0.0},
+        {"tool_schema": [{"name": "zoom"}]}, {"kto_label": False}, {"is_rejected": True}, {"answer": "B"}, {"instruction": "Be kind."},
+    ],
+    ids=lambda row: next(iter(row)),
+)  # fmt: skip
+def test_columns_of_transcripts_that_are_named(row: dict, tmp_path: Path) -> None:
+    ((name, _),) = row.items()
+    found = talks(tmp_path, TALK, TALK | row, TALK | row)
+    line = f"t.jsonl row 1: column {name} is not read: {LEARNED}; 'task.data.columns.ignored=[{name}]' ignores it"
+    assert (found.warnings, found.errors, found.num_replies) == ([line], [], 3)
+    assert transcripts([str(tmp_path / "t.jsonl")], images_root="")[1:].warnings == [line]
+    assert talks(tmp_path, TALK | row, ignored=(name,)).warnings == []
+
+
+def test_columns_of_transcripts_that_are_read(tmp_path: Path) -> None:
+    """Of every form; identifiers, empty columns, and what the export of recorded rollouts writes."""
+    for row in (
+        TALK | {"system": "Be kind.", "id": 3, "source": "x", "level": None, "tools": [], "loss": 1},
+        {"instruction": "a", "output": "b", "input": "c", "history": [["d", "e"]], "system_prompt": "f", "image": "red.png"},
+        {"query": "a", "response": "b", "history": []}, {"prompt": [USER], "completion": [REPLY]},
+        TALK | {"id": "train/3", "source": "x", "question": "?", "answer": "B", "step": 3, "reward": 1.0},
+    ):  # fmt: skip
+        found = talks(tmp_path, row)
+        assert (found.warnings, found.errors) == ([], [])
+    (error,) = talks(tmp_path, TALK, ignored=("messages",)).errors
+    assert error.startswith("task.data.columns.ignored=messages: the column is read; ")
+
+
+def test_data_that_the_tools_make_is_quiet(tmp_path: Path) -> None:
+    """Visual search's `things` are ignored by the settings of its experiment, and nothing else is."""
+    sprites = make_visual_search.split_sprites("shapes", source=None)["train"]
+    rows = [*make_visual_search.rows("train", num=2, seed=0, level="easy", sprites=sprites, images=None)]
+    with (tmp_path / "wheel").open("wb") as file, zipfile.ZipFile(file, "w") as wheel:
+        wheel.writestr("easy_vqa/data/train/questions.json", '[["What color?", "red", 7]]')
+        wheel.writestr("easy_vqa/data/train/images/7.png", png())
+    easy = [*make_easy_vqa.rows_of((tmp_path / "wheel").read_bytes(), "train", num=1, seed=0)]
+    ignored = composed(["experiment=visual_search_3b_lora_1gpu", "model.path=3b"]).task.data.columns.ignored
+    for name, given, chosen in (("q.parquet", rows, ignored), ("e.parquet", easy, ())):
+        found = look(tmp_path, *given, ignored=chosen, name=name)
+        assert (found.errors, found.column_warnings, found.unread, found.num_images) == ([], [], [], len(given))
+    (line,) = look(tmp_path, *rows, name="r.parquet").unread
+    assert line.startswith("r.parquet row 0: column extra_info.things is not read: ")
