@@ -1,18 +1,22 @@
 """The warm start's demonstrations: rendered when needed, kept within a bound, and the same as if all had been rendered at once."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image as Pillow
 
 from megatron_rl import sft
 from megatron_rl.batch import pack
-from megatron_rl.config import ModelSettings
+from megatron_rl.config import DataSettings, ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Demonstration
+from tests.support.tables import write
+from tests.support.transcripts import REPLY, USER
 
 
 class Counted(Sequence[Demonstration]):
@@ -48,3 +52,26 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
         batch = pack([weighted], image_token_id=renderer.image_token_id, positions=positions)
         assert renderer.patches(batch.images[0], attrgetter("picture")).equal(expected.images[0].patch_PC)
     assert demonstrations.asked == asked
+
+
+def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: Path) -> None:
+    """Before the first step, of two stages that learn from the same files. Packing ends each stage here."""
+    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+    path = write(tmp_path / "t.jsonl", [{"messages": [USER, REPLY], "no_loss": True}])
+    lines: list[str] = []
+    settings = SimpleNamespace(
+        sft=SimpleNamespace(splits=["transcripts"] * 2, steps=[1, 1], num_demonstrations=1, batch_size=1), run=SimpleNamespace(seed=0),
+        batch=SimpleNamespace(micro_batch_tokens=999), engine=SimpleNamespace(max_model_len=999),
+    )  # fmt: skip
+    task = SimpleNamespace(settings=SimpleNamespace(data=DataSettings(demonstrations=[str(path)])))
+    policy = SimpleNamespace(pack=lambda *_, **__: [], update=lambda *_, **__: {}, complete=None)
+    run = SimpleNamespace(
+        spans=lambda _: nullcontext(), keeping=lambda *_, **__: nullcontext(), record=lambda *_: None, first_step=0, history=[],
+        tell=lines.append,
+    )  # fmt: skip
+    checkpoints = SimpleNamespace(restore=lambda: None, begin=lambda *_, **__: None, step_done=lambda *_, **__: None)
+    stop = SimpleNamespace(check=lambda: None)
+    sft.warm_start(settings, task=task, policy=policy, renderer=renderer, run=run, checkpoints=checkpoints, stop=stop)
+    assert [line.partition(": what")[0] for line in lines] == [
+        "warning: task.data.demonstrations: t.jsonl row 0: column no_loss is not read"
+    ]

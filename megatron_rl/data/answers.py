@@ -15,6 +15,7 @@ import numpy as np
 from megatron_rl.data.answer_text import comparison_form, last_boxed
 from megatron_rl.data.column_names import ANSWER_COLUMNS
 from megatron_rl.data.images import shortened
+from megatron_rl.data.literals import listed_values, literal
 from megatron_rl.data.options import options_in
 from megatron_rl.data.records import Record
 
@@ -70,6 +71,8 @@ def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
         return f"is a number, {listed}", "it may count from 0 or from 1; write the letter"
     if options and re.fullmatch("[A-Z]", answer) and answer not in options:
         return f"is {answer}, {listed}", "correct the letter, or list all options"
+    if answer.startswith(("[", "{")) and (isinstance(literal(answer), Mapping) or isinstance(listed_values(answer), list)):
+        return "is a list or a mapping, written as text", "a reply must repeat it as it stands; write the short answer alone"
     if "\n" in answer or len(answer) >= DOUBTFUL_LENGTH:
         long = "has several lines" if "\n" in answer else f"has {DOUBTFUL_LENGTH} characters or more"
         return long, "a reply must repeat it word for word unless a judge is asked; write the short answer alone"

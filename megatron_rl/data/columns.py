@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from megatron_rl.data.column_names import IMAGE_COLUMNS, LIKELY, NAME_COLUMNS, NUMBERED, PICTURE_SUFFIXES
+from megatron_rl.data.literals import listed_values
 from megatron_rl.data.media import find_media
 from megatron_rl.data.records import Record
 
@@ -65,6 +66,19 @@ def picture_columns(record: Record) -> list[str]:
         ((*group,),) = groups.values()
         return [name for _, name in sorted(group)]
     return [name for name in filled if name.casefold() in NAME_COLUMNS and _names_pictures(record, record.row[name])][:1]
+
+
+def unread_picture_keys(record: Record, columns: Iterable[str]) -> dict[str, object]:
+    """Return what mappings in columns of pictures hold beside their pictures, as `image.bbox`."""
+    values = {name: listed_values(record.row[name]) for name in columns}
+    pictures = [(name, item) for name, value in values.items() for item in (value if isinstance(value, list) else [value])]
+    return {
+        f"{name}.{key}": held
+        for name, item in pictures
+        if isinstance(item, Mapping)
+        for key, held in item.items()
+        if key not in ("bytes", "path")
+    }
 
 
 def existing_columns(record: Record, columns: Iterable[str]) -> list[str]:

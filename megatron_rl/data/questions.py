@@ -19,13 +19,13 @@ from megatron_rl.data.answers import doubt_about, reference_answer, unwrapped
 from megatron_rl.data.chat_prompt import ChatPrompt, parse_messages, read_chat
 from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
-from megatron_rl.data.columns import MissingColumn, picture_columns
+from megatron_rl.data.columns import MissingColumn, picture_columns, unread_picture_keys
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.literals import listed_values
 from megatron_rl.data.media_places import PARTS_AS_TEXT
 from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
-from megatron_rl.data.unread import READ_BY_TASKS, Examined, Finding, find_unread
+from megatron_rl.data.unread import READ_BY_TASKS, Examined, Finding, find_unread, unread_prompts
 from megatron_rl.types import Example
 
 READ = {
@@ -71,6 +71,7 @@ class Questions(Sequence[Example]):
         """Return an example, and what its row holds that is not read."""
         example, record = self._example(self._places[index])
         unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
+        unread |= unread_prompts(record, example.payload, asked_in=_question_column(record))
         if example.payload["images"]:
             unread = {name: value for name, value in unread.items() if name.removeprefix("extra_info.") not in READ_BY_TASKS}
         found = find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))
@@ -154,10 +155,11 @@ def _unread_values(record: Record) -> dict[str, object]:
 
 
 def _unread_keys(record: Record) -> dict[str, object]:
-    """Return what is not read of mm_hint and reward_model."""
+    """Return what is not read of mm_hint, reward_model and mappings that hold pictures."""
     read = {"mm_hint": ("hint_type",) if picture_columns(record) else ("hint_type", "hint_path"), "reward_model": ("ground_truth", "style")}
     held = {column: record.mapping(record.row.get(column, {}), column) for column in read}
-    return {f"{column}.{key}": value for column, struct in held.items() for key, value in struct.items() if key not in read[column]}
+    keys = {f"{column}.{key}": value for column, struct in held.items() for key, value in struct.items() if key not in read[column]}
+    return keys | unread_picture_keys(record, picture_columns(record))
 
 
 def _other_answers(record: Record, answer: str) -> dict[str, object]:

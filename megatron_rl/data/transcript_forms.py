@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from megatron_rl.data.column_names import IMAGE_COLUMNS, NAME_COLUMNS, PICTURE_SUFFIXES
-from megatron_rl.data.columns import existing_columns
+from megatron_rl.data.columns import existing_columns, unread_picture_keys
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.literals import listed_values
 from megatron_rl.data.media import find_media, named_media
@@ -87,7 +87,10 @@ def read_row(record: Record) -> tuple[str, list[RawMessage]]:
 def unread_columns(record: Record, *, form: str, images: str) -> dict[str, object]:
     """Return the columns that nothing reads. `form`: the column that holds what is learned; `images`: that of the pictures."""
     read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *FLAGS, images}
-    return {} if record.row.keys() == EXPORTED else {name: value for name, value in record.row.items() if name not in read}
+    if record.row.keys() == EXPORTED:
+        return {}
+    unread = {name: value for name, value in record.row.items() if name not in read}
+    return unread | unread_picture_keys(record, [images] if images else [])
 
 
 def read_images(record: Record) -> tuple[str, list[StoredImage]]:

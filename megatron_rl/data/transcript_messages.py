@@ -20,7 +20,7 @@ IGNORED = (
     "id", "message_id", "parent_id", "uuid", "timestamp", "created", "created_at", "date", "time", "index", "turn", "turn_id",
     "tool_call_id",
 )  # fmt: skip
-"""Keys without effect on what the policy reads or learns."""
+"""Keys without effect on what the policy reads or learns, if they hold a text, a number or a time."""
 CALLS = "write calls of tools into the assistant's content, as the words that it is to say"
 _CALL = f"is not read; {CALLS}, and leave this key out"
 _REASONING = (
@@ -80,7 +80,9 @@ def _read_message(record: Record, value: object, field: str, *, is_learned: bool
     role = message.get(role_key)
     for key, held in message.items():
         is_name_of_tool = key == "name" and role in ("tool", "observation")
-        if key in (role_key, content_key, *FLAGS, *IGNORED) or is_empty(held) or is_name_of_tool or (key == "prefix" and held is False):
+        is_ignored = key in IGNORED and not isinstance(held, bool | list | Mapping)
+        is_read = key in (role_key, content_key, *FLAGS) or is_name_of_tool
+        if is_read or is_ignored or is_empty(held) or (key == "prefix" and held is False):
             continue
         raise record.error(f"{field}.{key}", REFUSED_KEYS.get(key, _UNKNOWN))
     if not isinstance(role, str) or role not in ROLES:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.data.chat_prompt import parse_messages
 from megatron_rl.data.column_names import MESSAGE_COLUMNS, QUESTION_COLUMNS
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.literals import literal
@@ -85,6 +86,8 @@ READ_BY_TASKS = {"image_file_name", "bbox", "bboxes"}
 """Keys of `extra` that tasks and checks read of a row with pictures."""
 _OPTION_KEYS = ("text", "content", "value", "option", "choice", "answer")
 """Keys of an option's words, beside its label."""
+_REPLIES = ("assistant", "gpt")
+"""Roles of replies."""
 MOST_CHOICES, LONGEST_CHOICE = 26, 200
 
 
@@ -249,6 +252,22 @@ def _other_questions(record: Record, payload: Mapping[str, object], *, asked_in:
         elif asked_in in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) and not _asks_the_same(value, record.row[asked_in]):
             remedy = f"the question is read from {asked_in}; choose one: 'task.data.columns={{question: {name}}}'"
             yield _unread(name, f"is a question beside {asked_in}", remedy, is_error=False)
+
+
+def unread_prompts(record: Record, payload: Mapping[str, object], *, asked_in: str) -> dict[str, object]:
+    """Return questions that do not hold that of extra_info, which is read, and a reply behind the question without its answer."""
+    if asked_in == "extra_info.question":
+        asked = _words_of(payload["question"]).casefold()
+        others = {name: record.row[name] for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row}
+        return {name: value for name, value in others.items() if asked not in _words_of_all(value).casefold()}
+    messages = parse_messages(record, record.row[asked_in], asked_in)
+    last = messages[-1] if isinstance(messages, list) else {}
+    reply = _words_of([last]) if last.get("role", last.get("from")) in _REPLIES else ""
+    return {} if str(payload["answer"]).casefold() in reply.casefold() or not reply else {f"{asked_in}.assistant": reply}
+
+
+def _words_of_all(value: object) -> str:
+    return " ".join(_words_of([message]) for message in value) if isinstance(value, list) else _words_of(value)
 
 
 def _asks_the_same(value: object, asked: object) -> bool:

@@ -9,7 +9,8 @@ IDENTIFIERS = {
     "id", "_id", "idx", "index", "uid", "uuid", "qid", "pid", "row_id", "sample_id", "question_id", "image_id", "source", "dataset",
     "split", "license", "__index_level_0__",
 }  # fmt: skip
-"""Columns that say which row it is or where it comes from, if they hold a text or a number: they are not named."""
+"""Columns that say which row it is or where it comes from, if they hold a short text or a number: they are not named."""
+LONGEST_IDENTIFIER = 100
 _MOST_NAMES = 50
 _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_][\w.-]*", re.IGNORECASE | re.ASCII)
 """Names that hydra reads as text without quotes."""
@@ -25,7 +26,9 @@ def _items(value: list | Mapping[str, object]) -> Iterable[object]:
 
 
 def is_identifier(name: str, value: object) -> bool:
-    return name.removeprefix("extra_info.").casefold() in IDENTIFIERS and isinstance(value, str | int | float)
+    is_short = isinstance(value, str) and len(value) <= LONGEST_IDENTIFIER and "\n" not in value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return name.removeprefix("extra_info.").casefold() in IDENTIFIERS and (is_short or is_number)
 
 
 class UnreadNames:

@@ -46,6 +46,9 @@ REFUSED = {
     ),
     "a flag of unknown meaning": (replied("x", learn=False), r"messages\[1\].learn: is not understood"),
     "a number of unknown meaning": (replied("x", level=0), r"messages\[1\].level: is not understood"),
+    "a flag of a turn": (replied("x", turn=False), r"messages\[1\].turn: is not understood; a message has role and content"),
+    "a mapping of times": (replied("x", time={"loss": 0}), r"messages\[1\].time: is not understood"),
+    "a flag of an unknown name": (replied("x", turn_loss=0), r"messages\[1\].turn_loss: is not understood"),
     "a flag of a part": (
         replied([{"type": "text", "text": "x", "loss": False}]),
         r"messages\[1\].content\[0\].loss: is not read; leave this",

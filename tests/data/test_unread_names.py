@@ -78,6 +78,15 @@ def test_one_line_names_all_columns_that_nothing_reads(suffix: str, tmp_path: Pa
         ({"mm_hint": {"hint_type": "image", "order": [1, 0]}}, "mm_hint.order"), ({"solution": r"So \boxed{C}."}, "solution"),
         ({"extra_info": {"answer": "C"}}, "answer"), ({"reward_model": {"ground_truth": "C"}}, "answer"), ({"id": [1, 2]}, ""),
         ({"source": {"url": "x"}}, "source"), ({"options": ["What?"]}, "options"), ({"bbox": [0, 0, 9, 9]}, ""), ({"split": "train"}, ""),
+        ({"image": {"path": "red.png", "bbox": [0, 0, 9, 9]}}, "image.bbox"), ({"split": "x" * 101}, "split"),
+        ({"license": False}, "license"),
+        ({"extra_info": {"question": "Why?"}}, "question"), ({"extra_info": {"question": "what?"}}, ""),
+        ({"question": None, "prompt": [{"role": "system", "content": "Look."}, {"role": "user", "content": "<image>Why?"}],
+          "extra_info": {"question": "Which?"}}, "prompt"),
+        ({"question": None, "prompt": [{"role": "system", "content": "Look."}, {"role": "user", "content": "<image>Why? Think."}],
+          "extra_info": {"question": "Why?"}}, ""),
+        ({"question": None, "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "C"}]}, "messages.assistant"),
+        ({"question": None, "messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So b."}]}, ""),
         ({"solution": r"So \boxed{B}."}, ""), ({"level": None}, ""), ({"level": [""], "more": {"a": []}}, ""), ({"ability": "x"}, ""),
     ],
 )  # fmt: skip
@@ -150,12 +159,16 @@ def test_rows_without_a_picture_beside_others(tmp_path: Path) -> None:
         {"trainable_turns": [1]}, {"turn_loss": [0, 1]}, {"no_loss": True}, {"labels": [-100, 3]}, {"developer": "Be kind."},
         {"reward": 0.0},
         {"tool_schema": [{"name": "zoom"}]}, {"kto_label": False}, {"is_rejected": True}, {"answer": "B"}, {"instruction": "Be kind."},
+        {"images.bbox": [0, 0, 9, 9]},
     ],
     ids=lambda row: next(iter(row)),
 )  # fmt: skip
 def test_columns_of_transcripts_that_are_named(row: dict, tmp_path: Path) -> None:
-    ((name, _),) = row.items()
-    found = talks(tmp_path, TALK, TALK | row, TALK | row)
+    ((name, value),) = row.items()
+    column, _, key = name.partition(".")
+    row = {column: [{"path": "red.png", key: value}]} if key else row
+    first = TALK | {column: ["red.png"]} if key else TALK
+    found = talks(tmp_path, first, TALK | row, TALK | row)
     line = f"t.jsonl row 1: column {name} is not read: {LEARNED}; 'task.data.columns.ignored=[{name}]' ignores it"
     assert (found.warnings, found.errors, found.num_replies) == ([line], [], 3)
     assert transcripts([str(tmp_path / "t.jsonl")], images_root="")[1:].warnings == [line]
@@ -165,6 +178,7 @@ def test_columns_of_transcripts_that_are_named(row: dict, tmp_path: Path) -> Non
 def test_columns_of_transcripts_that_are_read(tmp_path: Path) -> None:
     """Of every form; identifiers, empty columns, and what the export of recorded rollouts writes."""
     for row in (
+        {"messages": [USER | {"id": 3, "date": "1 May"}, REPLY | {"turn": 0}], "images": {"path": "red.png", "width": None}},
         TALK | {"system": "Be kind.", "id": 3, "source": "x", "level": None, "tools": [], "loss": 1},
         {"instruction": "a", "output": "b", "input": "c", "history": [["d", "e"]], "system_prompt": "f", "image": "red.png"},
         {"query": "a", "response": "b", "history": []}, {"prompt": [USER], "completion": [REPLY]},
