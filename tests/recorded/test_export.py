@@ -216,6 +216,7 @@ def test_pictures_go_along(renderer: Renderer, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "out" / "transcripts.jsonl").read_text().splitlines()]
     data = DataSettings(demonstrations=[str(tmp_path / "out" / "transcripts.jsonl")])
     shown = demonstrations_of(data, "transcripts", num=len(lines), seed=0)
+    assert not any("not read" in line for line in shown.warnings)
     assert len(lines) == exported.num_transcripts > 10 and sum(exported.left_out.values()) == len(rollouts) - len(lines)
     words = {renderer.shown(renderer.transcript(each.messages)).removesuffix("<|im_end|>") for each in shown}
     sources = [each.contexts[0] for each in rollouts if each.example_id in {line["id"] for line in lines}]
