@@ -159,6 +159,8 @@ def _read_picture(record: Record, part: Mapping[str, object], name: str) -> Stor
         if key == "image_url" and isinstance(value, Mapping):
             _require_known(record, value, {"url"}, f"{name}.image_url")
             value = value.get("url")
+        elif isinstance(value, Mapping):
+            _require_known(record, value, {"bytes", "path"}, f"{name}.{key}")
         return record.image({"bytes": value} if key in ("base64", "bytes") else value, f"{name}.{key}")
     return None
 

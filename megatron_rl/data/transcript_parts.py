@@ -118,6 +118,9 @@ def _own_picture(record: Record, part: Mapping[str, object], field: str) -> Part
     held = {key: part[key] for key in IMAGE_KEYS if key in part}
     if len(held) > 1:
         raise record.error(field, f"has {' and '.join(held)}; keep one of them")
+    for key, value in held.items():
+        if isinstance(value, Mapping):
+            _check_keys(record, value, ("bytes", "path"), f"{field}.{key}")
     pictures = [record.image(value, f"{field}.{key}") for key, value in held.items()]
     return {"image": pictures[0]} if pictures else {}
 

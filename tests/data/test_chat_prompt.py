@@ -100,6 +100,7 @@ def test_messages_are_joined_in_order(messages: object, question: str, system: s
         ([user([SHOWN | {"max_pixels": 100}, TEXT])], r"messages\[0\].content\[0\].max_pixels: is not read"),
         ([user([SHOWN | {"text": "q?"}])], r"messages\[0\].content\[0\].text: stands in the part of a picture"),
         ([user([SHOWN | {"path": "blue.png"}, TEXT])], r"messages\[0\].content\[0\]: names its picture twice: image, path"),
+        ([user([SHOWN | {"image": {"path": "red.png", "bbox": [0, 0, 9, 9]}}, TEXT])], r"content\[0\].image.bbox: is not read"),
         ([user([{"type": "image_url", "image_url": {"url": "red.png", "crop": 3}}, TEXT])], r"content\[0\].image_url.crop: is not read"),
         ([{"role": "system", "content": [SHOWN]}, user("q?")], r"messages\[0\]: has a picture in a system message"),
         ("[{'role': 'user', 'content': 'q?'}]", "messages: looks like messages and is no JSON"),

@@ -180,6 +180,10 @@ REFUSED = {
         asked([IMAGE | {"image": "red.png", "max_pixels": 9}]),
         r"messages\[0\].content\[0\].max_pixels: model.min_pixels and",
     ),
+    "a box beside a part's picture": (
+        asked([IMAGE | {"image": {"path": "red.png", "bbox": [0, 0, 9, 9]}}]),
+        r"messages\[0\].content\[0\].image.bbox: is not read; leave this key out",
+    ),
     "a picture twice": (
         asked([IMAGE | {"image": "red.png", "path": "red.png"}]),
         r"messages\[0\].content\[0\]: has image and path; keep one",
