@@ -9,6 +9,8 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from megatron_rl.data.unit_symbols import mark_unit_case
+
 BOX = "\\boxed{"
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
@@ -54,15 +56,13 @@ _INVISIBLE_DELIMITER = re.compile(r"\\(?:left|right)\s*\.|\\!\s*")
 _SPACE = re.compile(r"\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|(?<=[\w}\])${.,:;])~|\s")
 """`~` is a blank of LaTeX behind a word; elsewhere it negates (`~p`)."""
 _BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[{*])")
-_SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
+_SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}(?!\d)")
 _ESCAPED = re.compile(r"\\([$%&#_])")
-_FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_\{?(\d+)\}?")
+_FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_(?:\{(\d+)\}(?!\d)|(\d+))")
 """The subscript of `h_2o`, which is compared as `h2o`."""
 _BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
 """The blank of `5 cm`, `50 %` and `$ 5`, which is not always written."""
 _ORDINAL = re.compile(r"(?<=\d)\^\{?(st|nd|rd|th)\}?(?!\w)")
-_MEGA = re.compile(r"(?<=\d)\s*M(?=(?:W|V|A|Hz|J|N|Pa|g|m|s|eV|\u03a9)(?!\w))")
-"""A prefix that differs from `m`, a thousandth, in its case alone."""
 _STOPS = ".,;\u3002"
 _WORD_END = re.compile(r"[^\W\d_]{2}\Z")
 _GROUP = re.compile(r"\{([^{},;]+)\}")
@@ -86,10 +86,15 @@ def normalize(text: str) -> str:
 
 
 def comparison_form(text: str) -> str:
-    """Return the form in which words are compared: without case, quotation marks and dollars around it, and a stop at the end."""
-    text = unicodedata.normalize("NFKC", _MEGA.sub("mega", _ESCAPED.sub(r"\1", normalize(text))).casefold())
-    text = _ORDINAL.sub(r"\1", _FORMULA_INDEX.sub(r"\1", _BEFORE_UNIT.sub("", text)))
+    """Return the form in which words are compared: without case (but that of units), quotation marks and dollars around it, a stop."""
+    text = unicodedata.normalize("NFKC", mark_unit_case(_ESCAPED.sub(r"\1", normalize(text))).casefold())
+    text = _ORDINAL.sub(r"\1", _FORMULA_INDEX.sub(r"\1\2", _BEFORE_UNIT.sub("", text)))
     return _without_end(_strip_enclosing(_without_end(text), (*_ENCLOSING, *_QUOTES)))
+
+
+def goes_on(text: str) -> bool:
+    """Return whether a text ends in a digit and several dots: `0.333...` is no `0.333`, and `5..` no number."""
+    return _has_dots_behind_digit(normalize(text))
 
 
 def last_boxed(text: str) -> str | None:
@@ -129,9 +134,12 @@ def _without_end(text: str) -> str:
     body = text.rstrip(_STOPS + "!")
     if "!" in text[len(body) :] and not _WORD_END.search(body[-2:]):
         body = text.rstrip(_STOPS)
-    if body[-1:].isdigit() and ".." in text[len(body) :]:
-        return text
-    return body.strip("$ ")
+    return text if _has_dots_behind_digit(text) else body.strip("$ ")
+
+
+def _has_dots_behind_digit(text: str) -> bool:
+    body = text.rstrip(_STOPS + "$ ")
+    return body[-1:].isdigit() and text[len(body) :].count(".") > 1
 
 
 def _join_thousands(found: re.Match[str]) -> str:

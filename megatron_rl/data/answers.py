@@ -67,7 +67,7 @@ def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
     options = options_in(question)
     listed = f"and the question's options are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())
-    if options and answer.isdigit() and not is_option:
+    if options and answer.isdigit() and answer not in options and not is_option:
         return f"is a number, {listed}", "it may count from 0 or from 1; write the letter"
     if options and re.fullmatch("[A-Z]", answer) and answer not in options:
         return f"is {answer}, {listed}", "correct the letter, or list all options"

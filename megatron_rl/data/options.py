@@ -1,23 +1,38 @@
 """The options that a question lists in its text."""
 
 import re
+from collections.abc import Sequence
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_MARK = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)\u3001]\s*(?=\S)|(?<=[^A-Za-z])\(([A-Z])\)\s*(?=\S)", re.MULTILINE)
-_FULL_WIDTH = {0xFEE0 + code: chr(code) for code in (*b"().:,;", *LETTERS.encode())} | {0x3000: " "}
+_CAPITALS = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)\u3001]\s*(?=\S)|(?<=[^A-Za-z])\(([A-Z])\)\s*(?=\S)", re.MULTILINE)
+_SMALL = r"(?<![A-Za-z\d)\]])\(({0})\)\s*(?=[^\s,;:?!)\].]|\.\d)|(?:^|(?<=[\s;,]))({0})\)\s+(?=\S)|^[ \t]*({0})[.\u3001]\s+(?=\S)"
+"""`(a) 3`, `a) 3`, and `a. 3` at the front of a line; `f(1)` and `sides a: 3` list nothing."""
+_MARKS = (
+    (_CAPITALS, LETTERS),
+    (re.compile(_SMALL.format("[a-z]"), re.MULTILINE), LETTERS.lower()),
+    (re.compile(_SMALL.format(r"\d{1,2}"), re.MULTILINE), [str(place) for place in range(1, 27)]),
+)
+_FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)} | {0x3000: " "}
 _LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
 
 
 def options_in(question: str) -> dict[str, str]:
-    """Return the options that a question lists, by letter: A, B, C and so on without a gap, as `A. red`, `(A) red`, `A) red` or `A: red`.
+    """Return the options that a question lists, by capital letter or by number, without a gap from A or 1.
 
-    Empty where it does not list A and B. An option's text ends where the next one begins, or with its line.
+    Capital letters are written as in `A. red`, `(A) red`, `A) red` or `A: red`; small letters and numbers as in `(a) red`, `a) red`, or
+    `a. red` on a line of its own. Empty where fewer than two are listed. An option's text ends where the next one begins, or with its line.
     """
-    marks: list[re.Match[str]] = []
     question = question.translate(_FULL_WIDTH)
-    for mark in _MARK.finditer(question):
-        if len(marks) < len(LETTERS) and (mark[1] or mark[2]) == LETTERS[len(marks)]:
-            marks.append(mark)
-    ends = [*(mark.start() for mark in marks[1:]), len(question)]
-    texts = [_LAST_WORD.sub("", question[mark.end() : end].partition("\n")[0]) for mark, end in zip(marks, ends, strict=False)]
-    return dict(zip(LETTERS, texts, strict=False)) if len(marks) > 1 else {}
+    return next((options for mark, labels in _MARKS if (options := _listed(question, mark, labels))), {})
+
+
+def _listed(question: str, mark: re.Pattern[str], labels: Sequence[str]) -> dict[str, str]:
+    marks: list[re.Match[str]] = []
+    for found in mark.finditer(question):
+        before = max(0, found.start() - 1)
+        is_next = len(marks) < len(labels) and next(filter(None, found.groups())) == labels[len(marks)]
+        if is_next and ("(" in found[0] or question.rfind("(", 0, before) <= question.rfind(")", 0, before)):
+            marks.append(found)  # the 1 of `(0, 1)` is no label
+    ends = [*(each.start() for each in marks[1:]), len(question)]
+    texts = [_LAST_WORD.sub("", question[each.end() : end].partition("\n")[0]) for each, end in zip(marks, ends, strict=False)]
+    return dict(zip((label.upper() for label in labels), texts, strict=False)) if len(marks) > 1 else {}

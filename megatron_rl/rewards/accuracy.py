@@ -52,9 +52,10 @@ class Accuracy:
         by = outcome.payload.get("official")
         if isinstance(by, Mapping) and (credit := official(truth, answer, by)) is not None:
             return credit
+        question = str(outcome.payload["question"])
         if source_of(outcome).endswith(NUMERIC_SOURCES):
-            return relative_accuracy(truth, answer)
-        verdict = decide(truth, answer, question=str(outcome.payload["question"]))
+            return relative_accuracy(truth, answer, question=question)
+        verdict = decide(truth, answer, question=question)
         if verdict is None and await self.algebra.equal(truth, answer):
             verdict = True
         if verdict is None and answer.strip() and self.judge is not None:

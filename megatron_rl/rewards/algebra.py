@@ -23,10 +23,12 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from megatron_rl.data.answer_text import goes_on
+from megatron_rl.rewards.equations import PARTS, named_values, num_names, states_a_value
 from megatron_rl.rewards.labels import digit_label
 from megatron_rl.rewards.typed_math import to_latex
 from megatron_rl.types import LastingFault
@@ -78,7 +80,8 @@ _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
 
 _DEGREES_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\n]*\\circ")
 """math-verify reads 30^\\circ as 30, of which the sine is -0.99."""
-_PARTS = re.compile(r"[,;](?!\d{3}(?!\d))|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_THOUSANDS = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,])")
+"""`1,000`, not at the front of a list in brackets: `(100,200)` is a pair."""
 
 
 class Algebra:
@@ -90,10 +93,24 @@ class Algebra:
         self._end: Callable[[], object] | None = None
 
     async def equal(self, truth: str, answer: str) -> bool | None:
-        """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises LastingFault."""
+        """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises LastingFault.
+
+        Several named values (`x = 1, y = 2`) are compared name by name; beside a text without names they are left open.
+        """
         if not (is_mathematics(truth) and is_mathematics(answer)) or {_brackets(truth), _brackets(answer)} == {"set", "pair"}:
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, to_latex(truth), to_latex(answer))
+        wanted, given = (_THOUSANDS.sub(lambda found: found[0].replace(",", ""), to_latex(text)) for text in (truth, answer))
+        if ("=" in wanted) != ("=" in given) and not (states_a_value(wanted) and states_a_value(given)):
+            return None
+        if max(num_names(wanted), num_names(given)) > 1:
+            return await self._equal_by_name(named_values(wanted), named_values(given))
+        return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, wanted, given)
+
+    async def _equal_by_name(self, wanted: Mapping[str, str], given: Mapping[str, str]) -> bool | None:
+        if not wanted or wanted.keys() != given.keys():
+            return None
+        verdicts = [await self.equal(value, given[name]) for name, value in wanted.items()]
+        return False if False in verdicts else None if None in verdicts else True
 
     def _ask(self, truth: str, answer: str) -> bool | None:
         reasons: list[OSError] = []
@@ -147,10 +164,10 @@ def is_mathematics(text: str) -> bool:
     It is short, has a digit or a LaTeX command, is no label and no statement about numbers alone, and is without words (three letters that
     are no `\command`), inner dollars and lines.
     """
-    inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() else ""
+    inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() and not goes_on(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside):
         return False
-    if _DEGREES_OF_AN_ANGLE.search(inside) or any(digit_label(part) for part in (text, *_PARTS.split(text))):
+    if _DEGREES_OF_AN_ANGLE.search(inside) or any(digit_label(part) for part in (text, *PARTS.split(text))):
         return False
     if _RELATION.search(inside) and not re.search("[A-Za-z]", _COMMAND.sub("", inside)):
         return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
 
-from megatron_rl.data.answer_text import BOX, balanced, comparison_form, count_boxes, last_boxed, normalize, unboxed
+from megatron_rl.data.answer_text import BOX, balanced, comparison_form, count_boxes, goes_on, last_boxed, normalize, unboxed
 from megatron_rl.data.answers import LONGEST_ANSWER, PROTOCOL_TAG
 from megatron_rl.data.options import options_in
 from megatron_rl.rewards.labels import same_label
@@ -70,14 +70,14 @@ def same_text(truth: str, answer: str) -> bool:
     return comparison_form(truth) == comparison_form(answer) != ""
 
 
-def relative_accuracy(truth: str, answer: str) -> float:
+def relative_accuracy(truth: str, answer: str, *, question: str = "") -> float:
     """Mean over THRESHOLDS t of 1[ |answer - truth| / |truth| < 1 - t ]. A truth of 0 asks for equality; so does one that is no number.
 
     Example: truth 100, answer 88: off by 0.12, which is below 1 - t up to t = 0.85: 8 of 10 thresholds, 0.8.
     """
     if same_text(truth, answer):
         return 1.0
-    wanted, given = number(truth), number(answer)
+    wanted, given = number(truth), number(answer, f"{question} {truth}")
     if wanted is None or given is None:
         return float(same_choice(truth, answer) is True)
     if wanted == 0:
@@ -95,6 +95,8 @@ def decide(truth: str, answer: str, *, question: str = "") -> bool | None:
     options = options_in(question)
     if same_text(truth, answer) and (normalize(truth) == normalize(answer) or not _has_twins(truth, options)):
         return True
+    if goes_on(truth) or goes_on(answer):
+        return None
     rules = (partial(same_choice, options=options), same_label, same_number, same_numbers)
     return next((verdict for rule in rules if (verdict := rule(truth, answer)) is not None), None)
 

@@ -28,7 +28,7 @@ _SEPARATOR = re.compile(r"\s*([-:/.,])\s*")
 @dataclass(slots=True, frozen=True)
 class DigitLabel:
     kind: str
-    """`time`, `time of day` (with am or pm), `date` (year first), `date, year last`, or `code`."""
+    """`time`, `time with seconds`, `time of day` (with am or pm), `date` (year first), `date, year last`, or `code`."""
     value: tuple[int | str, ...]
 
 
@@ -40,7 +40,7 @@ def digit_label(text: str) -> DigitLabel | None:
         hours, minutes, seconds = (int(part or 0) for part in time.groups()[:3])
         if time[4]:
             return DigitLabel("time of day", (hours % 12 + 12 * (time[4].casefold() == "p"), minutes, seconds))
-        return DigitLabel("time", (hours, minutes, seconds))
+        return DigitLabel("time with seconds" if time[3] else "time", (hours, minutes, seconds))
     if date := _YEAR_FIRST.fullmatch(label):
         return DigitLabel("date", tuple(int(date[part]) for part in (1, 3, 4)))
     if date := _YEAR_LAST.fullmatch(label):
@@ -53,7 +53,8 @@ def digit_label(text: str) -> DigitLabel | None:
 
 
 def same_label(truth: str, answer: str) -> bool | None:
-    """Return whether two labels are the same; None where one is no label, or where their kinds leave it open (`7:30` and `7:30 pm`).
+    """Return whether two labels are the same; None where one is no label, or where their kinds leave it open (`7:30` and `7:30 pm`, `1:30`
+    and `1:30:00`, which may be minutes and hours).
 
     Two different codes are left open, too: a judge may know that a ratio of 1:2 is one of 2:4. Sizes are compared in their order:
     `1920 x 1080` is `1920\xd71080` and not `1080\xd71920`; beside any other text a size is a product.
@@ -67,7 +68,7 @@ def same_label(truth: str, answer: str) -> bool | None:
     if wanted == given:
         return True
     kinds = {wanted.kind, given.kind}
-    if kinds == {"time", "time of day"}:
+    if "time of day" in kinds and kinds <= {"time", "time with seconds", "time of day"} and len(kinds) > 1:
         (hours, *rest), (other_hours, *other_rest) = wanted.value, given.value
         is_same_hour = int(hours) % 12 == int(other_hours) % 12
         is_open = is_same_hour and rest == other_rest and min(int(hours), int(other_hours)) <= 12

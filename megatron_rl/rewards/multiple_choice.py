@@ -27,8 +27,10 @@ _NUMBER_WORD = re.compile(
     re.IGNORECASE,
 )
 """Numbers in an option's text: an answer that is a number may then be a value instead of a place."""
-_OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z])(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
+_OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
 """`B - red`, `b. red`, `B (red)`: a choice where these are the words of that option."""
+_BARE_LABEL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})[)\]]?[.:]?")
+"""A letter of either case or a number alone, where the question lists options."""
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
 
 
@@ -88,10 +90,12 @@ def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
     forms = {letter: comparison_form(option) for letter, option in options.items()}
     marked_option = _OPTION_IN_FULL.fullmatch(text)
     letter, words = (marked_option[1].upper(), comparison_form(marked_option[2])) if marked_option else ("", "")
-    if letter in forms and (words == forms[letter] != "" or (not words and not several)):
-        return _Chosen(frozenset(letter))
+    if letter in forms and (words == forms[letter] != "" or (not words and not several and not letter.isdigit())):
+        return _Chosen(frozenset({letter}))
     if several:
         return _Chosen(several)
+    if label := _bare_label(text, options):
+        return _Chosen(frozenset({label}))
     marked = _DOTTED.sub(r"\1)", text, count=1) if options else text
     if letter := choice(marked):
         words = comparison_form(_CHOICE.sub("", marked, count=1))
@@ -102,8 +106,22 @@ def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
     return _Chosen(frozenset(named)) if len(named) == 1 else None
 
 
+def _bare_label(text: str, options: Mapping[str, str]) -> str:
+    """Return the small letter or number of an option that a text is; nothing where it may be the text of an option instead."""
+    bare = _BARE_LABEL.fullmatch(text)
+    if bare is None or bare[1].upper() not in options or bare[1].isupper():
+        return ""
+    if bare[1].isdigit():
+        return "" if _have_numbers(options) else bare[1]
+    return "" if any(comparison_form(option) == bare[1] for option in options.values()) else bare[1].upper()
+
+
+def _have_numbers(options: Mapping[str, str]) -> bool:
+    return any(_NUMBER_WORD.search(option) for option in options.values())
+
+
 def _chosen_by_place(text: str, options: Mapping[str, str]) -> _Chosen | None:
     place = normalize(text).removesuffix(".").strip("()")
     is_place = place.isascii() and place.isdigit() and len(place) < 3 and 0 < int(place) <= len(options)
-    is_place = is_place and not any(_NUMBER_WORD.search(option) for option in options.values())
+    is_place = is_place and "A" in options and not _have_numbers(options)
     return _Chosen(frozenset(LETTERS[int(place) - 1])) if is_place else None

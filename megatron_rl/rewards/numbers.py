@@ -11,6 +11,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from fractions import Fraction
 
 from megatron_rl.data.answer_text import normalize
+from megatron_rl.rewards.number_words import keep_value
 
 LONGEST_NUMBER = 30
 """Characters of a number that is read out of a text."""
@@ -28,21 +29,14 @@ _SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative|neg\.?)|plus|positive)\Z", 
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
 """`-USD 5` is one, too."""
-_NAME_BEFORE = re.compile(r"[^\W\d_]\(?\Z")
-"""The prefix of `A12` and `f(5)`."""
-_OTHER_VALUE_BEFORE = re.compile(
-    r"(?<!\w)(?:not|no|never|than|least|most|up to|over|under|below|above|twice|double|triple|half|(?:half|third|quarter|root|power) of"
-    r"|sqrt|root|log|ln|sin|cos|tan|exp)\Z",
-    re.IGNORECASE,
-)
-"""Words before a number that change its value: `less than 5`, `not 5`, `half of 5`, `sqrt(5)`."""
+_NAME_BEFORE = re.compile(r"[^\W\d_\u3040-\u9fff\uac00-\ud7af]\(?\Z")
+"""The prefix of `A12` and `f(5)`; Chinese, Japanese and Korean have no blank before a number."""
+_DOTS = re.compile(r"\s*\.\s*\.")
 _UNREADABLE_AFTER = re.compile(
     r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5+\xb1\u2030\u2031]|[eEkKMBi](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|pi\b|\u221e"
-    r"|-\s*(?:[^\W\d_](?![^\W\d_])|\Z)"
-    r"|(?i:dozens?|score|lakhs?|crores?|mil|mn|bn|tn|squared|cubed|factorial|to the power|or (?:more|less|fewer)|and an? [htq]\w*)\b)"
-    r"|!|[\u0300-\u036f]"
+    r"|-\s*(?:[^\W\d_](?![^\W\d_])|\Z))|!|[\u0300-\u036f]"
 )
-"""Makes another value of a number: an operator, a factorial, a factor in words, the bar of a repeating decimal."""
+"""Makes another value of a number: an operator, a factorial, the bar of a repeating decimal."""
 _OPENING = " $\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba([{\"'`\\"
 """Characters allowed between a sign and its number: currencies, brackets, quotation marks."""
 _READABLE_SYMBOLS = "+-=~\u2248\u223c\u2243\u2245\u2261\u2234\u2190\u2192\u21d2\u27f9\u27f6"
@@ -53,10 +47,11 @@ _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10*
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
 
 
-def number(text: str) -> Fraction | None:
-    """Return the one number of a text; None where there is another digit, or where its sign or exponent cannot be read.
+def number(text: str, context: str = "") -> Fraction | None:
+    """Return the one number of a text; None where there is another digit, where its sign or exponent cannot be read, and beside words
+    that may change its value (number_words.py; `context` is the question with the reference answer).
 
-    Example: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`, `+-5`, `A-5`, `5k`, `< 5` are none.
+    Example: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`, `+-5`, `5k`, `half of 5` are none.
     """
     text = normalize(text)
     found = _VALUE.search(text)
@@ -66,7 +61,12 @@ def number(text: str) -> Fraction | None:
     sign = _sign_at_end(before)
     if sign is None or re.search(r"\d", before + after, re.ASCII) or _UNREADABLE_AFTER.match(after):
         return None
+    if _DOTS.match(text, found.end() - found[0].endswith(".")):
+        return None
     scale = _SCALE.match(after)
+    words = _SIGN_WORDS.sub("", before.rstrip(_OPENING))
+    if not keep_value(words, after[scale.end() :] if scale else after, context):
+        return None
     return sign * _value_of(found) * (_SCALES[scale[1].casefold()] if scale else 1)
 
 
@@ -140,7 +140,7 @@ def _sign_at_end(before: str) -> int | None:
         return -1 if body[-1] == "-" else 1
     if word := _SIGN_WORDS.search(body):
         return None if _PLUS_OR_MINUS.search(body) else -1 if word[1] else 1
-    if _UNREADABLE_BEFORE.search(body) or _OTHER_VALUE_BEFORE.search(body) or _NAME_BEFORE.search(before):
+    if _UNREADABLE_BEFORE.search(body) or _NAME_BEFORE.search(before):
         return None
     return 1
 

@@ -4,10 +4,8 @@ Forms are made from values that are known exactly, or stand in tables made by ha
 judge, as in a run. Cases marked R1 to R17 are public bug reports of other trainers (benchmarks/public_cases_2026-11-25.md).
 """
 
-import asyncio
 import random
 import time
-from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
 
@@ -18,32 +16,15 @@ from hypothesis import strategies as st
 from megatron_rl.data.answer_text import comparison_form, last_boxed, normalize
 from megatron_rl.data.answers import unmatchable_reason, unwrapped
 from megatron_rl.data.options import options_in
-from megatron_rl.rewards.accuracy import Accuracy
-from megatron_rl.rewards.algebra import Algebra, is_mathematics
+from megatron_rl.rewards.algebra import is_mathematics
 from megatron_rl.rewards.answer import decide, relative_accuracy, strict_boxed, tagged
 from megatron_rl.rewards.labels import digit_label
 from megatron_rl.rewards.multiple_choice import choice_set, same_choice
 from megatron_rl.rewards.numbers import exact_number, number, same_numbers
 from megatron_rl.rewards.typed_math import to_latex
-from megatron_rl.types import Turn
-from tests.support.episodes import outcome_of
+from tests.support.rewards import rewards_of
 
 OPTIONS = "Which one?\nA. red\nB. green car\nC. blue"
-
-
-def rewards_of(cases: Iterable[tuple[str, str, str]], *, source: str = "") -> list[float]:
-    """The rewards of (reference, reply's answer, question), all asked at once of one helper process."""
-
-    async def ask() -> list[float]:
-        accuracy = Accuracy(read=tagged, algebra=Algebra(), judge=None)
-        return list(await asyncio.gather(*(accuracy(outcome(*case)) for case in cases)))
-
-    def outcome(truth: str, answer: str, question: str) -> object:
-        reply = answer if "<answer>" in answer or answer.startswith("So ") else f"<answer>{answer}</answer>"
-        payload = {"answer": unwrapped(truth), "question": question, "data_source": source}
-        return outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=payload)
-
-    return asyncio.run(ask())
 
 
 SAME = [

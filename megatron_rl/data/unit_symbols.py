@@ -1,0 +1,58 @@
+"""The case of unit symbols, which tells `5 mW` from `5 MW`, `5 pF` from `5 PF` and `5 Nm` from `5 nm`.
+
+Every symbol of SI with every prefix that it takes is known in its own case. What is written in another case (`5 KM`, `5 Kg`, `5 Mpa`)
+stands for the known symbol with the most letters in the same case. In small letters alone, or as two capitals (`5 MM`), it stands for the
+first of these: without a prefix, with a small letter, with a capital.
+"""
+
+import re
+from collections import defaultdict
+
+_PREFIXES = ("", *"kmcdhunpfazyrq\u03bc", "da", *"MGTPEZYRQ")
+_ANY_PREFIX = (
+    *("m", "g", "s", "A", "K", "mol", "cd", "Hz", "N", "Pa", "J", "W", "C", "V", "F", "\u03a9", "S", "Wb", "T", "H", "lm", "lx"),
+    *("Bq", "Gy", "Sv", "kat", "eV", "L", "bar", "cal", "rad", "Wh", "Ah", "VA", "Nm", "Ns", "Js", "pc"),
+)
+_SOME_PREFIXES = {
+    **{"B": "kMGTPE", "b": "kMGTPE", "Bps": "kMGT", "bps": "kMGT"},
+    **{"M": ("", *"mun\u03bcp"), "G": "mk", "t": ("", *"kMG")},
+    **dict.fromkeys(("h", "d", "min", "ft", "in", "yd", "mi", "lb", "oz", "gal", "pt", "Da", "au", "ha", "dB", "Cal"), ("",)),
+}
+"""Bytes, bits, moles per liter, gauss, tonnes, and symbols without prefixes."""
+
+
+def _known_symbols() -> dict[str, list[str]]:
+    """Return the symbols that differ in case alone, by their form without case: without a prefix, with a small one, with a capital."""
+    prefixes = dict.fromkeys(_ANY_PREFIX, _PREFIXES) | _SOME_PREFIXES
+    by_form: dict[str, list[str]] = defaultdict(list)
+    pairs = [(prefix, unit) for unit, allowed in prefixes.items() for prefix in allowed]
+    for prefix, unit in sorted(pairs, key=lambda pair: (pair[0].isupper(), pair[0] != "")):
+        by_form[(prefix + unit).casefold()].append(prefix + unit)
+    return dict(by_form)
+
+
+_KNOWN = _known_symbols()
+_UNITS = re.compile(r"(?<=\d)\s*[^\W\d_]+(?:(?:\^?\{?-?\d\}?)?\s*(?:[/*\xb7\u22c5.]|per(?!\w))?\s*[^\W\d_]+){0,4}")
+"""Behind a number: a unit, or several multiplied or divided."""
+_WORD = re.compile(r"[^\W\d_]+")
+
+
+def mark_unit_case(text: str) -> str:
+    """Return the text with a mark in units behind a number that casefold() would turn into another unit: `5 MW` -> `5 mw<1>`."""
+    return _UNITS.sub(lambda units: _WORD.sub(lambda word: _marked(word[0]), units[0]), text)
+
+
+def is_unit_symbol(word: str) -> bool:
+    """Return whether a word is the symbol of a unit, in any case."""
+    return word.casefold() in _KNOWN
+
+
+def _marked(word: str) -> str:
+    known = _KNOWN.get(word.casefold(), [])
+    if len(known) < 2 or word == known[0]:
+        return word
+    if word not in known and (word.islower() or (len(word) == 2 and word.isupper())):
+        return word
+    nearest = max(known, key=lambda symbol: sum(map(str.__eq__, symbol, word)))
+    place = known.index(nearest)
+    return f"{word}<{place}>" if place else word

@@ -1,0 +1,269 @@
+"""Kinds of answers in which two values were once equal: named values, units, dots, options by number, words beside numbers.
+
+Tables are made by hand; generated pairs are made of values that are known exactly. All comparisons go through the accuracy reward.
+"""
+
+import random
+import time
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.answer_text import comparison_form, goes_on
+from megatron_rl.data.answers import doubt_about
+from megatron_rl.data.options import options_in
+from megatron_rl.data.unit_symbols import mark_unit_case
+from megatron_rl.rewards.answer import decide, relative_accuracy
+from megatron_rl.rewards.equations import named_values, states_a_value
+from megatron_rl.rewards.number_words import keep_value
+from megatron_rl.rewards.numbers import number
+from tests.support.rewards import rewards_of
+
+CHAIRS = "How many chairs are in this room? Answer with a number."
+NUMBERED, LISTED = "Which animal? (1) cat (2) dog", "Which?\n1. cat\n2. dog\n3. cow"
+SMALL, VALUES = "How many? (a) 3 (b) 1", "Which? (1) 3 (2) 1"
+CAPITALS = "Which one?\nA. red\nB. green car\nC. blue"
+
+EQUATIONS_SAME = [
+    *[("x=1, y=2", "y=2, x=1"), ("x=1, y=2", "(x = 1.0, y = 2)"), ("x=1/2,y=2", "y=2; x=0.5"), ("x_1=1, x_2=2", "x_2=2, x_1=1")],
+    *[("x=1,000", "1000"), ("x=1,000", "x=1000"), ("x=1,000", "1,000"), ("x=1,000, y=2", "y=2, x=1000"), ("x+1,000", "1000+x")],
+    *[("x=5", "5"), ("AB=5", "5"), ("\\angle A=30", "30"), ("f(x)=2x", "2x"), ("P(A)=0.5", "1/2"), ("S_{10}=55", "55"), ("ab=6", "6")],
+    *[("y=2x", "2x=y"), ("x+y=3", "3=x+y"), ("x=3 or x=4", "3, 4"), ("x=\\pm 3", "-3, 3"), ("x = 2+3 = 5", "5"), ("x=3, x=-3", "\\pm 3")],
+]
+EQUATIONS_DIFFERENT = [
+    *[("x=1, y=2", "2, 1"), ("x=1, y=2", "1, 2"), ("x=1, y=2", "x=2, y=1"), ("x=1;y=2", "x=1;y=3"), ("x=1, y=2", "x=1")],
+    *[
+        ("x=1,000", "1,0"),
+        ("x=1,000", "x=1"),
+        ("x=1,000", "1"),
+        ("x=5", "y=5"),
+        ("x=1,y=2,z=3", "x=1,y=3,z=2"),
+        ("\\alpha=1,\\beta=2", "2,1"),
+    ],
+    *[("x+y=3", "3"), ("|x|=5", "5"), ("x^2=9", "9"), ("\\sin x=1", "1"), ("2x=6", "6"), ("x=(1,2), y=3", "x=(2,1), y=3")],
+    *[("(100,200)", "(200,100)"), ("(100,200)", "100200"), ("100,200", "200,100")],
+]
+UNITS_SAME = [
+    *[("5 KM", "5 km"), ("5 Kg", "5 kg"), ("5 KG", "5 kg"), ("5 MM", "5 mm"), ("5 ML", "5 Ml"), ("5 mL", "5 ml"), ("5 MHz", "5 Mhz")],
+    *[("5 MHz", "5 MHZ"), ("5 MPa", "5 MPA"), ("5 GB", "5 gb"), ("5 KB", "5 kB"), ("5 kw", "5 kW"), ("5 Pa", "5 pa"), ("5 L", "5 l")],
+    *[("5 Meters", "5 meters"), ("5 PM", "5 pm"), ("5 MPH", "5 mph"), ("5 MIN", "5 min"), ("2nd", "2ND"), ("3D", "3d"), ("5B", "5b")],
+    *[("5 PSI", "5 psi"), ("5 KWH", "5 kWh"), ("Mm", "mm"), ("5 Lb", "5 lb")],
+]
+UNITS_DIFFERENT = [
+    *[("5 mmol", "5 Mmol"), ("3 mL", "3 ML"), ("3 ml", "3 Ml"), ("3 mPa", "3 Mpa"), ("3 pF", "3 PF"), ("5 mm", "5 Mm"), ("5 mg", "5 Mg")],
+    *[
+        ("5 Pa", "5 pA"),
+        ("5 nm", "5 Nm"),
+        ("5 mM", "5 mm"),
+        ("5 S", "5 s"),
+        ("5 T", "5 t"),
+        ("5 h", "5 H"),
+        ("5 ft", "5 fT"),
+        ("5 MB", "5 Mb"),
+    ],
+    *[("5 mg/mL", "5 Mg/mL"), ("5 g/mL", "5 g/ML"), ("5 mm^2", "5 Mm^2"), ("5 m\u03a9", "5 M\u03a9"), ("5mV", "5MV"), ("5 Cal", "5 cal")],
+    *[("5 mA h", "5 MA h"), ("2 per mL", "2 per ML"), ("5\\text{ mm}", "5\\text{ Mm}"), ("1.5 ms", "1.5 Ms"), ("5 mHz", "5 MHz")],
+]
+DOTS_SAME = [("5", "5."), ("7:30", "7:30."), ("red", "red..."), ("5..", "5.."), ("1, 2", "2, 1."), ("5 cm", "5 cm.")]
+DOTS_DIFFERENT = [
+    ("5", "5.."),
+    ("5", "5. ."),
+    ("7:30", "7:30.."),
+    ("1,2", "1,2.."),
+    ("x=5", "x=5.."),
+    ("0.333", "0.333..."),
+    ("1/2", "1/2.."),
+]
+SCRIPTS_SAME = [("H2O", "H_{2}O"), ("x^{2}y", "x^2y"), ("CO2", "CO_2"), ("19:00:00", "7 pm"), ("1:30:00", "01:30:00")]
+SCRIPTS_DIFFERENT = [("x^{12}", "x^{1}2"), ("a_{12}", "a_{1}2"), ("1:30:00", "1:30"), ("1:30:00", "1:30:01"), ("19:00:01", "7 pm")]
+OPTIONS_SAME = [
+    *[("1", "cat", NUMBERED), ("2", "(2) dog", NUMBERED), ("2", "(2)", NUMBERED), ("2", "2) Dog.", NUMBERED), ("dog", "2", NUMBERED)],
+    *[
+        ("2", "dog", LISTED),
+        ("cow", "3.", LISTED),
+        ("2", "2. dog", LISTED),
+        ("1, 2", "2, 1", NUMBERED),
+        ("2", "\u72d7", "(1)\u732b(2)\u72d7"),
+    ],
+    *[("b", "1", SMALL), ("b", "(b)", SMALL), ("b", "B", SMALL), ("b", "(b) 1", SMALL), ("1", "b", SMALL), ("3", "a", SMALL)],
+    *[("B", "b", CAPITALS), ("green car", "b", CAPITALS), ("3", "(1) 3", VALUES), ("1", "1", VALUES), ("a", "red", "a) red b) blue")],
+]
+OPTIONS_DIFFERENT = [
+    *[("1", "dog", NUMBERED), ("2", "(1) cat", NUMBERED), ("2", "B", NUMBERED), ("2", "1, 2", NUMBERED), ("1", "1 or 2", NUMBERED)],
+    *[
+        ("b", "3", SMALL),
+        ("b", "a", SMALL),
+        ("b", "2", SMALL),
+        ("1", "a", SMALL),
+        ("2", "2 cats", NUMBERED),
+        ("(2) dog", "(2) cat", NUMBERED),
+    ],
+    *[("1", "3", VALUES), ("3", "1", VALUES), ("1", "2", VALUES), ("2", "cow", LISTED)],
+]
+
+
+def unnoticed(cases: list[tuple[str, str, str]], expected: float) -> list[tuple[str, str, str]]:
+    return [case for case, got in zip(cases, rewards_of(cases), strict=True) if got != expected]
+
+
+@pytest.mark.parametrize(
+    ("same", "different"),
+    [(EQUATIONS_SAME, EQUATIONS_DIFFERENT), (UNITS_SAME, UNITS_DIFFERENT), (DOTS_SAME, DOTS_DIFFERENT), (SCRIPTS_SAME, SCRIPTS_DIFFERENT)],
+    ids=["equations", "units", "dots", "scripts and seconds"],
+)
+def test_kinds_of_answers(same: list[tuple[str, str]], different: list[tuple[str, str]]) -> None:
+    """In both directions, and each side is itself."""
+    for pairs, expected in ((same, 1.0), (different, 0.0)):
+        assert not unnoticed([(*pair, "") for one, other in pairs for pair in ((one, other), (other, one))], expected)
+    assert not unnoticed([(text, text, "") for pair in (*same, *different) for text in pair], 1.0)
+
+
+def test_options_of_numbers_and_small_letters() -> None:
+    assert not unnoticed(OPTIONS_SAME, 1.0) and not unnoticed(OPTIONS_DIFFERENT, 0.0)
+    assert options_in("points (0, 1) and (3, 2)") == options_in("Find f(1) + f(2).") == options_in("In (a), x? In (b), y?") == {}
+    assert options_in("1) cat, 2) dog, or 3) cow") == {"1": "cat", "2": "dog", "3": "cow"}
+    assert doubt_about("2", NUMBERED) is None and doubt_about("7", NUMBERED) is not None
+
+
+RIGHT = [
+    *[
+        "The answer is 5.",
+        "5 cm",
+        "about 5 meters",
+        "5 chairs",
+        "There are 5 chairs in the picture",
+        "I count 5 chairs in this room",
+        "x = 5",
+    ],
+    *[
+        "USD 5",
+        "$5",
+        "5 m/s",
+        "5 square meters",
+        "It is approximately 5 m",
+        "5 km/h",
+        "5\u00b0C",
+        "Answer: 5",
+        "**5**",
+        "\\approx 5",
+        "5 years old",
+    ],
+    *["5 cm^2", "5 minutes", "there are exactly 5", "5 people", "~5", "5 lbs"],
+]
+WRONG = [
+    *[
+        "5 degrees below zero",
+        "a tenth of 5",
+        "5 thousandths",
+        "5 pairs",
+        "anything but 5",
+        "5..",
+        "5 dozens",
+        "half of 5",
+        "5 hundred thousand",
+    ],
+    *[
+        "5 or so",
+        "5 grand",
+        "5\u4e07",
+        "5 tens",
+        "5 couples",
+        "all but 5",
+        "5 short of ten",
+        "minus the 5",
+        "5 x",
+        "5-fold",
+        "5 under",
+        "5 is wrong",
+    ],
+    *["the opposite of 5", "square of 5", "5 halves", "5 less than ten", "no fewer than 5", "ten times 5", "whichever exceeds 5"],
+]
+
+
+@pytest.mark.parametrize("question", ["", CHAIRS])
+def test_words_beside_a_number(question: str) -> None:
+    for answers, expected in ((RIGHT, 1.0), (WRONG, 0.0)):
+        found = rewards_of([("5", answer, question) for answer in answers], source="vsi_numerical")
+        assert [answer for answer, got in zip(answers, found, strict=True) if got != expected] == []
+
+
+def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None:
+    assert relative_accuracy("5", "The number of chairs is 5", question=CHAIRS) == 1.0
+    assert relative_accuracy("5", "5 tables", question=CHAIRS) == 0.0 == relative_accuracy("5", "5 tables short", question=CHAIRS)
+    assert relative_accuracy("5 boxes", "5 boxes or 5", question="") == 0.0 and relative_accuracy("5 boxes", "just 5 boxes") == 1.0
+    assert relative_accuracy("5", "half of 5", question="What is half of the chairs?") == 0.0
+    assert (
+        number("\u7ea65\u628a\u6905\u5b50", "\u6709\u591a\u5c11\u628a\u6905\u5b50") == 5
+        and number("5\u5343", "\u591a\u5c11\u5343\u514b") is None
+    )
+
+
+def test_values_by_name() -> None:
+    """Each assignment of three values to three names equals itself in any order and no other assignment."""
+    values = ("1", "1/2", "-3")
+    assignments = [dict(zip("xyz", order, strict=True)) for order in permutations(values)]
+    dice = random.Random(0)
+
+    def written(assignment: dict[str, str]) -> str:
+        pairs = dice.sample(sorted(assignment.items()), 3)
+        return dice.choice([", ", "; ", ","]).join(f"{name}{dice.choice(['=', ' = '])}{value}" for name, value in pairs)
+
+    pairs = list(product(assignments, repeat=2))
+    found = rewards_of([(written(one), written(other), "") for one, other in pairs])
+    assert found == [float(one == other) for one, other in pairs]
+
+
+PREFIXES = {"m": -3, "M": 6, "p": -12, "P": 15, "k": 3, "n": -9, "G": 9, "T": 12, "": 0}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    *[st.sampled_from(sorted(PREFIXES))] * 2,
+    st.sampled_from(["mol", "L", "Pa", "F", "V", "Hz", "J", "W", "eV", "\u03a9", "Bq", "N", "cd", "lx"]),
+)
+def test_prefixes_are_compared_by_their_power(one: str, other: str, unit: str) -> None:
+    assert (comparison_form(f"5 {one}{unit}") == comparison_form(f"5{other}{unit}")) == (PREFIXES[one] == PREFIXES[other])
+    assert mark_unit_case(f"in {one}{unit}") == f"in {one}{unit}", "a unit stands behind a number"
+
+
+NOISE = ("the", "answer", "is", "about", "a", "cm", "chairs", ".", ",", "of")
+CHANGES = ("half", "pairs", "not", "thousandths", "below", "ten", "x", "\u4e07")
+WORDS = st.sampled_from(["5", "6", "-5", "5..", "5%", "=", *NOISE, *CHANGES])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(WORDS, max_size=7), st.sampled_from(["", CHAIRS, "half of ten pairs"]))
+def test_generated_words_never_make_another_number(words: list[str], question: str) -> None:
+    """A text earns the reward of 5 only if it has one number and no word that changes a value; the number alone always does."""
+    text = " ".join(words)
+    score = relative_accuracy("5", text, question=question)
+    digits = [word for word in words if any(map(str.isdigit, word))]
+    if score == 1.0:
+        assert digits in (["5"], ["5%"]) and not {*CHANGES} & {*words} - ({"x"} if "x =" in text else set())
+    assert relative_accuracy("5", "5", question=question) == 1.0 and relative_accuracy(text, text, question=question) in (0.0, 1.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(*[st.lists(st.sampled_from([*"xy=,;.12()ab mMpPLF", "1,000", "(1)", "a)", " and ", "Pa"]), max_size=10).map("".join)] * 2)
+def test_generated_answers_are_decided_alike_in_both_directions(one: str, other: str) -> None:
+    assert decide(one, other) is decide(other, one)
+    assert (decide(one, one) is True) == (comparison_form(one) != "")
+    assert not goes_on(one) or decide(one, "5") is not True
+    assert not named_values(one) or states_a_value(one)
+
+
+def test_readers_of_kinds_are_linear() -> None:
+    began = time.perf_counter()
+    for piece in ("x=1,", "(1) ", "a) ", "5 m", "5 m/", "(", "5..", "5 .", "=", "mm ", "\u4e07", "pairs "):
+        text = piece * 20_000
+        (
+            named_values(text[:200]),
+            states_a_value(text[:200]),
+            options_in(text),
+            mark_unit_case(text),
+            goes_on(text),
+            keep_value(text, text, text),
+        )
+    assert time.perf_counter() - began < 20
