@@ -251,10 +251,12 @@ def test_words_of_files_leave_the_terminal_alone(tmp_path: Path, capsys: pytest.
     run = tmp_path / "\x1b[2Jrun"
     run.mkdir()
     assert (plot.main([str(run)]), sweep_table.main([str(run)]), compare.main([str(run), str(run)])) == (2, 1, 1)
-    stated = [Evaluation(run, {"a": 1.0, "b": 0.0}, {"model": f"{escape}]0;owned"}, False) for escape in ("\x1b", "\x9b")]
+    stated = [Evaluation(run, {"a": 1.0, "b": 0.0}, {"temperature": f"{escape}]0;owned"}, False) for escape in ("\x1b", "\x9b")]
     compare.show(stated, Console(width=160))
     with pytest.raises(SystemExit):
         end("model_type \x1b]0;owned\x07", place())
     said = capsys.readouterr()
     assert not {"\x1b", "\x9b", "\x07"} & {*said.out, *said.err} and said.err.count("?[2Jrun") == 2
-    assert said.err.splitlines()[-1] == "error: model_type ?]0;owned?" and "another model: ?]0;owned; the first: ?]0;owned" in said.out
+    assert (
+        said.err.splitlines()[-1] == "error: model_type ?]0;owned?" and "another temperature: ?]0;owned; the first: ?]0;owned" in said.out
+    )

@@ -94,16 +94,15 @@ def talks_by_websocket(server: Any, folder: Path) -> str:
 def calls_another_method(server: Any, folder: Path) -> str:
     """By whoever has the token: other spellings of the path, and bodies that two readers may read differently."""
     paths = ("/collective_rpc", "//collective_rpc", "/./collective_rpc", "/%63ollective_rpc", "/collective_rpc?x=/", "/collective_rpc;x")
-    plain = '{"method": "save_sharded_state", "args": ["/tmp/w"]}'
+    plain = json.dumps({"method": "save_sharded_state", "args": [str(folder / "written")]})
     other = ('{"method": "rl_nature", "method": "save_sharded_state"}', '{"method": "rl_nature", "args": []}', '{"\\u006dethod": "sleep"}')
     bodies = [plain.encode(), plain.encode("utf-16"), plain.encode("utf-8-sig"), *(each.encode() for each in other), b'{"method": NaN}']
     know = ("Authorization", f"Bearer {TOKEN}")
     with server(folder) as site:
-        for path in paths:
-            for body in bodies:
-                site.ask("POST", path, HERE, JSON, know, body=body)
-    called = [body for _, body in site.reached if json.loads(body) != {"method": "rl_nature"}]
-    return f"{len(called)} calls reach the worker" if called else ""
+        codes = [site.ask("POST", path, HERE, JSON, know, body=body)[0] for path in paths for body in bodies]
+    if (folder / "written").exists():
+        return "the worker has written files"
+    return f"{codes.count(200)} calls reach the worker" if 200 in codes else ""
 
 
 def seen_by_a_rebound_name(server: Any, folder: Path) -> str:

@@ -1,0 +1,71 @@
+"""Probes of our own servers, clients and readers: those of seconds with their controls, and what counts as a success of an attack."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.probes.__main__ import PROBES
+from benchmarks.probes.probe import Probe, run, table
+
+QUICK = (
+    "host: rebound", "host: the right", "page: of another port", "page: of another sub", "type: a Blob", "type: reports", "token: thirteen",
+    "engine: a page", "engine: other worker", "viewer: its pictures", "token: repeated", "JSON: 200,000", "JSON: a sandbox", "words:",
+    "proof: one", "proof: another", "proof: a judge", "a link out of the run", "weights: two", "checkpoint: a pickle",
+    "checkpoint: another", "checkpoint: infinitely", "template: four",
+)  # fmt: skip
+
+
+def test_probes_are_held_and_their_controls_get_through() -> None:
+    chosen = [probe for probe in PROBES if probe.name.startswith(QUICK) or any(words in probe.name for words in QUICK)]
+    assert len(chosen) >= len(QUICK)
+    rows = run(chosen, limit_s=120)
+    assert all(row.is_good for row in rows), table([row for row in rows if not row.is_good])
+
+
+def test_there_are_sixty_and_none_twice() -> None:
+    names = [(probe.area, probe.name) for probe in PROBES]
+    areas = [area for area, _ in names]
+    assert len(set(names)) == len(names) >= 60
+    assert all(areas.count(area) >= least for area, least in {"servers": 25, "clients": 15, "files": 20}.items())
+
+
+def hangs(target: object, folder: Path) -> str:
+    time.sleep(60)
+    return ""
+
+
+def takes_memory(target: object, folder: Path) -> str:
+    return "" if bytearray(500 << 20) and bytearray(b"x" * (500 << 20)) else "nothing"
+
+
+def raises(error: BaseException) -> Callable[[object, Path], str]:
+    def attack(target: object, folder: Path) -> str:
+        raise error
+
+    return attack
+
+
+def dies(target: object, folder: Path) -> str:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("attack", "gained"),
+    [
+        (hangs, "does not end within 2 s"), (takes_memory, "takes "), (raises(MemoryError()), "takes more than 1024 MB"),
+        (raises(RecursionError("deep")), "breaks: RecursionError: deep"), (raises(ValueError("\x1b[2J")), "refuses with '\\x1b[2J'"),
+        (dies, "its process ended with -9"), (raises(ValueError("no file")), ""), (lambda target, folder: "", ""),
+        (lambda target, folder: f"{target} is had", "it is had"),
+    ],
+)  # fmt: skip
+def test_what_an_attack_gains(attack: Callable[[object, Path], str], gained: str) -> None:
+    """A probe is good if its control gets through and the defended one does not: the same attack on both sides never is."""
+    (row,) = run([Probe("servers", "name", attack, "it", "it")], limit_s=2 if attack is hangs else 120)
+    for attempt in (row.defended, row.control):
+        assert attempt.gained.startswith(gained) and bool(attempt.gained) == bool(gained)
+    assert not row.is_good
+    assert ("**broken**" in table([row])) == bool(gained) and ("**no control**" in table([row])) != bool(gained)
