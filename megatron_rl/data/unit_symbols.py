@@ -32,7 +32,10 @@ def _known_symbols() -> dict[str, list[str]]:
 
 
 _KNOWN = _known_symbols()
-_UNITS = re.compile(r"(?<=\d)\s*[^\W\d_]+(?:(?:\^?\{?-?\d\}?)?\s*(?:[/*\xb7\u22c5.]|per(?!\w))?\s*[^\W\d_]+){0,4}")
+_UNITS = re.compile(
+    r"(?:(?<=[\d}])|(?<=\\pi)|(?<=\u03c0))\s*[^\W\d_]+"
+    r"(?:(?:\^?\{?-?\d\}?)?\s*(?:[/*\xb7\u22c5.]|per(?!\w))?\s*[^\W\d_]+){0,4}"
+)
 """Behind a number: a unit, or several multiplied or divided."""
 _WORD = re.compile(r"[^\W\d_]+")
 

@@ -65,6 +65,7 @@ UNITS_DIFFERENT = [
     ],
     *[("5 mg/mL", "5 Mg/mL"), ("5 g/mL", "5 g/ML"), ("5 mm^2", "5 Mm^2"), ("5 m\u03a9", "5 M\u03a9"), ("5mV", "5MV"), ("5 Cal", "5 cal")],
     *[("5 mA h", "5 MA h"), ("2 per mL", "2 per ML"), ("5\\text{ mm}", "5\\text{ Mm}"), ("1.5 ms", "1.5 Ms"), ("5 mHz", "5 MHz")],
+    *[("\\frac{1}{2} mW", "\\frac{1}{2} MW"), ("2\\pi mW", "2\\pi MW"), ("2\u03c0 mW", "2\u03c0 MW"), ("5\u00d710^3 mW", "5\u00d710^3 MW")],
 ]
 DOTS_SAME = [("5", "5."), ("7:30", "7:30."), ("red", "red..."), ("5..", "5.."), ("1, 2", "2, 1."), ("5 cm", "5 cm.")]
 DOTS_DIFFERENT = [
