@@ -196,21 +196,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a state is anything",
-        "megatron_rl/run_states.py",
+        "megatron_rl/checkpoint_state.py",
         "        _STATE.validate_json(json.dumps(read), strict=True)\n",
         "",
         "tests/test_run_states.py -k has_the_types",
     ),
     Mutant(
         "a state's numbers may be text",
-        "megatron_rl/run_states.py",
+        "megatron_rl/checkpoint_state.py",
         "_STATE.validate_json(json.dumps(read), strict=True)",
         "_STATE.validate_json(json.dumps(read))",
         "tests/test_run_states.py -k has_the_types",
     ),
     Mutant(
         "a state has done fewer than no steps",
-        "megatron_rl/run_states.py",
+        "megatron_rl/checkpoint_state.py",
         "Annotated[int, Ge(0)]",
         "Annotated[int, Ge(-1)]",
         "tests/test_run_states.py -k has_the_types",
@@ -2483,8 +2483,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a service's token goes to whoever has its port",
         "megatron_rl/services/address.py",
-        "if KINDS[kind].proves and not",
-        "if not KINDS[kind].proves and not",
+        "if is_gated and not is_proven(",
+        "if not is_gated and not is_proven(",
         "tests/services/test_services_token.py -k port_first",
     ),
     Mutant(

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "rewards": {"data", "proxies", "servers", "types", "config"},
     "published": {"data", "types", "config"},
     "tasks": {"bounded_files", "data", "jsonl", "published", "rewards", "types", "config"},
-    "data": {"jsonl", "types", "config"},
+    "data": {"bounded_files", "jsonl", "types", "config"},
     "observe": {"bounded_files", "jsonl", "wire", "types", "config"},
     "rollout": {"tasks", "rewards", "jsonl", "models", "servers", *DATA},
     "models": {"configs", "jsonl", "types", "cpu"},
