@@ -62,7 +62,7 @@ setup(
         "test": ["datasets>=5,<6", "hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8"],
     },
     entry_points={
-        "torch.backends": ["torchvision_on_cpu = megatron_rl.torchvision_on_cpu:declare_operators"],
+        "torch.backends": ["torchvision_on_cpu = megatron_rl.compat.torchvision_cpu:declare_operators"],
         "console_scripts": [
             "megatron-rl = megatron_rl.cli:cli",
             "converter_hf_to_mcore = tools.convert.converter_hf_to_mcore:main",

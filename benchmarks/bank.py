@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 from PIL import Image as pil
 
-from megatron_rl.observe.bank import Bank, path_of
 from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.services.kept import free_port
+from megatron_rl.observe.rollout_store import Bank, path_of
+from megatron_rl.services.supervised_process import free_port
 from megatron_rl.types import ATTACHED, Context, Image, Rollout, Turn
 
 OBSERVED, SAMPLED, TURNS = 160, 40, 3

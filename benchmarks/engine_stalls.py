@@ -22,13 +22,13 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.rollout import local
-from megatron_rl.rollout.admission import RoundSettings
+from megatron_rl.rollout import colocated
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.manager import Fleet
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Message
 from tools.data.make_tiny_qwen2_5_vl import make
 
@@ -79,10 +79,10 @@ class FixedCore:
     def close(self) -> None: ...
 
 
-def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[local.LocalEngine, FixedCore]:
+def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[colocated.LocalEngine, FixedCore]:
     """The trainer's own engine but for vLLM."""
-    core, local.VllmCore = FixedCore(step_s), lambda *_, **__: core
-    engine = local.LocalEngine(
+    core, colocated.VllmCore = FixedCore(step_s), lambda *_, **__: core
+    engine = colocated.LocalEngine(
         str(model), EngineSettings(max_model_len=max_model_len), image_token_id=renderer.image_token_id,
         banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip

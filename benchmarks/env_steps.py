@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.choices import build_task
 from megatron_rl.config import ModelSettings, TaskSettings
+from megatron_rl.registry import build_task
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Task
+from megatron_rl.rollout.task import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 PIXELS = {"min_pixels": 19600, "max_pixels": 20000}

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from megatron_rl.config import TaskSettings
-from megatron_rl.observe.wilson import wilson
+from megatron_rl.evaluation.intervals import wilson
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, best_table, play
 from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, policy_success, start_probabilities
@@ -22,7 +22,7 @@ from megatron_rl.tasks.gym_cards.number_line import move as walk
 from megatron_rl.tasks.gym_cards.points import BLANK, EZPOINTS, POINTS24, Rules, Table, deal_four, deal_pair, move, suited
 from megatron_rl.tasks.gym_cards.points_task import Points24Task
 from megatron_rl.tasks.gym_cards.solvers import hands_of_four, solution, starts_of_pairs
-from megatron_rl.tasks.options import Points24Options
+from megatron_rl.tasks.task_options import Points24Options
 
 
 def random_points(rules: Rules) -> float:

@@ -1,4 +1,5 @@
-"""Peak memory of real runs whose episodes see large pictures, beside the plan (megatron_rl/plan/pictures.py): what more of them takes.
+"""Peak memory of real runs whose episodes see large pictures, beside the plan (megatron_rl/memory_plan/image_memory.py): what more of them
+takes.
 
     .venv/bin/python benchmarks/host_memory.py                                # 2-megapixel pictures, 8 and 64 episodes, one and two ranks
     .venv/bin/python benchmarks/host_memory.py --side 56 --episodes 2 4       # tries the script, says nothing
@@ -20,8 +21,8 @@ import numpy as np
 from PIL import Image
 
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings
+from megatron_rl.memory_plan.image_memory import pictures
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.plan.pictures import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 

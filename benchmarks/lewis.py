@@ -31,7 +31,7 @@ from card_games import make, train
 from lewis_pace import pace
 from numberline import ROOT
 
-from megatron_rl.observe.wilson import wilson
+from megatron_rl.evaluation.intervals import wilson
 
 CELLS = ("speaker", "listener", "alternating", "simultaneous")
 ROUNDS, WAIT_S = 2, 600

@@ -15,11 +15,11 @@ import time
 import torch
 import torch.distributed as dist
 
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import ParallelSettings
-from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.policy.logprobs import Distribution
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.world import connect, place
 
 VOCABULARY = 151_936
 

@@ -25,13 +25,13 @@ import numpy as np
 from PIL import Image as pil
 from PIL.Image import Image as Picture
 
-from megatron_rl.choices import Own
-from megatron_rl.cli.composed import composed
-from megatron_rl.observe.bank import read_rollouts, steps
+from megatron_rl.entrypoints.train import run
+from megatron_rl.launcher.compose import composed
 from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.rollout import fleet
-from megatron_rl.start import run
-from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.observe.rollout_store import read_rollouts, steps
+from megatron_rl.registry import Own
+from megatron_rl.rollout import manager
+from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message
 from tools.data.make_tiny_qwen2_5_vl import make
 
@@ -88,7 +88,7 @@ class Seen:
 @contextmanager
 def watched() -> Iterator[Seen]:
     """Every callback of the thread of the episodes is timed, and every episode counted from its beginning to its end."""
-    seen, run_handle, play = Seen(), events.Handle._run, fleet.run_episode
+    seen, run_handle, play = Seen(), events.Handle._run, manager.run_episode
 
     def timed(handle: events.Handle) -> None:
         if threading.current_thread().name != "episodes":
@@ -108,11 +108,11 @@ def watched() -> Iterator[Seen]:
         finally:
             seen.now -= 1
 
-    events.Handle._run, fleet.run_episode = timed, counted
+    events.Handle._run, manager.run_episode = timed, counted
     try:
         yield seen
     finally:
-        events.Handle._run, fleet.run_episode = run_handle, play
+        events.Handle._run, manager.run_episode = run_handle, play
 
 
 def main() -> None:

@@ -26,15 +26,15 @@ import torch.distributed as dist
 from PIL import Image as Pillow
 
 from megatron_rl.algo.objective import objective
+from megatron_rl.batching.minibatches import WeightedContext
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.minibatches import WeightedContext
+from megatron_rl.distributed.world import connect, expand_segments, gather, place, return_freed_blocks
+from megatron_rl.memory_plan.gpu_specs import GPUS
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan.devices import GPUS
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Batch, Context, Image
-from megatron_rl.world import connect, expand_segments, gather, place, return_freed_blocks
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::nonzero")
 """As torch's profiler names them; the last two wait for a GPU and for nothing on a CPU."""

@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/scale.py                                             # deepeyes_7b_h200x32, 20 seconds of a core
     .venv/bin/python benchmarks/scale.py --experiment codev_7b_h200x8 --gpus 8 64
 
-The model of time is megatron_rl/plan/seconds.py with the constants of plan/speed.py. For the rollout episodes are drawn instead, of
-log-normal lengths (speed.py, spread), dealt to the engines in turn and played in their slots: engines wait for the one that ends last. The
-batch is the recipe's, or grows with the GPUs from the recipe's own number of them.
+The model of time is megatron_rl/memory_plan/step_time.py with the constants of memory_plan/step_time_constants.py. For the rollout
+episodes are drawn instead, of log-normal lengths (speed.py, spread), dealt to the engines in turn and played in their slots: engines wait
+for the one that ends last. The batch is the recipe's, or grows with the GPUs from the recipe's own number of them.
 """
 
 import argparse
@@ -21,12 +21,10 @@ from hydra import compose, initialize_config_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.choices import has_critic
-from megatron_rl.cli.door import resolve
+from megatron_rl.cli.app import resolve
 from megatron_rl.config import Settings
-from megatron_rl.models.released import known_spec
-from megatron_rl.plan.memory import plan
-from megatron_rl.plan.seconds import (
+from megatron_rl.memory_plan.gpu_memory import plan
+from megatron_rl.memory_plan.step_time import (
     Case,
     case_of,
     decode_step,
@@ -40,7 +38,9 @@ from megatron_rl.plan.seconds import (
     trained_tokens,
     update,
 )  # fmt: skip
-from megatron_rl.plan.speed import halved_and_doubled
+from megatron_rl.memory_plan.step_time_constants import halved_and_doubled
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.registry import has_critic
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

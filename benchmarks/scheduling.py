@@ -18,11 +18,11 @@ import numpy as np
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Message, Rollout
 from tools.data.make_tiny_qwen2_5_vl import make
 

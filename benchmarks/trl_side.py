@@ -19,8 +19,8 @@ from transformers import AutoProcessor, PrinterCallback, TrainerCallback, Traine
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_rl.config import ModelSettings, TaskSettings
-from megatron_rl.rollout.admission import choose_prompts
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.tasks.gym_cards.number_line import State, picture
 from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTask, observation
 from megatron_rl.types import Example

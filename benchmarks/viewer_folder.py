@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from megatron_rl.jsonl import replace_lines
-from megatron_rl.observe.bank import path_of, write
+from megatron_rl.io.jsonl import replace_lines
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.services.kept import free_port
+from megatron_rl.observe.rollout_store import path_of, write
+from megatron_rl.services.supervised_process import free_port
 from megatron_rl.types import ATTACHED, Context, Rollout, Turn
 
 PER_STEP, TURNS, NUM_METRICS = 256, 3, 80

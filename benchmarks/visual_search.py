@@ -18,9 +18,9 @@ from pathlib import Path
 
 from numberline import ROOT, train
 
+from megatron_rl.evaluation.intervals import wilson
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.plot import reward_curves
-from megatron_rl.observe.wilson import wilson
 from megatron_rl.tasks.visual_search.task import NUM_EVAL
 
 STAGES = {"sft": "visual_search_sft_cpu", "grpo": "visual_search_python_cpu", "ppo": "visual_search_ppo_cpu"}

@@ -6,10 +6,10 @@
     .venv/bin/python benchmarks/waiting.py --measured lengths.json
 
 Events, not formulas: episodes of log-normal lengths, or of the shape of measured ones, stand in line for the slots of their engine, an
-engine's step takes what plan/seconds.py says of as many as run, a group is played when its last episode is. Groups are dealt, trained on
-and waited for as rollout/admission.py does it: those that were played first, and all that would be too old for the next step. Colocated,
-engines stand still while the weights change and are given out; apart, some of the GPUs only train, and the others stand still for the
-sync alone. An episode that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time leaves
+engine's step takes what memory_plan/step_time.py says of as many as run, a group is played when its last episode is. Groups are dealt,
+trained on and waited for as rollout/scheduler.py does it: those that were played first, and all that would be too old for the next step.
+Colocated, engines stand still while the weights change and are given out; apart, some of the GPUs only train, and the others stand still
+for the sync alone. An episode that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time leaves
 out.
 """
 
@@ -26,8 +26,8 @@ import numpy as np
 import pandas
 from scale import case_for, on
 
-from megatron_rl.observe.bank import steps as steps_of
-from megatron_rl.plan.seconds import Case, decode_step, prompts, sync, update
+from megatron_rl.memory_plan.step_time import Case, decode_step, prompts, sync, update
+from megatron_rl.observe.rollout_store import steps as steps_of
 
 TRAINERS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of the GPUs that only train."""
@@ -242,7 +242,11 @@ def main() -> None:
     parser.add_argument("--experiment", default="deepeyes_7b_h200x32")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1024])
     parser.add_argument("--steps", type=int, default=6, help="of a run; the first two are not counted")
-    parser.add_argument("--spread", type=float, help="standard deviation of the logarithm of an episode's tokens; default: plan/speed.py")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        help="standard deviation of the logarithm of an episode's tokens; default: memory_plan/step_time_constants.py",
+    )
     parser.add_argument("--measured", type=Path, help="lengths of what --measure has written, in place of log-normal ones")
     parser.add_argument("--measure", type=Path, metavar="RUN/rollouts", help="print the lengths of the episodes of a run's bank, and end")
     given = parser.parse_args()

@@ -31,12 +31,12 @@ def measure(name: str, given: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_rl.build import build_engine
     from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings, Settings
-    from megatron_rl.parts import build_engine
+    from megatron_rl.distributed.world import connect, place
     from megatron_rl.policy.parallel import build_layout
     from megatron_rl.policy.policy import Policy
     from megatron_rl.rollout.renderer import Renderer
-    from megatron_rl.world import connect, place
 
     tp, pp, engine_tp = LAYOUTS[name]
     settings = Settings(model=ModelSettings(path=given.model), parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))

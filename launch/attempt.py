@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_rl.attempts import attempt
+from megatron_rl.run.process import attempt
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="attempt.py", description="One attempt at a command, as a Slurm job makes it.")

@@ -10,7 +10,7 @@
 # LISTENER_CHUNK_SIZE, LISTENER_CHUNK_DELAY, LISTENER_MAX_RETRIES, LISTENER_BACKOFF_FACTOR, LISTENER_REWARD_MODE, NO_PROXY, DEBUG_MODE with
 # LOG_PATH (without them a recipe's log is in its run folder). NO_PROXY has an effect as in the game: proxies of the environment are looked at
 # where it names the listener, whom they then leave alone.
-# A listener reads its own (INFERENCE_CONCURRENCY, ...): python -m megatron_rl.services.listener --help
+# A listener reads its own (INFERENCE_CONCURRENCY, ...): python -m megatron_rl.tasks.lewis.server.listener_app --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
@@ -74,7 +74,7 @@ debug=${DEBUG_MODE-} # read as the services read it
 case ${debug,,} in 1 | true | yes | on) words+=("task.options.log=${LOG_PATH-runs/lewis/predictions.jsonl}") ;; esac
 
 count='import sys
-from megatron_rl.cli.composed import composed
+from megatron_rl.launcher.compose import composed
 from megatron_rl.data.records import Records
 try:
     given = composed(sys.argv[1:])

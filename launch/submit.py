@@ -8,7 +8,7 @@ Behind `--` stands what else sbatch should know; in a yaml slurm.sbatch says the
 
 import sys
 
-from megatron_rl.cli.submit import submit_main
+from megatron_rl.launcher.slurm import submit_main
 
 if __name__ == "__main__":
     sys.exit(submit_main(sys.argv[1:]))

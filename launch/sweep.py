@@ -10,7 +10,7 @@ Exit code 0: what was asked for is finished; 75: stopped, the same command goes 
 import sys
 from pathlib import Path
 
-from megatron_rl.cli.sweep import sweep_main
+from megatron_rl.launcher.sweep import sweep_main
 
 if __name__ == "__main__":
     sys.exit(sweep_main(sys.argv[1:], launch=Path(__file__).resolve().parent))

@@ -8,7 +8,7 @@ The picture is sweep.png beside the run folders, or what --out names.
 
 import sys
 
-from megatron_rl.cli.sweep_table import main
+from megatron_rl.launcher.sweep_report import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -6,17 +6,17 @@ Loss on assistant tokens only (the context's mask), and not on those of messages
 from collections.abc import Sequence
 
 from megatron_rl.algo.objective import likelihood
+from megatron_rl.batching.minibatches import WeightedContext
 from megatron_rl.config import Settings
 from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import TRANSCRIPTS, demonstrations_of
-from megatron_rl.minibatches import WeightedContext
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import seed_of
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run import Run
-from megatron_rl.run_states import Checkpoints
-from megatron_rl.stop import Stop
-from megatron_rl.tasks.base import Task
+from megatron_rl.rollout.task import Task
+from megatron_rl.run.checkpoints import Checkpoints
+from megatron_rl.run.record import Run
+from megatron_rl.run.shutdown import Stop
 from megatron_rl.types import Demonstration
 
 KEPT_BYTES = 1 << 30

@@ -63,11 +63,11 @@ class LogprobMismatch(RunFailed):
 
 
 class Parted(RunFailed):
-    """The ranks have lost each other (watch.py); whoever watches the run was told why."""
+    """The ranks have lost each other (distributed/hang_watchdog.py); whoever watches the run was told why."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop (stop.py), and every rank does. What was given up for it is done again by the run's next life."""
+    """The run was asked to stop (run/shutdown.py), and every rank does. What was given up for it is done again by the run's next life."""
 
 
 class Status(StrEnum):
@@ -139,7 +139,7 @@ class Image:
     """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
 
     picture: Picture | None
-    """None where another rank has it (gallery.py), or where it was read without its pixels (wire.from_record)."""
+    """None where another rank has it (distributed/image_exchange.py), or where it was read without its pixels (wire.from_record)."""
     patch_PC: torch.Tensor | None
     """float32 [P, C], the output of the one processor call: what an engine is given. It takes eight times the picture's size, and is None
     once the episode is over; Renderer.patches makes it again."""
@@ -190,7 +190,8 @@ class Context:
     coefficients: list[float] = field(default_factory=list)
     """Factor on each sampled token's logprob in the surrogate (algo.thought_coef); empty: 1 everywhere."""
     entropies: list[float] = field(default_factory=list)
-    """Entropy, in nats, of the distribution that the trainer gave each sampled token when it was first trained on (noted.py)."""
+    """Entropy, in nats, of the distribution that the trainer gave each sampled token when it was first trained on
+    (batching/token_stats.py)."""
 
     def extend(
         self, token_ids: list[int], *,
@@ -316,7 +317,7 @@ class Rollout:
     outcome: float = 0.0
     """The reward without what its turns contributed."""
     dropped: str = ""
-    """Why a rollout that was scored is not trained on (algo/select.py); empty when it is."""
+    """Why a rollout that was scored is not trained on (algo/filtering.py); empty when it is."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The reward by named part, unweighted."""
     verdicts: list[Verdict] = field(default_factory=list)
@@ -505,7 +506,7 @@ class LossMetrics:
     checks: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whether a tensor of the micro-batch holds finite numbers only, in the order in which they came to be."""
     histograms: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Counts by size [bins] (histogram.py): add, then read NAME_p99 off the sum. NAME_max is among the maxima."""
+    """Counts by size [bins] (io/histogram.py): add, then read NAME_p99 off the sum. NAME_max is among the maxima."""
 
 
 Loss = Callable[[Rows], tuple["torch.Tensor", LossMetrics]]

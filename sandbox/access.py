@@ -1,6 +1,6 @@
 """Checks on the headers of a request, made before its body is read: Host, origin, token, content type.
 
-gate.py makes them for every server of ours, megatron_rl/rollout/vllm/gate.py for the vLLM servers of a run. A web page that a browser
+gate.py makes them for every server of ours, megatron_rl/rollout/vllm/http_gate.py for the vLLM servers of a run. A web page that a browser
 on this machine shows reaches loopback ports, but only with its own Origin or Sec-Fetch-Site, without the token, and, without asking
 first, not as application/json. After DNS rebinding the page has the server's origin; then the Host header still has the page's name.
 

@@ -2,7 +2,7 @@
 
 httpx's own time-outs are those of one read: a byte each second holds a request for ever. Here one limit covers the connection, the request
 and the whole answer. Compressed answers are not asked for and are refused, because a few kilobytes of one may be gigabytes. No redirect is
-followed, and no proxy of the environment is used. Clients of judges, which may be anywhere, are in megatron_rl/rewards/client.py.
+followed, and no proxy of the environment is used. Clients of judges, which may be anywhere, are in megatron_rl/clients/openai.py.
 """
 
 import asyncio

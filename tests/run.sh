@@ -28,7 +28,7 @@ if [[ ${1-} == --quick ]]; then
     shift
     bash tests/lint.sh
     set -- tests/algo tests/config tests/contracts tests/data tests/evaluation tests/models tests/observe tests/plan tests/policy tests/recorded tests/rewards \
-        tests/rollout tests/tasks tests/test_*.py --deselect tests/contracts/test_recipes.py --deselect tests/test_watch.py --deselect tests/evaluation/test_alone.py --deselect tests/evaluation/test_endpoint.py \
+        tests/rollout tests/tasks tests/test_*.py --deselect tests/contracts/test_recipes.py --deselect tests/distributed/test_hang_watchdog.py --deselect tests/entrypoints/test_evaluate.py --deselect tests/evaluation/test_endpoint_policy.py \
         --deselect tests/tasks/test_alfworld_players.py "$@"
 fi
 exec python -m pytest -m "not gpu and not long" --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=15 "$@"

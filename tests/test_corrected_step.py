@@ -8,13 +8,13 @@ from statistics import fmean
 import pytest
 import torch
 
-from megatron_rl.algo.corrections import CORRECTIONS
 from megatron_rl.algo.objective import objective
-from megatron_rl.batch import loss_rows
+from megatron_rl.algo.rollout_correction import CORRECTIONS
+from megatron_rl.batching.packing import loss_rows
 from megatron_rl.config import AlgoSettings, BatchSettings, Settings
 from megatron_rl.types import Batch, Rollout
 from tests.support.corrections import textbook_weights
-from tests.test_train import COEF, SAYS, by_token, credited_on, sampled, step
+from tests.test_training_loop import COEF, SAYS, by_token, credited_on, sampled, step
 
 EVERY = (*CORRECTIONS, "token_tis+geo_mask", "bypass+geo_mask+opsm")
 BOUNDS = {"sequence_mask_high": 1.2, "geo_mask_low": 0.9, "geo_mask_high": 1.2, "k3_mask_high": 0.03, "opsm_delta": 0.05}
@@ -82,7 +82,7 @@ def test_a_step_does_not_depend_on_how_it_was_cut(
     correction: str, ranks: int, max_tokens: int, share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two epochs, so that the old logprobs are read; the second one is looked at. What is masked stays in the denominator."""
-    monkeypatch.setattr("tests.test_train.step", off_policy)
+    monkeypatch.setattr("tests.test_training_loop.step", off_policy)
     algo = AlgoSettings(name="rloo", correction=correction, **BOUNDS)
     settings = Settings(algo=algo, batch=BatchSettings(prompts_per_step=4, micro_batch_tokens=max_tokens, epochs=2))
     done = credited_on(ranks, settings, monkeypatch, share=share)
@@ -100,7 +100,7 @@ def test_a_step_does_not_depend_on_how_it_was_cut(
 
 def test_with_bypass_the_kl_in_the_reward_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """kl_coef * (engine - reference logprob) comes off each token's reward: nothing is read for it but the reference."""
-    monkeypatch.setattr("tests.test_train.step", off_policy)
+    monkeypatch.setattr("tests.test_training_loop.step", off_policy)
     algo = AlgoSettings(name="rloo", kl_coef=COEF, kl_in_reward=True, correction="bypass")
     ((rollouts, policy, minibatches),) = credited_on(1, Settings(algo=algo, batch=BatchSettings(prompts_per_step=4)), monkeypatch)
     assert policy.asked == ["reference"]
@@ -118,7 +118,7 @@ def test_with_bypass_the_kl_in_the_reward_is_the_engines(monkeypatch: pytest.Mon
 
 def test_dropping_a_sequence_takes_nothing_off_the_denominator(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are masked: a loss and a gradient of 0, divided by as much as ever."""
-    monkeypatch.setattr("tests.test_train.step", off_policy)
+    monkeypatch.setattr("tests.test_training_loop.step", off_policy)
     algo = AlgoSettings(name="rloo", correction="geo_mask", geo_mask_low=1.0, geo_mask_high=1.0)
     settings = Settings(algo=algo, batch=BatchSettings(prompts_per_step=4))
     plain = replace(settings, algo=replace(algo, correction="none"))

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image as Pillow
 
 from megatron_rl import sft
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import DataSettings, ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer

@@ -17,21 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl import train
+from megatron_rl import training_loop
 from megatron_rl.config import AlgoSettings, BatchSettings, CheckpointSettings, ModelSettings, RunSettings, Settings
-from megatron_rl.gallery import Gallery
+from megatron_rl.distributed.image_exchange import Gallery
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.rollout.admission import choose_prompts
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run import Run
-from megatron_rl.run_states import Checkpoints, find
+from megatron_rl.rollout.scheduler import choose_prompts
+from megatron_rl.run.checkpoints import Checkpoints, find
+from megatron_rl.run.record import Run
 from megatron_rl.types import Stopped
-from megatron_rl.world import connect, place
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.lasting_fleet import HeldTask, lasting_fleet
 from tests.support.scripted_fleet import EPISODE, EXAMPLES
-from tests.test_train_loop import Learner
+from tests.test_training_loop_scripted import Learner
 
 STEPS = 6
 DEALT = Counter(example.id for number in range(STEPS) for example in choose_prompts(EXAMPLES, 2, seed=EPISODE.seed, round_number=number))
@@ -116,7 +116,7 @@ def live(
 
     fleet.serve = served
     try:
-        train.train(
+        training_loop.train(
             settings, policy=policy, fleet=fleet, gallery=Gallery(patch=14), run=run, checkpoints=checkpoints,
             stop=SimpleNamespace(check=check),
         )  # fmt: skip

@@ -10,7 +10,7 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_rl.jsonl import unwritten
+from megatron_rl.io.jsonl import unwritten
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

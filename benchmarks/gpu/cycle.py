@@ -7,7 +7,8 @@
 A turn: sync (the engine's weights wake, the trainer's arrive and are proven), the policy leaves, the cache wakes, requests with pictures in
 groups, the engine sleeps, the policy comes back, an update. Columns in GB (10^9 bytes). Used: of the device, by anybody, at the phase's
 end. Reserved: by torch, of it. Peak: used, with what torch had allocated at most during the phase in place of what it has reserved; that is
-what plan/memory.py counts. Plan: its rollout, sync or update for --gpu; aim: within 10% of the peak. On a CPU what is measured is "-".
+what memory_plan/gpu_memory.py counts. Plan: its rollout, sync or update for --gpu; aim: within 10% of the peak. On a CPU what is measured
+is "-".
 """
 
 import argparse
@@ -26,6 +27,8 @@ from gauges import machine, print_head, print_row, timed
 from PIL import Image as Pillow
 
 from megatron_rl.algo.objective import objective
+from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.build import build_engine, build_policy
 from megatron_rl.config import (
     BatchSettings,
     EngineSettings,
@@ -37,23 +40,21 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )  # fmt: skip
-from megatron_rl.minibatches import WeightedContext
+from megatron_rl.distributed.world import connect, expand_segments, place, return_freed_blocks
+from megatron_rl.memory_plan.gpu_memory import SharePlan, plan
+from megatron_rl.memory_plan.gpu_specs import GB, GPUS
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.parts import build_engine, build_policy
-from megatron_rl.plan.devices import GB, GPUS
-from megatron_rl.plan.memory import SharePlan, plan
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm import core
+from megatron_rl.rollout.vllm import engine_core
 from megatron_rl.types import Context
-from megatron_rl.world import connect, expand_segments, place, return_freed_blocks
 
 T = TypeVar("T")
 PLANNED = ("rollout", "sync", "update")
-"""Phases that plan/memory.py has by these names."""
+"""Phases that memory_plan/gpu_memory.py has by these names."""
 TINY = {"turns": 2, "prompts": 2, "group": 2, "tokens": 8, "max_model_len": 128, "micro_batch_tokens": 256, "dtype": "float32"}
 
 
@@ -148,7 +149,7 @@ def credited(said: list[tuple[Context, Completion]]) -> list[WeightedContext]:
 
 
 def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, LocalEngine, Renderer]:
-    """In the order of start.py, with the memory of a run: the engine finds the device free."""
+    """In the order of entrypoints/train.py, with the memory of a run: the engine finds the device free."""
     world = place()
     return_freed_blocks()
     if world.device.type == "cuda":
@@ -230,8 +231,8 @@ def main() -> None:
     if given.tiny:
         vars(given).update(TINY)
     if given.eager:
-        as_it_is = core.place_of
-        core.place_of = lambda settings, *, cuda: as_it_is(settings, cuda=cuda) | {"enforce_eager": True}
+        as_it_is = engine_core.place_of
+        engine_core.place_of = lambda settings, *, cuda: as_it_is(settings, cuda=cuda) | {"enforce_eager": True}
     settings = settings_of(given)
     planned = plan(read_spec(given.model, key="--model"), settings, world_size=1).ranks[0] if given.gpu else None
     print(f"{given.model}, {given.dtype}, {machine()}; plan: {given.gpu or 'none'}")

@@ -17,7 +17,7 @@ import httpx
 from benchmarks.probes.hostile import Answer, Trap, brotlied, deflated, drips, gzipped_twice, packed, says, trap
 from benchmarks.probes.probe import Probe
 from benchmarks.probes.sites import TOKEN, SandboxServer
-from megatron_rl.rollout.server import Server
+from megatron_rl.rollout.vllm.server_api import Server
 from megatron_rl.services import address
 from sandbox import access
 from sandbox.access import CHALLENGE, PROOF, proof_of

@@ -11,12 +11,12 @@ from typing import Any
 
 from benchmarks.probes import bombs, readers
 from benchmarks.probes.probe import Probe
-from megatron_rl.bounded_files import printable, read_tail
-from megatron_rl.jsonl import read_lines
+from megatron_rl.io.bounded_files import printable, read_tail
+from megatron_rl.io.jsonl import read_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.run_folder import read_settings
-from megatron_rl.run_states import RunState, write_state
+from megatron_rl.run.checkpoints import RunState, write_state
+from megatron_rl.run.directory import read_settings
 from megatron_rl.weights.formats.digests import record
 
 Read = Callable[[Path], Any]

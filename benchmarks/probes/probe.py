@@ -21,7 +21,7 @@ import psutil
 import pyarrow as pa
 from jinja2 import TemplateError
 
-from megatron_rl.servers import ServerFault
+from megatron_rl.clients.endpoint_pool import ServerFault
 from megatron_rl.types import HostFault
 from sandbox.bounded_http import NoAnswer
 from sandbox.types import BoxClosed, PoolFull, SandboxFault

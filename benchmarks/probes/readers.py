@@ -17,12 +17,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_rl.data.clips import StoredClip
 from megatron_rl.data.images import StoredImage
-from megatron_rl.observe.bank import read_rollouts
 from megatron_rl.observe.recorder import picture_loader
+from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.observe.viewer.store import Folder
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.rollout import processor
-from megatron_rl.run_states import RunState, recall
+from megatron_rl.run.checkpoints import RunState, recall
 from megatron_rl.weights.formats.digests import digest, find_difference
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.torch_dist_metadata import read_metadata

@@ -17,8 +17,8 @@ from benchmarks.probes.servers import HERE, JSON, calls_another_method, paused_b
 from benchmarks.probes.sites import TOKEN, Site
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.command import MIDDLEWARE, PROGRAM, server_arguments, server_environment
-from megatron_rl.services.kept import free_port
+from megatron_rl.rollout.vllm.server_command import MIDDLEWARE, PROGRAM, server_arguments, server_environment
+from megatron_rl.services.supervised_process import free_port
 
 START_S = 400.0
 PAGE = (("Host", "evil.example:8000"), ("Origin", "http://evil.example"), ("Content-Type", "text/plain;charset=UTF-8"))

@@ -20,11 +20,11 @@ import uvicorn
 from fastapi import FastAPI, Request, WebSocket
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-from megatron_rl.observe.viewer.server import create_app as viewer_app
 from megatron_rl.observe.viewer.store import labelled
-from megatron_rl.rollout.vllm.gate import MIDDLEWARE, TOKEN_FILE
-from megatron_rl.services.admission import Limits as ModelLimits
-from megatron_rl.services.model_server import application
+from megatron_rl.observe.viewer.web_app import create_app as viewer_app
+from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE, TOKEN_FILE
+from megatron_rl.tasks.lewis.server.model_server import application
+from megatron_rl.tasks.lewis.server.request_limiter import Limits as ModelLimits
 from sandbox.connections import Line
 from sandbox.http import config_of
 from sandbox.inputs import collect

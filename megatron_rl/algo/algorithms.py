@@ -1,17 +1,18 @@
 """Everything that tells one algorithm from another: a row of a table. Nothing else asks for algo.name.
 
-To add one: write its credit (credit.py) or its surrogate (surrogates.py) and a row here; a preset in configs/algo gives its constants.
+To add one: write its credit (advantages.py) or its surrogate (policy_losses.py) and a row here; a preset in configs/algo gives its
+constants.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron_rl.algo import credit, surrogates
-from megatron_rl.algo.corrections import bypasses, check_correction
-from megatron_rl.algo.credit import TURN_SCHEMES, Credit
+from megatron_rl.algo import advantages, policy_losses
+from megatron_rl.algo.advantages import TURN_SCHEMES, Credit
 from megatron_rl.algo.gae import generalized_advantages
 from megatron_rl.algo.kl import ESTIMATORS
-from megatron_rl.algo.surrogates import Bounds, Surrogate
+from megatron_rl.algo.policy_losses import Bounds, Surrogate
+from megatron_rl.algo.rollout_correction import bypasses, check_correction
 from megatron_rl.config import AlgoSettings, require, require_choice
 from megatron_rl.types import Rows
 
@@ -19,8 +20,8 @@ from megatron_rl.types import Rows
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Algorithm:
     credit: Credit
-    surrogate: Surrogate = surrogates.clipped
-    bounds: Callable[[Rows, AlgoSettings], Bounds] = surrogates.ratio_bounds
+    surrogate: Surrogate = policy_losses.clipped
+    bounds: Callable[[Rows, AlgoSettings], Bounds] = policy_losses.ratio_bounds
     """Where the surrogate's trust region ends; measured, not trained on."""
     needs_peers: bool = True
     """Credit compares the members of a group: a rollout whose peers all failed is not trained on."""
@@ -38,27 +39,32 @@ class Algorithm:
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "grpo": Algorithm(credit=credit.group_relative, by_turn=True, dual_clips=True),
-    "rloo": Algorithm(credit=credit.leave_one_out, dual_clips=True),
-    "opo": Algorithm(credit=credit.length_weighted, dual_clips=True),
-    "reinforce_pp": Algorithm(credit=credit.whitened_returns, needs_peers=False, dual_clips=True),
+    "grpo": Algorithm(credit=advantages.group_relative, by_turn=True, dual_clips=True),
+    "rloo": Algorithm(credit=advantages.leave_one_out, dual_clips=True),
+    "opo": Algorithm(credit=advantages.length_weighted, dual_clips=True),
+    "reinforce_pp": Algorithm(credit=advantages.whitened_returns, needs_peers=False, dual_clips=True),
     "ppo": Algorithm(credit=generalized_advantages, needs_peers=False, needs_values=True, dual_clips=True),
     "ppo_turn": Algorithm(
         credit=generalized_advantages,
-        surrogate=surrogates.turn_clipped,
-        bounds=surrogates.turn_ratio_bounds,
+        surrogate=policy_losses.turn_clipped,
+        bounds=policy_losses.turn_ratio_bounds,
         needs_peers=False,
         needs_values=True,
         dual_clips=True,
     ),
     "gspo": Algorithm(
-        credit=credit.group_relative, surrogate=surrogates.sequence_clipped, bounds=surrogates.sequence_ratio_bounds, dual_clips=True
+        credit=advantages.group_relative,
+        surrogate=policy_losses.sequence_clipped,
+        bounds=policy_losses.sequence_ratio_bounds,
+        dual_clips=True,
     ),
-    "cispo": Algorithm(credit=credit.group_relative, surrogate=surrogates.stopped_ratio, by_turn=True),
-    "sapo": Algorithm(credit=credit.group_relative, surrogate=surrogates.sigmoid_gated, by_turn=True, bounds=surrogates.no_bounds),
-    "gmpo": Algorithm(credit=credit.group_relative, surrogate=surrogates.geometric, bounds=surrogates.log_ratio_bounds),
+    "cispo": Algorithm(credit=advantages.group_relative, surrogate=policy_losses.stopped_ratio, by_turn=True),
+    "sapo": Algorithm(
+        credit=advantages.group_relative, surrogate=policy_losses.sigmoid_gated, by_turn=True, bounds=policy_losses.no_bounds
+    ),
+    "gmpo": Algorithm(credit=advantages.group_relative, surrogate=policy_losses.geometric, bounds=policy_losses.log_ratio_bounds),
     "dppo": Algorithm(
-        credit=credit.group_relative, surrogate=surrogates.divergence_bounded, by_turn=True, bounds=surrogates.divergence_bounds
+        credit=advantages.group_relative, surrogate=policy_losses.divergence_bounded, by_turn=True, bounds=policy_losses.divergence_bounds
     ),
 }
 """DAPO, Dr. GRPO and GiGPO are grpo with other settings (configs/algo)."""

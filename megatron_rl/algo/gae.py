@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.algo.credit import earnings, groups_of, kl_costs, whitened, write
+from megatron_rl.algo.advantages import earnings, groups_of, kl_costs, whitened, write
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Context, Rollout
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
-from megatron_rl.algo.corrections import bypasses, correct, measure_correction, measure_importance
 from megatron_rl.algo.kl import ESTIMATORS, k3
-from megatron_rl.algo.surrogates import Bounds, log_ratio
+from megatron_rl.algo.policy_losses import Bounds, log_ratio
+from megatron_rl.algo.rollout_correction import bypasses, correct, measure_correction, measure_importance
 from megatron_rl.config import AlgoSettings
-from megatron_rl.histogram import counts_of
+from megatron_rl.io.histogram import counts_of
 from megatron_rl.types import Loss, LossMetrics, Rows
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.algo.surrogates import segment_sum
+from megatron_rl.algo.policy_losses import segment_sum
 from megatron_rl.config import CriticSettings
 from megatron_rl.types import Loss, LossMetrics, Rows, ValueLoss, ValueRows
 

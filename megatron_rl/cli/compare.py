@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.bounded_files import printable
-from megatron_rl.evaluation.paired import Evaluation, difference, differing, read_evaluation
-from megatron_rl.evaluation.report import bootstrap
+from megatron_rl.evaluation.evaluation_report import bootstrap
+from megatron_rl.evaluation.paired_comparison import Evaluation, difference, differing, read_evaluation
+from megatron_rl.io.bounded_files import printable
 
 WIDTH = 160
 """Columns where nobody looks at a terminal."""

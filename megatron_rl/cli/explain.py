@@ -11,7 +11,7 @@ EXAMPLES = """examples:
   explain.py runs/agent --step 40 --weights runs/agent/checkpoints/step_00000040 --rollouts 16
   explain.py runs/agent --step 40 --no-model
   explain.py runs/agent --step 40 --engine
-  spawn.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3          (at the run's layout; torchrun does, too)
+  launcher/spawn.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3          (at the run's layout; torchrun does, too)
 
 exit code: 0 all agree; 1 something differs, and is named; 2 there was nothing to look at
 """
@@ -48,11 +48,11 @@ def main(arguments: Sequence[str]) -> int:
     for name, least, number in (*given, *((each, 1, num) for each, num in sizes)):
         if number < least:
             parser.error(f"--{name}={number}: give {least} or more")
-    from megatron_rl.bounded_files import printable
-    from megatron_rl.explain.explain import Asked, explain  # brings torch and Megatron
-    from megatron_rl.explain.page import text_of
+    from megatron_rl.distributed.world import connect, disconnect, place
+    from megatron_rl.explain.findings_page import text_of
+    from megatron_rl.explain.step_explanation import Asked, explain  # brings torch and Megatron
+    from megatron_rl.io.bounded_files import printable
     from megatron_rl.types import RunFailed
-    from megatron_rl.world import connect, disconnect, place
 
     world = place()
     asked = Asked(

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.bounded_files import printable
 from megatron_rl.config import ModelSettings
+from megatron_rl.export.rl_logging_board import write_board
+from megatron_rl.export.sft_transcripts import TRANSCRIPTS, export
+from megatron_rl.io.bounded_files import printable
 from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.recorded.board import write_board
-from megatron_rl.recorded.export import TRANSCRIPTS, export
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run import CONFIG
-from megatron_rl.run_folder import read_settings
+from megatron_rl.run.directory import read_settings
+from megatron_rl.run.record import CONFIG
 
 EXAMPLES = """examples:
   export.py runs/agent --out runs/agent_best --min-reward 1

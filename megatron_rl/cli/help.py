@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from megatron_rl.cli.words import refuse_strangers
+from megatron_rl.cli.config_errors import refuse_strangers
 
 CONFIGS = "megatron_rl.configs"
 TRAIN = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.

@@ -10,6 +10,7 @@ from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.critic import CriticSettings
 from megatron_rl.config.evaluation import EvaluationSettings
+from megatron_rl.config.filter import DROPS, ENDS, SelectSettings
 from megatron_rl.config.lewis import AudienceSettings, ListenerSettings, SpeakerSettings
 from megatron_rl.config.model import PARTS, LoraSettings, ModelSettings, ParallelSettings
 from megatron_rl.config.optim import OptimSettings
@@ -22,7 +23,6 @@ from megatron_rl.config.rollout import (
     TaskSettings,
 )
 from megatron_rl.config.run import CheckpointSettings, RunSettings, TrackioSettings, WandbSettings
-from megatron_rl.config.select import DROPS, ENDS, SelectSettings
 from megatron_rl.config.services import ServiceSettings, ServicesSettings, service_of
 from megatron_rl.config.sft import SftSettings
 from megatron_rl.config.slurm import SlurmSettings

@@ -17,9 +17,9 @@ class AlgoSettings:
     std_eps: float = 1e-6
     """Added to the standard deviation that advantages are divided by."""
     turns: str = "broadcast"
-    """What a turn's tokens are credited with (algo/credit.py): the episode's advantage (broadcast), that of the outcome plus the turn's own
-    (outcome_and_turn), that of what was still to be earned from the turn on (return_to_go), or the episode's plus how the return from the
-    turn on compares with others from the same state (same_state, GiGPO)."""
+    """What a turn's tokens are credited with (algo/advantages.py): the episode's advantage (broadcast), that of the outcome plus the
+    turn's own (outcome_and_turn), that of what was still to be earned from the turn on (return_to_go), or the episode's plus how the
+    return from the turn on compares with others from the same state (same_state, GiGPO)."""
     discount: float = 1.0
     """Factor on what comes one step later: on a turn's gain in return_to_go and same_state (GiGPO's gamma), on a turn or a token as
     algo.gae_over says with a critic (PPO's gamma)."""
@@ -57,7 +57,7 @@ class AlgoSettings:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     correction: str = "none"
-    """What is done about engine and trainer disagreeing on a token's probability: rows of algo/corrections.py, joined by +, e.g.
+    """What is done about engine and trainer disagreeing on a token's probability: rows of algo/rollout_correction.py, joined by +, e.g.
     bypass+geo_mask. Below, r is the trainer's probability of a token over the engine's."""
     correction_over: str = "contexts"
     """What a correction takes for a sequence: a whole context (contexts), or each turn in it (turns)."""

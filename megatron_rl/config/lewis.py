@@ -8,7 +8,7 @@ from megatron_rl.config.checks import require, require_address, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class ListenerSettings:
-    """Listeners of the Lewis game (python -m megatron_rl.services.listener), who say which picture a description means."""
+    """Listeners of the Lewis game (python -m megatron_rl.tasks.lewis.server.listener_app), who say which picture a description means."""
 
     urls: list[str] = field(default_factory=list)
     """Addresses, e.g. http://listener:9000, all of the same listener; the least busy healthy one is asked. Empty: there is none."""
@@ -58,7 +58,7 @@ class ListenerSettings:
 
 @dataclass(kw_only=True, slots=True)
 class SpeakerSettings:
-    """Speakers of the Lewis game (python -m megatron_rl.services.speaker), whose descriptions a listener is trained on."""
+    """Speakers of the Lewis game (python -m megatron_rl.tasks.lewis.server.speaker_app), whose descriptions a listener is trained on."""
 
     urls: list[str] = field(default_factory=list)
     """Addresses, e.g. http://speaker:9001, all of the same speaker; the least busy healthy one is asked. Empty: there is none."""
@@ -84,7 +84,8 @@ class SpeakerSettings:
 
 @dataclass(kw_only=True, slots=True)
 class AudienceSettings:
-    """Services that answer with the policy in training, for a partner's run (python -m megatron_rl.services.speaker --trained)."""
+    """Services that answer with the policy in training, for a partner's run (python -m megatron_rl.tasks.lewis.server.speaker_app
+    --trained)."""
 
     urls: list[str] = field(default_factory=list)
     """Their addresses: they are sent the weights by HTTP, over no disk. Empty: there are none."""

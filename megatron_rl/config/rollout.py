@@ -180,7 +180,7 @@ class ColumnSettings:
 BENCHMARKS = (
     "vstar", "hrbench", "mathverse", "mathvista", "vsi_bench", "tir_bench", "visualprobe", "mathvision", "wemath", "dynamath", "vlmblind",
 )  # fmt: skip
-"""Those of published/benchmarks.py."""
+"""Those of data/benchmarks/catalog.py."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,7 +21,7 @@ class ServiceSettings:
 
     kind: str = ""
     """What is started: vllm (an OpenAI-compatible server of a model), sandbox (python -m sandbox serve), listener or speaker (of the Lewis
-    game, python -m megatron_rl.services.listener); empty starts nothing."""
+    game, python -m megatron_rl.tasks.lewis.server.listener_app); empty starts nothing."""
     model: str = ""
     """The model that a server of kind vllm, listener or speaker serves: a folder, or for vllm a name on the hub."""
     args: list[str] = field(default_factory=list)

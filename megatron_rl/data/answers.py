@@ -16,7 +16,7 @@ from megatron_rl.data.answer_text import comparison_form, last_boxed
 from megatron_rl.data.column_names import ANSWER_COLUMNS
 from megatron_rl.data.images import shortened
 from megatron_rl.data.literals import listed_values, literal
-from megatron_rl.data.options import options_in
+from megatron_rl.data.question_options import options_in
 from megatron_rl.data.records import Record
 
 LONGEST_ANSWER = 1000

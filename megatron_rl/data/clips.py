@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.bounded_files import open_regular, read_bytes
 from megatron_rl.data.images import at_home, shortened
+from megatron_rl.io.bounded_files import open_regular, read_bytes
 from megatron_rl.types import HostFault, LastingFault
 
 MAX_CLIP_BYTES = 256 << 20

@@ -14,9 +14,9 @@ from urllib.parse import unquote
 from PIL import Image
 from PIL.Image import Image as Picture
 
-from megatron_rl.bounded_files import open_regular, read_bytes
 from megatron_rl.data.image_bytes import FORMATS, HEAD_BYTES, decode_base64, decode_data_url, describe, picture_format, picture_in_base64
 from megatron_rl.data.image_modes import flatten, require_known_kind, upright_size
+from megatron_rl.io.bounded_files import open_regular, read_bytes
 from megatron_rl.types import HostFault, LastingFault
 
 MAX_PIXELS = 89_478_485

@@ -9,7 +9,7 @@ The user's own:  {question, answer}, with image, images or neither. For question
 An example's payload, whatever the shape: question (a picture's place is written <image>; pictures that have none come first), answer (out
 of <answer> and \\boxed), system (of messages that hold the question), images (a tuple of StoredImage), videos (of StoredClip), data_source,
 ability, env_name, index, extra (every other column and every other key of extra_info); of a published benchmark also official
-(published/items.py).
+(data/benchmarks/items.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.config import ColumnSettings, require
 from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
-from megatron_rl.data.files import files_of, homes_of
+from megatron_rl.data.dataset_files import files_of, homes_of
 from megatron_rl.data.images import StoredImage, stored_image
 from megatron_rl.data.rows import JsonRow, open_rows
 
@@ -47,7 +47,7 @@ class Record:
     columns: tuple[str, ...] = ()
     """Names of the row's columns as they are in the file."""
     official: Mapping[str, object] = field(default_factory=dict)
-    """What a published benchmark scores a reply by (published/items.py). Never a row's own word."""
+    """What a published benchmark scores a reply by (data/benchmarks/items.py). Never a row's own word."""
 
     def text(self, value: object, name: str) -> str:
         """The value, which must be text that a tokenizer takes."""
@@ -86,8 +86,8 @@ Read = Callable[[Record], Record]
 
 
 class Records(Sequence[Record]):
-    """The rows of all files (files.py: what names stand for), one file after the other; `columns`: how they are called in them; `read`:
-    what makes a row that questions.py knows of one.
+    """The rows of all files (dataset_files.py: what names stand for), one file after the other; `columns`: how they are called in them;
+    `read`: what makes a row that questions.py knows of one.
 
     Raises ValueError, under the setting `key`: no file, one that is not there or not of its format, no rows.
     """

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import require
-from megatron_rl.jsonl import read_json
+from megatron_rl.io.jsonl import read_json
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 NOT_DATA = {STATE, SPLITS, "dataset_info.json", "dataset_infos.json"}

@@ -55,9 +55,9 @@ MASKS = (
 )  # fmt: skip
 """Columns that change what is learned of the whole row; so do those of FLAGS, unless they are 1."""
 PROVENANCE = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
-"""Columns that may name a file that is not there: where a row comes from, and the words of a question (recorded/export.py)."""
+"""Columns that may name a file that is not there: where a row comes from, and the words of a question (export/sft_transcripts.py)."""
 EXPORTED = {"messages", "id", "source", "question", "answer", "step", "reward"}
-"""Columns of recorded/export.py's rows, whose messages say all that is learned."""
+"""Columns of export/sft_transcripts.py's rows, whose messages say all that is learned."""
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 

@@ -28,7 +28,7 @@ def make_length_check(settings: Settings, measures: MeasuresTranscripts) -> Chec
     """Return a check that a conversation is no longer than what memory is planned for. Nothing is ever cut off.
 
     A conversation is one sequence in one micro-batch, which may be longer than batch.micro_batch_tokens. Memory is planned for the larger
-    one of that and engine.max_model_len (plan/memory.py).
+    one of that and engine.max_model_len (memory_plan/gpu_memory.py).
     """
     planned = max(settings.batch.micro_batch_tokens, settings.engine.max_model_len)
 

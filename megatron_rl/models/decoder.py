@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megatron_rl.models.mapping import Heads, Row, fuse_halves, fuse_qkv, split_halves, split_qkv
+from megatron_rl.models.name_mapping import Heads, Row, fuse_halves, fuse_qkv, split_halves, split_qkv
 
 
 def layer_rows(layer: int, heads: Heads, *, qkv_bias: bool, qk_norm: bool) -> list[Row]:

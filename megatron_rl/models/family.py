@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from megatron_rl.models.model_spec import Family
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.qwen2_vl import QWEN2_VL
 from megatron_rl.models.qwen3_vl import QWEN3_VL
-from megatron_rl.models.spec import Family
 
 FAMILIES: Mapping[str, Family] = {"qwen2_5_vl": QWEN2_5_VL, "qwen2_vl": QWEN2_VL, "qwen3_vl": QWEN3_VL}
 """By model_type of config.json."""

@@ -8,11 +8,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from megatron_rl.jsonl import read_json
+from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.config_fields import find_unsupported
 from megatron_rl.models.family import FAMILIES
-from megatron_rl.models.folder import config_file
-from megatron_rl.models.spec import Family, ModelSpec, VisionSpec
+from megatron_rl.models.model_folder import config_file
+from megatron_rl.models.model_spec import Family, ModelSpec, VisionSpec
 
 TEXT_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.models.mapping import Heads, Row, Tensors, fuse_halves, fuse_qkv, split_halves, split_qkv
-from megatron_rl.models.spec import VisionSpec
+from megatron_rl.models.model_spec import VisionSpec
+from megatron_rl.models.name_mapping import Heads, Row, Tensors, fuse_halves, fuse_qkv, split_halves, split_qkv
 
 PATCHES = "patch_embed.proj.weight"
 

@@ -7,8 +7,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from megatron_rl.models.config_fields import QWEN2_5_VISION, QWEN2_TEXT
 from megatron_rl.models.decoder import qwen2_rows
 from megatron_rl.models.megatron_tower import qwen2_5_vl_tower
+from megatron_rl.models.model_spec import SHARED_SIZES, Family, VisionSpec
 from megatron_rl.models.mrope import mrope_positions
-from megatron_rl.models.spec import SHARED_SIZES, Family, VisionSpec
 
 
 def vision_spec(config: Qwen2_5_VLVisionConfig) -> VisionSpec:

@@ -7,8 +7,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from megatron_rl.models.config_fields import QWEN2_TEXT, QWEN2_VISION
 from megatron_rl.models.decoder import qwen2_rows
 from megatron_rl.models.megatron_tower import qwen2_vl_tower
+from megatron_rl.models.model_spec import SHARED_SIZES, Family, VisionSpec
 from megatron_rl.models.mrope import mrope_positions
-from megatron_rl.models.spec import SHARED_SIZES, Family, VisionSpec
 
 
 def vision_spec(config: Qwen2VLVisionConfig) -> VisionSpec:

@@ -9,8 +9,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from megatron_rl.models.config_fields import QWEN3_TEXT, QWEN3_VISION
 from megatron_rl.models.decoder import qwen3_rows
 from megatron_rl.models.megatron_tower import qwen3_vl_tower
+from megatron_rl.models.model_spec import SHARED_SIZES, Family, VisionSpec
 from megatron_rl.models.mrope import mrope_positions
-from megatron_rl.models.spec import SHARED_SIZES, Family, VisionSpec
 
 
 def vision_spec(config: Qwen3VLVisionConfig) -> VisionSpec:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_rl.jsonl import read_json
+from megatron_rl.io.jsonl import read_json
 
 MAX_TOKENIZER_BYTES = 256 << 20
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.bounded_files import read_text
 from megatron_rl.config import TrackioSettings, WandbSettings, require
-from megatron_rl.jsonl import read_lines, replace_bytes, to_line, to_number
+from megatron_rl.io.bounded_files import read_text
+from megatron_rl.io.jsonl import read_lines, replace_bytes, to_line, to_number
 from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
@@ -24,8 +24,8 @@ PREDICTIONS = ("step", "kind", "example", "sample", "reward", "end", "picture", 
 class MetricsLog:
     """One line a step in metrics.jsonl, the same numbers in TensorBoard files and, if wandb.mode and trackio.mode say so, there.
 
-    Only the main rank makes one. A log that starts at step k continues a metrics.jsonl of the steps before k (run_superseded.py has moved
-    the later ones); TensorBoard readers are told to purge steps >= k, and trackio's run is written anew.
+    Only the main rank makes one. A log that starts at step k continues a metrics.jsonl of the steps before k (run/superseded_steps.py has
+    moved the later ones); TensorBoard readers are told to purge steps >= k, and trackio's run is written anew.
     """
 
     def __init__(

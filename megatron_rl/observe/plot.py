@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_rl.bounded_files import printable
+from megatron_rl.io.bounded_files import printable
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 
 CURVE_FILE = "reward_curve.png"

@@ -1,6 +1,6 @@
 """Rollouts in files: the best and the worst of every step for people, or whatever else is to be kept and played back.
 
-    RUN/rollouts/step_000012.jsonl            a line a rollout: an Entry, whose rollout is a record of wire.py
+    RUN/rollouts/step_000012.jsonl            a line a rollout: an Entry, whose rollout is a record of io/rollout_codec.py
     RUN/rollouts/images/KEY.png               KEY is Image.key: equal pixels are stored once
 A file's pictures lie in the folder `images` beside it: both can be moved together. A rollout takes 25 bytes for each token that it
 observed and 56 for each that it sampled (37 and 98 where old and reference logprobs are known), about 1 kB, and its pictures.
@@ -21,10 +21,10 @@ from PIL import Image as pil
 from PIL.Image import DecompressionBombError
 from PIL.Image import Image as Picture
 
-from megatron_rl.bounded_files import read_bytes
-from megatron_rl.jsonl import MAX_LINES_BYTES, read_lines, replace_bytes, replace_lines
+from megatron_rl.io.bounded_files import read_bytes
+from megatron_rl.io.jsonl import MAX_LINES_BYTES, read_lines, replace_bytes, replace_lines
+from megatron_rl.io.rollout_codec import from_record, to_record
 from megatron_rl.types import Image, Rollout
-from megatron_rl.wire import from_record, to_record
 
 FOLDER = "rollouts"
 PICTURES = "images"
@@ -52,7 +52,7 @@ class Entry:
 
 
 class Recorder:
-    """Writes into one run folder, on the main rank. Steps that are done again were moved away before (run_superseded.py)."""
+    """Writes into one run folder, on the main rank. Steps that are done again were moved away before (run/superseded_steps.py)."""
 
     def __init__(self, run_dir: Path, *, best: int, worst: int) -> None:
         assert min(best, worst) >= 0, f"best={best}, worst={worst}"

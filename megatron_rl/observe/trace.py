@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.jsonl import replace_bytes
+from megatron_rl.io.jsonl import replace_bytes
 
 FOLDER = "trace"
 STEP = "step"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from megatron_rl.policy.stacked import Stacked
+from megatron_rl.policy.deepstack import Stacked
 from megatron_rl.types import RunFailed
 
 CONTINUATION_BOUND = 2e-2

@@ -1,14 +1,14 @@
-"""What is expected to be earned: a critic whose trunk is its own. A value head on the policy's is the policy's (learner.py)."""
+"""What is expected to be earned: a critic whose trunk is its own. A value head on the policy's is the policy's (trainable_model.py)."""
 
 import torch
 
 from megatron_rl.config import CriticSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.policy.build import load_model
-from megatron_rl.policy.learner import Learner
+from megatron_rl.policy.load_model import load_model
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried
+from megatron_rl.policy.trainable_model import Learner
 from megatron_rl.policy.transformer import Heads
 from megatron_rl.types import Batch, LossMetrics, ValueLoss
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.functional import dropout, linear
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.mapping import Heads, Tensors, fuse_halves, fuse_qkv
+from megatron_rl.models.name_mapping import Heads, Tensors, fuse_halves, fuse_qkv
 from megatron_rl.weights.formats.peft import is_vision_target, projection
 
 Fuse = Callable[[Tensors], torch.Tensor]

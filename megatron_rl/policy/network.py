@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
-from megatron_rl.batch import empty_batch
+from megatron_rl.batching.packing import empty_batch
+from megatron_rl.compat.megatron_cpu import on_cpu_too
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
-from megatron_rl.cpu import on_cpu_too
-from megatron_rl.policy.numbers import read_numbers, reduce_numbers, trouble_in
+from megatron_rl.policy.loss_metrics import read_numbers, reduce_numbers, trouble_in
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, with_gradients
 from megatron_rl.policy.optimizer_state import restart

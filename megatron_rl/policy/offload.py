@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from megatron_rl.cpu import on_cpu_too
+from megatron_rl.compat.megatron_cpu import on_cpu_too
 
 _PIECE = 64 * 2**20
 """Bytes that an exchange holds aside at a time."""

@@ -14,10 +14,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import nn
 
 from megatron_rl.config import LoraSettings, OptimSettings, require
+from megatron_rl.distributed.world import place
 from megatron_rl.policy.parallel import is_imagined
 from megatron_rl.policy.transformer import Chunk
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
-from megatron_rl.world import place
 
 
 def freeze(chunk: Chunk, parts: list[str], *, all_but_adapters: bool) -> None:

@@ -7,10 +7,10 @@ from math import gcd
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_rl.compat.megatron_cpu import on_cpu_too
 from megatron_rl.config import ParallelSettings, require
-from megatron_rl.cpu import on_cpu_too
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.world import whole_minutes
+from megatron_rl.distributed.world import whole_minutes
+from megatron_rl.models.model_spec import ModelSpec
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +81,7 @@ def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, whose: str
 
 
 def is_imagined() -> bool:
-    """Whether this world is one of plan/memory.py's: its process groups have no peers, and gloo would wait for them."""
+    """Whether this world is one of memory_plan/gpu_memory.py's: its process groups have no peers, and gloo would wait for them."""
     return dist.get_backend() == "fake"
 
 

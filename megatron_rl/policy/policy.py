@@ -9,25 +9,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch import distinct_images, loss_rows, pack
+from megatron_rl.batching.minibatches import Shares, WeightedContext, balance, cut, loads_of
+from megatron_rl.batching.packing import distinct_images, loss_rows, pack
 from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.minibatches import Shares, WeightedContext, balance, cut, loads_of
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.mapping import padded_vocab
+from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import has_kernel, require_continuation, varlen
-from megatron_rl.policy.build import load_model
 from megatron_rl.policy.kernels import uses_transformer_engine
-from megatron_rl.policy.learner import Learner
+from megatron_rl.policy.load_model import load_model
 from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import Patches, carried, encoded_by
+from megatron_rl.policy.trainable_model import Learner
 from megatron_rl.policy.transformer import Heads
 from megatron_rl.types import Batch, Image, Loss, LossMetrics, Rows
 from megatron_rl.weights.formats.base_digest import digest_of
-from megatron_rl.weights.formats.open import open_source
+from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.stream import Export

@@ -34,13 +34,13 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_rl.models.mapping import padded_vocab
+from megatron_rl.distributed.world import of_collective, on_main_rank
+from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.optimizer_state import optimizer_tensors, prepare, restart, set_step
 from megatron_rl.policy.padding import padded, unpadded
 from megatron_rl.policy.parallel import Layout, seed_generators
 from megatron_rl.weights.formats import torch_dist_load
 from megatron_rl.weights.formats.digests import digest
-from megatron_rl.world import of_collective, on_main_rank
 
 _METADATA = {"non_homogeneous_layers": True}
 """Of Megatron's sharded state dicts: a key for each layer."""

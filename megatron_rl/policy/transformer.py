@@ -16,15 +16,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.mapping import padded_vocab
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.mrope import in_turn
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
+from megatron_rl.policy.deepstack import Stacked, stack, unstacked
 from megatron_rl.policy.fused import fuses_activation, norm
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.stacked import Stacked, stack, unstacked
 from megatron_rl.policy.value_head import ValueHead
 from megatron_rl.policy.vision import encode_images, vision_tower
 from megatron_rl.types import Batch

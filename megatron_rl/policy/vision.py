@@ -19,7 +19,7 @@ from transformers.vision_utils import (
 )
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.spec import ModelSpec, VisionSpec
+from megatron_rl.models.model_spec import ModelSpec, VisionSpec
 from megatron_rl.policy.attention import VISION_ATTENTION, Segments, sent
 from megatron_rl.policy.fused import norm
 from megatron_rl.policy.lora import adapt_vision

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from megatron_rl.rewards.algebra import Algebra
 from megatron_rl.rewards.answer import NUMERIC_SOURCES, Read, decide, last_reply, relative_accuracy, unboxed, vetoes
+from megatron_rl.rewards.benchmark_rules import official
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.official import official
 from megatron_rl.rewards.rubric import Outcome
 
 MATHS_SOURCES = ("thinklite_eureka", "xince")

@@ -11,7 +11,7 @@ from functools import partial
 
 from megatron_rl.data.answer_text import BOX, balanced, comparison_form, count_boxes, goes_on, last_boxed, normalize, unboxed
 from megatron_rl.data.answers import LONGEST_ANSWER, PROTOCOL_TAG
-from megatron_rl.data.options import options_in
+from megatron_rl.data.question_options import options_in
 from megatron_rl.rewards.labels import same_label
 from megatron_rl.rewards.multiple_choice import same_choice
 from megatron_rl.rewards.numbers import number, same_number, same_numbers

@@ -1,8 +1,8 @@
 """A model behind OpenAI-compatible servers that gives verdicts; every trouble of its own is a HostFault and never a score.
 
 One verdict is: looked up in the cache; else asked for, together with whoever asks the same at the same time, of one of the servers
-(servers.py: the least busy healthy one, several tries, rests); kept. Its reply is a JSON object of one key (judge_prompt.py), which servers
-that can are made to produce by JSON schema. openai 3.52.0; its own retries are off.
+(clients/endpoint_pool.py: the least busy healthy one, several tries, rests); kept. Its reply is a JSON object of one key
+(judge_prompt.py), which servers that can are made to produce by JSON schema. openai 3.52.0; its own retries are off.
 
 Without urls a Judge is a recorded one: it reads the verdicts of `cache` and asks nobody.
 """
@@ -19,13 +19,13 @@ import openai
 from PIL import Image
 from PIL.Image import Image as Picture
 
+from megatron_rl.clients.endpoint_pool import Endpoint, Refused, Servers
+from megatron_rl.clients.health_check import greet, served_by, warning_of
+from megatron_rl.clients.openai import Completion, SaidMessage, api_key, as_servers_say, client_of
 from megatron_rl.config import JudgeSettings
 from megatron_rl.config.checks import require
-from megatron_rl.rewards.client import Completion, SaidMessage, api_key, as_servers_say, client_of
-from megatron_rl.rewards.greeting import greet, served_by, warning_of
 from megatron_rl.rewards.judge_prompt import JudgePrompt, Malformed
-from megatron_rl.rewards.verdicts import Verdicts
-from megatron_rl.servers import Endpoint, Refused, Servers
+from megatron_rl.rewards.verdict_cache import Verdicts
 from megatron_rl.types import LastingFault, Rollout, Verdict
 
 LONGEST_SIDE, SHORTEST_SIDE = 1024, 28

@@ -4,7 +4,7 @@ version: 2
 key: correct                 the verdict is {"correct": true} or {"correct": false}, the whole reply and nothing else
 values: [true, false]
 system: ...
-user: ... $question ...      fields are filled in as quotations (quoted.py), of which the system is told
+user: ... $question ...      fields are filled in as quotations (text_quoting.py), of which the system is told
 examples:                    families of worked examples, of which $examples becomes one
   chart: [{question: ..., reference: ..., answer: ..., correct: true}, ...]
 """
@@ -19,8 +19,8 @@ from string import Template
 
 import yaml
 
-from megatron_rl.rewards.quoted import LEGEND, quoted
-from megatron_rl.servers import BadReply
+from megatron_rl.clients.endpoint_pool import BadReply
+from megatron_rl.rewards.text_quoting import LEGEND, quoted
 
 LONGEST_VERDICT = 200
 """A verdict is one key and one value; a longer reply is none, and is not parsed."""

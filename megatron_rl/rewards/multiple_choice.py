@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.data.answer_text import comparison_form, normalize
-from megatron_rl.data.options import LETTERS
+from megatron_rl.data.question_options import LETTERS
 from megatron_rl.rewards.labels import same_label
 from megatron_rl.rewards.numbers import same_number
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from megatron_rl.rollout.engine import Engine, Sampling
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.transcript_pieces import pictures_of
+from megatron_rl.rollout.transcript_segments import pictures_of
 from megatron_rl.types import Context, End, Image, Message, Turn
 
 T = TypeVar("T")

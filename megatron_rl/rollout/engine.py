@@ -1,7 +1,7 @@
 """What an engine is: token ids and images in, sampled token ids with their logprobs out. Episodes know this much of it and no more.
 
 Token in, token out: a request's ids are final (image placeholders are expanded), its patches are those that the trainer sees, and what was
-sampled comes back as ids. local.py is the engine in this process; its requests to vLLM are vllm/core.py's.
+sampled comes back as ids. colocated.py is the engine in this process; its requests to vLLM are vllm/core.py's.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Engine(Protocol):
 
 
 class TrainedEngine(Engine, Protocol):
-    """An engine that samples what is trained: the trainer hands its weights over. One in the trainer's processes (local.py) uses the
-    trainer's devices in turn with it; one elsewhere (remote.py) goes on meanwhile."""
+    """An engine that samples what is trained: the trainer hands its weights over. One in the trainer's processes (colocated.py) uses the
+    trainer's devices in turn with it; one elsewhere (server_engine.py) goes on meanwhile."""
 
     busy_s: float
     """Seconds of work since construction; of servers elsewhere the mean of those in which each had something under way."""

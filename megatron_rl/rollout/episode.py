@@ -14,7 +14,7 @@ from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels_of
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.example_fields import example_fields
-from megatron_rl.tasks.base import Env, Task
+from megatron_rl.rollout.task import Env, Task
 from megatron_rl.types import AccessDenied, End, Example, HostFault, LastingFault, Rollout, RunDenied, Status, WaitedFault
 
 T = TypeVar("T")

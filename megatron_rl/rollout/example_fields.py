@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megatron_rl.jsonl import to_line
+from megatron_rl.io.jsonl import to_line
 
 MAX_CHARACTERS = 4000
 """Largest number of characters of a text in `extra`; longer texts are cut and marked as cut."""

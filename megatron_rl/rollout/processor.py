@@ -14,7 +14,7 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from megatron_rl.config import require
 from megatron_rl.models.family import IMAGE_PROCESSORS, PROCESSORS
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.types import Message
 
 SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})

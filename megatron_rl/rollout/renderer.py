@@ -26,7 +26,7 @@ from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.vocabulary import check_vocabulary
 from megatron_rl.rollout.processor import check_determinism, check_model_fit, find_banned_ids, inspect_template, load_processor
-from megatron_rl.rollout.transcript_pieces import pictures_of, split_transcript
+from megatron_rl.rollout.transcript_segments import pictures_of, split_transcript
 from megatron_rl.types import Context, Image, Message
 
 T = TypeVar("T")

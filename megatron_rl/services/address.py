@@ -15,11 +15,11 @@ from urllib.parse import urljoin, urlsplit
 
 from pydantic import BaseModel
 
-from megatron_rl.bounded_files import read_bytes
+from megatron_rl.clients.endpoint_pool import KeyRefused, one_line
 from megatron_rl.config.services import ServiceSettings
-from megatron_rl.jsonl import replace_bytes
-from megatron_rl.rollout.vllm.gate import MIDDLEWARE
-from megatron_rl.servers import KeyRefused, one_line
+from megatron_rl.io.bounded_files import read_bytes
+from megatron_rl.io.jsonl import replace_bytes
+from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE
 from sandbox.access import CHALLENGE, PROOF, proof_of
 from sandbox.bounded_http import DENIED, NoAnswer, request
 from sandbox.token import read_token

@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
-from megatron_rl.published.benchmarks import examples_of, figures
+from megatron_rl.data.benchmarks.catalog import examples_of, figures
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
-from megatron_rl.tasks.base import Env, Step, Task
-from megatron_rl.tasks.visual_python.messages import place, say
+from megatron_rl.rollout.task import Env, Step, Task
+from megatron_rl.tasks.visual_python.message_parts import place, say
 from megatron_rl.types import Example, Message, Rollout
 
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.models.mapping import Row, Tensors
+from megatron_rl.models.name_mapping import Row, Tensors
 
 
 @dataclass(slots=True, frozen=True)

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
+from megatron_rl.algo.advantages import TURN_SCHEMES
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm, needs_old, needs_reference
-from megatron_rl.algo.corrections import CORRECTIONS
-from megatron_rl.algo.credit import TURN_SCHEMES
 from megatron_rl.algo.kl import ESTIMATORS
+from megatron_rl.algo.rollout_correction import CORRECTIONS
 from megatron_rl.config import AlgoSettings
 
 EPISODES = {"rloo", "opo", "reinforce_pp", "gspo", "gmpo", "ppo", "ppo_turn"}

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from megatron_rl.algo.advantages import TURN_SCHEMES
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.credit import TURN_SCHEMES
 from megatron_rl.config import AlgoSettings
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
 from tests.support.episodes import episode, outcome_of, turn_credits

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algo.credit import TURN_SCHEMES, spreads
+from megatron_rl.algo.advantages import TURN_SCHEMES, spreads
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout
 from tests.support.episodes import credits, episode, penalize

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
-from megatron_rl.algo.corrections import CORRECTIONS
 from megatron_rl.algo.objective import likelihood, objective
+from megatron_rl.algo.rollout_correction import CORRECTIONS
 from megatron_rl.algo.thoughts import weigh_thoughts
-from megatron_rl.batch import loss_rows, pack
+from megatron_rl.batching.packing import loss_rows, pack
 from megatron_rl.config import AlgoSettings
-from megatron_rl.histogram import counts_of
-from megatron_rl.step_metrics import merge_updates
+from megatron_rl.io.histogram import counts_of
+from megatron_rl.observe.step_metrics import merge_updates
 from megatron_rl.types import LossMetrics, Rows
 from tests.support.episodes import episode, penalize
 from tests.support.packed import weighted
@@ -336,6 +336,6 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
 
 
 def test_every_setting_is_wired() -> None:
-    """The temperature is the policy's, the name the table's, and what moves kl_coef the loop's (tests/test_train_loop.py)."""
+    """The temperature is the policy's, the name the table's, and what moves kl_coef the loop's (tests/test_training_loop_scripted.py)."""
     elsewhere = {"name", "temperature", "kl_target", "kl_horizon"}
     assert WIRING.keys() == {field.name for field in dataclasses.fields(AlgoSettings)} - elsewhere

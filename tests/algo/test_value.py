@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.objective import objective
-from megatron_rl.algo.surrogates import turn_clipped
+from megatron_rl.algo.policy_losses import turn_clipped
 from megatron_rl.algo.thoughts import weigh_thoughts
 from megatron_rl.algo.value import head_alone, joint, squared_error, value_objective
 from megatron_rl.config import AlgoSettings, CriticSettings

@@ -21,11 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import TaskSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.trace import write
-from megatron_rl.rollout.admission import choose_prompts
+from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from tests.conftest import ROOT, SUPPORT
 from tests.contracts.test_configs import settings_of

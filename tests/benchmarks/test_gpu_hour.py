@@ -13,12 +13,12 @@ import torch
 from torch.nn.attention import varlen as torchs
 
 from megatron_rl.config import ModelSettings, ParallelSettings
+from megatron_rl.distributed.world import World
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention
 from megatron_rl.policy.vision import PatchProduct
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import RunFailed
-from megatron_rl.world import World
 from tests.benchmarks.test_benchmarks import benchmark, rows
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
@@ -148,7 +148,8 @@ def test_cycle(random_model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cycle", "mfu"])
 def test_memory_is_that_of_a_run(name: str, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What start.py sets before the first tensor is set before the processes meet: else peaks are of another allocator than a run's."""
+    """What entrypoints/train.py sets before the first tensor is set before the processes meet: else peaks are of another allocator than a
+    run's."""
     module = script(name) if name == "cycle" else benchmark(name)
     monkeypatch.setattr(sys, "argv", [name, "--model", str(random_model)])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")

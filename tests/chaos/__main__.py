@@ -16,7 +16,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
-from megatron_rl.jsonl import read_lines
+from megatron_rl.io.jsonl import read_lines
 from tests.chaos.plan import LATER_MISHAPS, MISHAPS, plan
 from tests.chaos.room import Room
 from tests.chaos.runs import prepare

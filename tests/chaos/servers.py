@@ -21,8 +21,8 @@ import psutil
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.command import PROGRAM, server_arguments, server_environment
-from megatron_rl.services.kept import kill_all
+from megatron_rl.rollout.vllm.server_command import PROGRAM, server_arguments, server_environment
+from megatron_rl.services.supervised_process import kill_all
 from tests.chaos.proxy import Proxy
 from tests.conftest import SUPPORT
 from tests.support import forked
@@ -93,7 +93,7 @@ class Judge(Server):
 
 @dataclass(slots=True)
 class Engine(Server):
-    """Of runs that start none: it says itself whose it is (rollout/vllm/served.py)."""
+    """Of runs that start none: it says itself whose it is (rollout/vllm/worker_extension.py)."""
 
     model: Path = Path()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.run_folder import lock
+from megatron_rl.run.directory import lock
 from tests.chaos.plan import LATER, LATER_MISHAPS, MISHAPS, plan
 from tests.chaos.verdict import differences, given_up, left_behind, trouble_of_end, trouble_of_second
 from tests.conftest import ROOT
@@ -182,7 +182,12 @@ GOOD = "error: run.dir=/x: could not be written ([Errno 28] No space left on dev
         ([0, -signal.SIGSEGV], ["done", ""], [], "exit codes"),
         ([75, 75], ["step 1\n", ""], [], "stopped without its word"),
         ([75, 75], ["stopped at step 1 of 3; the same command goes on\n", ""], [], ""),
-        ([75, 75], ["stopped before the first step, by SIGTERM at world.py:71 in connect; the same command goes on\n", ""], [], ""),
+        (
+            [75, 75],
+            ["stopped before the first step, by SIGTERM at distributed/world.py:71 in connect; the same command goes on\n", ""],
+            [],
+            "",
+        ),
     ],
 )
 def test_how_a_life_may_end(codes: list[int | None], said: list[str], struck: list[int], found: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.run_seen import is_held
+from megatron_rl.run.status import is_held
 from tests.support import untimed
 
 OF_THE_MACHINE = (*untimed.OF_THE_MACHINE, "engine/pause_s", "engine/transfer_s")

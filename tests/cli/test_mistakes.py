@@ -13,10 +13,10 @@ from threading import Thread
 
 import pytest
 
+from megatron_rl.cli.config_errors import ELSEWHERE, keys_of, nearest
 from megatron_rl.cli.help import USED_MOST, text_of_help
-from megatron_rl.cli.words import ELSEWHERE, keys_of, nearest
 from megatron_rl.config import Settings
-from megatron_rl.tasks.options import NumberLineOptions
+from megatron_rl.tasks.task_options import NumberLineOptions
 from tests.cli.mistakes import MISTAKES
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
@@ -157,7 +157,7 @@ def test_wandb_is_not_loaded_unless_it_is_asked_for() -> None:
     """By megatron-core, wherever it can: each wandb that is killed leaves folders in /tmp."""
     script = """
 import sys
-from megatron_rl.cli.door import read_and
+from megatron_rl.cli.app import read_and
 def act(settings):
     try:
         import wandb

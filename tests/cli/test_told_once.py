@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.cli.door import end_with_error, with_full_disks
-from megatron_rl.world import SharedOSError, SharedValueError, World, on_main_rank, together
+from megatron_rl.cli.app import end_with_error, with_full_disks
+from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, on_main_rank, together
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.one_process import world_of_one

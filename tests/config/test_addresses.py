@@ -5,9 +5,9 @@ import traceback
 import pytest
 from omegaconf import OmegaConf
 
-from megatron_rl.cli.composed import composed
-from megatron_rl.cli.words import keys_of
+from megatron_rl.cli.config_errors import keys_of
 from megatron_rl.config import JudgeSettings, SandboxSettings, ServiceSettings, ServicesSettings, Settings
+from megatron_rl.launcher.compose import composed
 
 SECRET = "pa55"
 ADDRESSES = [key for key in keys_of(Settings) if key.rpartition(".")[2] in ("url", "urls", "host")]

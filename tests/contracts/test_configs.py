@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
-from megatron_rl.cli.door import resolve
+from megatron_rl.cli.app import resolve
 from megatron_rl.config import Settings
 from tests.conftest import ROOT
 

@@ -94,7 +94,7 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 """Nothing points back up, and rollout and policy know nothing of each other: they meet in parts, train, sft and stages."""
-DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/", "cpu.py")}
+DOORS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "plan/", "weights/", "compat/megatron_cpu.py")}
 HEAVY = ["vllm", "megatron"]
 OF_SERVERS = PACKAGE / "rollout" / "vllm" / "served.py"
 """What a server of vLLM imports, and nobody else."""
@@ -182,7 +182,9 @@ def test_ranks_meet_in_the_local_engine_alone() -> None:
 def test_what_a_server_imports_no_room_does() -> None:
     assert any(name.startswith("vllm.") for name in imported(OF_SERVERS)), "the check has lost its object"
     assert not [
-        path for path in PACKAGE.rglob("*.py") if any(name.startswith("megatron_rl.rollout.vllm.served") for name in imported(path))
+        path
+        for path in PACKAGE.rglob("*.py")
+        if any(name.startswith("megatron_rl.rollout.vllm.worker_extension") for name in imported(path))
     ]
 
 

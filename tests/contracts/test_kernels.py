@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.doctor_machine import look_at_kernels
-from megatron_rl.cli.report import Report
 from megatron_rl.policy import kernels
+from megatron_rl.preflight.check_report import Report
+from megatron_rl.preflight.doctor_machine import look_at_kernels
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support import te_stand_in

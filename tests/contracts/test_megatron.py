@@ -68,14 +68,14 @@ def test_packed_sequences_ask_the_device_where_plain_ones_do_not() -> None:
 
 
 def test_positions_are_multiplied_on_the_device() -> None:
-    """policy/build.py: the model is built on the host and sent. These numbers, no buffer of a module, are made where they are used."""
+    """policy/load_model.py: the model is built on the host and sent. These numbers, no buffer of a module, are made where they are used."""
     made = function("models/common/embeddings/rotary_pos_embedding.py", "MultimodalRotaryEmbedding.__init__")
     assert "device=torch.cuda.current_device()" in ast.unparse(made)
 
 
 def test_an_optimizer_on_the_host_takes_every_parameter_of_a_gpu() -> None:
-    """plan/memory.py and plan/host.py: main weights stay on the GPU, pinned copies of all of them are stepped; tests/policy puts stand-ins
-    in the place of what is read here."""
+    """memory_plan/gpu_memory.py and memory_plan/host_memory.py: main weights stay on the GPU, pinned copies of all of them are stepped;
+    tests/policy puts stand-ins in the place of what is read here."""
     parted = ast.unparse(function("optimizer/cpu_offloading/hybrid_optimizer.py", "HybridDeviceOptimizer._get_sub_optimizer_param_groups"))
     assert "offload_threshold = gpu_params_total_numel * offload_fraction" in parted
     assert "if offload_params_numel < offload_threshold and param.is_cuda" in parted
@@ -84,12 +84,12 @@ def test_an_optimizer_on_the_host_takes_every_parameter_of_a_gpu() -> None:
 
 
 def test_nobody_else_looks_for_numbers_that_are_none() -> None:
-    """policy/numbers.py does, between the gradients' norm and the step: by itself Megatron applies what is not finite."""
+    """policy/loss_metrics.py does, between the gradients' norm and the step: by itself Megatron applies what is not finite."""
     assert DistributedDataParallelConfig().check_for_nan_in_grad is False
 
 
 def test_groups_have_both_backends() -> None:
-    """world.py: of "cpu:gloo,cuda:nccl", which a group inherits that names none. Objects and pictures then travel by gloo."""
+    """distributed/world.py: of "cpu:gloo,cuda:nccl", which a group inherits that names none. Objects and pictures then travel by gloo."""
     made = function("parallel_state.py", "create_group")
     defaults = dict(zip([argument.arg for argument in made.args.args], made.args.defaults, strict=True))
     assert ast.unparse(defaults["backend"]) == "None" and "'backend': backend" in ast.unparse(made)

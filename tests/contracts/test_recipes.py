@@ -6,13 +6,13 @@ from itertools import pairwise, product
 
 import pytest
 
-from megatron_rl.choices import check_sizes, has_boxes, has_critic
 from megatron_rl.config import Settings
-from megatron_rl.models.released import known_spec
-from megatron_rl.plan.devices import GPUS
-from megatron_rl.plan.memory import plan
-from megatron_rl.plan.seconds import Case, case_of, expected, in_words
-from megatron_rl.plan.shares import shares
+from megatron_rl.memory_plan.gpu_memory import plan
+from megatron_rl.memory_plan.gpu_specs import GPUS
+from megatron_rl.memory_plan.rank_shares import shares
+from megatron_rl.memory_plan.step_time import Case, case_of, expected, in_words
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.registry import check_sizes, has_boxes, has_critic
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 from tests.support import forked

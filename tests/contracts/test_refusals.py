@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.choices import build_task, check, check_sizes
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.registry import build_task, check, check_sizes
 from tests.contracts.test_configs import settings_of
 
 MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key/value heads, 4 layers

@@ -11,16 +11,16 @@ import pytest
 import torch
 import yaml
 
-from megatron_rl.bounded_files import _PlainLoader, _TextLoader
+from megatron_rl.io.bounded_files import _PlainLoader, _TextLoader
 from tests.conftest import ROOT
 
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 """Modules of which every function that reads is one."""
 READING = {"load", "loads", "Unpickler", "_Unpickler", "open", "read_pickle"}
 OURS = {
-    "megatron_rl/rollout/local.py: pickle.loads": "bytes that a rank of this run sent, over the run's own process groups",
-    "megatron_rl/world.py: pickle.loads": "the same, as torch's all_gather_object reads it",
-    "megatron_rl/weights/formats/unpickling.py: pickle._Unpickler": "the table's own unpickler: it calls nothing that the file names",
+    "megatron_rl/rollout/colocated.py: pickle.loads": "bytes that a rank of this run sent, over the run's own process groups",
+    "megatron_rl/distributed/world.py: pickle.loads": "the same, as torch's all_gather_object reads it",
+    "megatron_rl/weights/formats/safe_unpickler.py: pickle._Unpickler": "the table's own unpickler: it calls nothing that the file names",
 }
 """Of this project, with what is read there."""
 SITE = Path(torch.__file__).parents[1]
@@ -62,8 +62,8 @@ def is_reader(module: str, name: str) -> bool:
 
 
 YAML_OF_OURS = {
-    "megatron_rl/evaluation/folder.py", "megatron_rl/models/folder.py", "megatron_rl/recorded/rescore.py",
-    "megatron_rl/rewards/judge_prompt.py", "megatron_rl/run_folder.py",
+    "megatron_rl/evaluation/results_directory.py", "megatron_rl/models/model_folder.py", "megatron_rl/entrypoints/rescore.py",
+    "megatron_rl/rewards/judge_prompt.py", "megatron_rl/run/directory.py",
 }  # fmt: skip
 """Who reads YAML that lies in the package, or that it has just made."""
 
@@ -93,7 +93,7 @@ def test_ours_are_those_of_the_list() -> None:
 
 
 def test_yaml_builds_no_objects() -> None:
-    """And one reader has the files of others (bounded_files.py): yaml.safe_load, which takes aliases, reads what this program wrote."""
+    """And one reader has the files of others (io/bounded_files.py): yaml.safe_load, which takes aliases, reads what this program wrote."""
     assert issubclass(_PlainLoader, yaml.SafeLoader) and issubclass(_TextLoader, yaml.BaseLoader)
     callers: dict[str, set[str]] = {"yaml.load": set(), "yaml.safe_load": set()}
     for room in ("megatron_rl", "tools", "launch", "sandbox"):
@@ -103,7 +103,7 @@ def test_yaml_builds_no_objects() -> None:
                     (loader,) = (each.value for each in call.keywords if each.arg == "Loader")
                     assert ast.unparse(loader) == "_TextLoader if as_text else _PlainLoader", path
                 callers.get(ast.unparse(call.func), set()).add(str(path.relative_to(ROOT)))
-    assert callers == {"yaml.load": {"megatron_rl/bounded_files.py"}, "yaml.safe_load": YAML_OF_OURS}
+    assert callers == {"yaml.load": {"megatron_rl/io/bounded_files.py"}, "yaml.safe_load": YAML_OF_OURS}
 
 
 @pytest.mark.parametrize("room", LIBRARIES)

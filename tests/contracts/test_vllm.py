@@ -43,12 +43,12 @@ def test_the_version_that_was_read() -> None:
 
 
 def test_waking_frees_what_torch_keeps_before_it_maps() -> None:
-    """plan/memory.py: blocks that the trainer has freed do not starve the engine that wakes (rollout, sync)."""
+    """memory_plan/gpu_memory.py: blocks that the trainer has freed do not starve the engine that wakes (rollout, sync)."""
     in_order(calls(function("device_allocator/cumem.py", "CuMemAllocator.wake_up")), "empty_cache", "create_and_map")
 
 
 def test_the_pool_of_sleep_does_without_segments_that_grow() -> None:
-    """world.py, expand_segments: vLLM turns them off around its pool, and on again."""
+    """distributed/world.py, expand_segments: vLLM turns them off around its pool, and on again."""
     pool = function("device_allocator/cumem.py", "CuMemAllocator.use_memory_pool")
     in_order(calls(pool), "current_alloc_conf", "conf_flag_enabled", "set_alloc_conf", "with_conf_flag")
     (guarded,) = [node for node in ast.walk(pool) if isinstance(node, ast.Try)]
@@ -56,8 +56,8 @@ def test_the_pool_of_sleep_does_without_segments_that_grow() -> None:
 
 
 def test_sleep_takes_what_lies_in_its_pool() -> None:
-    """plan/engine.py, GRAPHS: at level 2 weights and cache go and the rest of the pool is kept on the host; graphs lie outside of the pool
-    unless sleep_mode_offload_cudagraph says otherwise (tests/plan/test_engine.py: it does not)."""
+    """memory_plan/engine_memory.py, GRAPHS: at level 2 weights and cache go and the rest of the pool is kept on the host; graphs lie
+    outside of the pool unless sleep_mode_offload_cudagraph says otherwise (tests/memory_plan/test_engine_memory.py: it does not)."""
     suspend = ast.unparse(function("device_allocator/sleep_mode_backend.py", "CuMemBackend.suspend"))
     assert "offload_tags: tuple[str, ...] = ('runtime', 'cudagraph')" in suspend
     assert "if level == 1:\n        offload_tags = ('weights', *offload_tags)" in suspend
@@ -66,7 +66,7 @@ def test_sleep_takes_what_lies_in_its_pool() -> None:
 
 
 def test_the_scheduler_goes_on_when_all_is_awake() -> None:
-    """rollout/vllm/core.py: weights wake first, the cache later; in between nothing is scheduled."""
+    """rollout/vllm/engine_core.py: weights wake first, the cache later; in between nothing is scheduled."""
     wake = function("v1/engine/core.py", "EngineCore.wake_up")
     (resumed,) = [node for node in ast.walk(wake) if isinstance(node, ast.If) and "resume_scheduler" in ast.unparse(node)]
     assert ast.unparse(resumed.test) == "fully_awake"
@@ -74,13 +74,13 @@ def test_the_scheduler_goes_on_when_all_is_awake() -> None:
 
 
 def test_a_step_decides_without_looking_at_the_clock() -> None:
-    """rollout/local.py: the ranks of an engine step alike. A step that asked whether a future is done would not be the same on all."""
+    """rollout/colocated.py: the ranks of an engine step alike. A step that asked whether a future is done would not be the same on all."""
     step = function("v1/engine/core.py", "EngineCore.step_with_batch_queue")
     assert not [name for name in calls(step) if name.endswith((".done", "time", "monotonic", "perf_counter"))]
 
 
 def test_logprobs_are_of_the_processed_distribution() -> None:
-    """rollout/vllm/core.py: bans first, then temperature, then the draw, which also says the logprobs."""
+    """rollout/vllm/engine_core.py: bans first, then temperature, then the draw, which also says the logprobs."""
     forward = function("v1/sample/sampler.py", "Sampler.forward")
     in_order(calls(forward), "apply_logits_processors", "self.sample")
     in_order(calls(function("v1/sample/sampler.py", "Sampler.sample")), "apply_temperature", "topk_topp_sampler")
@@ -96,7 +96,7 @@ def test_a_generator_a_request_is_a_kernel_a_request() -> None:
 
 
 def test_the_profile_encodes_as_many_pictures_as_a_step_may() -> None:
-    """plan/engine.py, profiled_tokens; and that the share pays for the graphs."""
+    """memory_plan/engine_memory.py, profiled_tokens; and that the share pays for the graphs."""
     profile = function("v1/worker/gpu_model_runner.py", "GPUModelRunner.profile_run")
     in_order(calls(profile), "get_encoder_budget", "get_modality_with_max_tokens", "_get_mm_dummy_batch", "embed_multimodal", "_dummy_run")
     measured = ast.unparse(function("v1/worker/gpu_worker.py", "Worker.determine_available_memory"))

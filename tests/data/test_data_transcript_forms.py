@@ -32,7 +32,7 @@ READ = {
     "conversation": ({"conversation": TALK}, PLAIN),
     "a list as text": ({"messages": json.dumps([USER, REPLY])}, PLAIN),
     "pictures as text": ({"images": "['red.png']", "messages": [USER, REPLY]}, SHOWN),
-    "recorded/export.py": (
+    "export/sft_transcripts.py": (
         {
             "messages": [USER, REPLY],
             "id": "train/3",

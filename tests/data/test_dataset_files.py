@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.data.files import files_of
+from megatron_rl.data.dataset_files import files_of
 from megatron_rl.data.questions import questions
 from megatron_rl.data.rows import open_rows
 from tests.support.tables import png, write

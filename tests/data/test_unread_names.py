@@ -9,13 +9,13 @@ import datasets
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron_rl.cli.composed import composed
 from megatron_rl.config import ColumnSettings
 from megatron_rl.data.questions import open_questions, questions
 from megatron_rl.data.survey import Survey, survey
 from megatron_rl.data.transcript_survey import TranscriptSurvey
 from megatron_rl.data.transcripts import open_transcripts, survey_transcripts, transcripts
 from megatron_rl.data.unread_names import UnreadNames
+from megatron_rl.launcher.compose import composed
 from tests.support.tables import png, write
 from tests.support.transcripts import REPLY, USER
 from tools.data import make_easy_vqa, make_visual_search

@@ -14,9 +14,9 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 
 from megatron_rl.config import EngineSettings, ParallelSettings
-from megatron_rl.plan.shares import imagined_world
+from megatron_rl.memory_plan.rank_shares import imagined_world
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.rollout.vllm.core import place_of
+from megatron_rl.rollout.vllm.engine_core import place_of
 
 SIZE = 32
 MOST = 700

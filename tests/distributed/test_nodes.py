@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.cli.spawn import threads
+from megatron_rl.launcher.spawn import threads
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 from tests.support.two_nodes import launched

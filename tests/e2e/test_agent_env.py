@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from megatron_rl.tasks.base import Step
+from megatron_rl.rollout.task import Step
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.functions import Functions
-from megatron_rl.tasks.visual_python.protocol import ToolProtocol
+from megatron_rl.tasks.visual_python.function_tools import Functions
 from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example, HostFault
 from sandbox import Limits, Sandbox
 from sandbox.client import SandboxClient

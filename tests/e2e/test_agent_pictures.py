@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.images import StoredImage
-from megatron_rl.rollout.transcript_pieces import pictures_of
+from megatron_rl.rollout.transcript_segments import pictures_of
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
-from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import HostFault
 from tests.support.agent_room import NOISE, Held, env_of, play, text
 from tests.support.sandbox_room import Room, started

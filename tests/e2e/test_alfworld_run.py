@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
-from megatron_rl.tasks.alfworld.games import GAME
+from megatron_rl.tasks.alfworld.game_files import GAME
 from megatron_rl.types import Rollout
 from tests.conftest import ROOT
 from tools.data.make_tiny_qwen2_5_vl import make

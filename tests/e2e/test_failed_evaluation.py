@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.run_states import published, recall
+from megatron_rl.run.checkpoints import published, recall
 from tests.conftest import SUPPORT
 from tests.support import forked
 

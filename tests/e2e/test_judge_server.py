@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 
 from megatron_rl.config import JudgeSettings
-from megatron_rl.jsonl import read_lines
+from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
 from megatron_rl.rewards.judge import Judge

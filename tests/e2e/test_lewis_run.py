@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from megatron_rl.data.records import Records
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
-from megatron_rl.services.kept import free_port
+from megatron_rl.services.supervised_process import free_port
 from megatron_rl.types import Rollout
 from tests.conftest import ROOT
 from tests.support import forked

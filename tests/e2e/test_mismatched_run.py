@@ -15,7 +15,7 @@ SMALL = (
 
 
 def test_a_planted_temperature_ends_the_run_before_its_first_update(random_model: Path, tmp_path: Path) -> None:
-    """What it rolled out is there for launch/explain.py. That the mean is over all ranks is tests/test_run_checks.py's."""
+    """What it rolled out is there for launch/explain.py. That the mean is over all ranks is tests/run/test_failure_checks.py's."""
     folder = tmp_path / "run"
     result = forked.run(
         SUPPORT / "mismatched_train.py", *SMALL, f"model.path={random_model}", f"run.dir={folder}", timeout_s=240

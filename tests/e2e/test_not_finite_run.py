@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.run_states import published, recall
+from megatron_rl.run.checkpoints import published, recall
 from tests.conftest import ROOT
 from tests.support import forked
 

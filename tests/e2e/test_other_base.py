@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoint_state import recall
+from megatron_rl.run.checkpoint_state import recall
 from tests.conftest import ROOT
 from tests.support import forked
 

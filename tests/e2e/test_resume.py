@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl.jsonl import read_lines
-from megatron_rl.observe.bank import as_played, path_of, read_rollouts
+from megatron_rl.io.jsonl import read_lines
+from megatron_rl.io.rollout_codec import to_record
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.run_states import recall
-from megatron_rl.wire import to_record
+from megatron_rl.observe.rollout_store import as_played, path_of, read_rollouts
+from megatron_rl.run.checkpoints import recall
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 from tests.support.rotten import turn_signs

@@ -82,6 +82,6 @@ def test_the_addresses_are_told_and_not_kept(killed: Killed) -> None:
 
 def test_kill_9_ends_all_of_it(killed: Killed) -> None:
     """Keepers, servers, and what those had started; the addresses that stay behind are of nobody."""
-    assert sum("services/keeper.py" in line for line in killed.started) == 2 and len(killed.started) >= 5, killed.started
+    assert sum("services/supervisor.py" in line for line in killed.started) == 2 and len(killed.started) >= 5, killed.started
     assert not killed.left
     assert not find(killed.home / "run", "judge", "vllm") and not find(killed.home / "run", "sandbox", "sandbox")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.jsonl import read_lines
+from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
 from megatron_rl.types import Rollout

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.services.address import file_of
-from megatron_rl.sweeps import read_sweep
 from tests.conftest import ROOT, start
 from tests.support.asked_runs import JUDGE_ARGS, asking
 from tests.support.commands import blocks, commands

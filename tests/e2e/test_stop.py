@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.watch import ANSWER_S
+from megatron_rl.distributed.hang_watchdog import ANSWER_S
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image as pil
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.jsonl import read_lines
-from megatron_rl.observe.bank import path_of, read_rollouts
+from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
+from megatron_rl.observe.rollout_store import path_of, read_rollouts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.clip import Clip
 from megatron_rl.tasks.visual_python.pyvision import PyVision

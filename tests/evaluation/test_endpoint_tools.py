@@ -19,7 +19,7 @@ from megatron_rl.observe.recorder import read
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Task
+from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.drawing import Scene
 from megatron_rl.tasks.visual_search.task import VisualSearchTask, middle

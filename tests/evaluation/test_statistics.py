@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from megatron_rl.evaluation.paired import Evaluation, by_signs, difference, differing, mcnemar, read_evaluation
-from megatron_rl.evaluation.report import bootstrap, intervals, pass_at
-from megatron_rl.jsonl import replace_lines
+from megatron_rl.evaluation.evaluation_report import bootstrap, intervals, pass_at
+from megatron_rl.evaluation.paired_comparison import Evaluation, by_signs, difference, differing, mcnemar, read_evaluation
+from megatron_rl.io.jsonl import replace_lines
 
 
 def test_the_interval_is_the_normal_one_of_many_examples() -> None:

@@ -11,15 +11,15 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.cli.explain import main
 from megatron_rl.config import ModelSettings
-from megatron_rl.explain.checks import of_pixels
 from megatron_rl.explain.findings import BOUNDS
-from megatron_rl.explain.recording import Looked
-from megatron_rl.explain.reference import Reference
-from megatron_rl.explain.suspects import Case, Suspicion, explanation, fitted_temperature
+from megatron_rl.explain.hf_reference import Reference
+from megatron_rl.explain.hypotheses import Case, Suspicion, explanation, fitted_temperature
+from megatron_rl.explain.recorded_step import Looked
+from megatron_rl.explain.sequence_checks import of_pixels
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
-from megatron_rl.weights.formats.open import open_source
+from megatron_rl.weights.formats.open_checkpoint import open_source
 from tests.support.explained import STALE, TEMPERATURE, Said, engine_mistakes, nested, rollouts_of, say, write_run
 from tools.data.make_tiny_qwen2_5_vl import make
 

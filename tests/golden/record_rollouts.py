@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import EngineSettings, ModelSettings, TaskSettings  # noqa: E402 (the script's own tree comes first)
+from megatron_rl.distributed.world import connect, place  # noqa: E402
 from megatron_rl.observe.recorder import write  # noqa: E402
-from megatron_rl.rollout.admission import RoundSettings  # noqa: E402
+from megatron_rl.rollout.colocated import LocalEngine  # noqa: E402
 from megatron_rl.rollout.episode import EpisodeSettings  # noqa: E402
-from megatron_rl.rollout.fleet import Fleet  # noqa: E402
-from megatron_rl.rollout.local import LocalEngine  # noqa: E402
+from megatron_rl.rollout.manager import Fleet  # noqa: E402
 from megatron_rl.rollout.renderer import Renderer  # noqa: E402
+from megatron_rl.rollout.scheduler import RoundSettings  # noqa: E402
 from megatron_rl.tasks.gym_cards.task import NumberLineTask  # noqa: E402
 from megatron_rl.types import End, Rollout, Status  # noqa: E402
-from megatron_rl.world import connect, place  # noqa: E402
 from tests.support.one_process import world_of_one  # noqa: E402
 from tests.support.own_task import TwoLooksTask  # noqa: E402
 from tests.support.recorded import CASES, GOLDEN, PIXELS, taught  # noqa: E402

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl import minibatches
-from megatron_rl.batch import Segment, WeightedContext, read_back
+from megatron_rl.batching import minibatches
+from megatron_rl.batching.minibatches import episode_weight, weighted_contexts
+from megatron_rl.batching.packing import Segment, WeightedContext, read_back
 from megatron_rl.config import BatchSettings, Settings
-from megatron_rl.minibatches import episode_weight, weighted_contexts
 from tests.support.one_process import world_of_one
 from tests.support.recorded import BOUND, CASES, GOLDEN, build, differences, recorded, taught
 

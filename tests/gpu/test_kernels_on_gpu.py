@@ -7,9 +7,9 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import LoraSettings, OptimSettings
-from megatron_rl.policy import build, policy, transformer
+from megatron_rl.policy import load_model, policy, transformer
 from megatron_rl.policy.kernels import uses_transformer_engine
 from tests.support.layouts import full_logits, gradients
 from tests.support.one_process import policy_of, world_of_one
@@ -45,7 +45,7 @@ def assert_near(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], 
 def test_transformer_engines_layers_are_ours(measured: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """To bfloat16's rounding, through four layers."""
     logits, theirs = measured()
-    for module in (build, policy, transformer):
+    for module in (load_model, policy, transformer):
         monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
     our_logits, ours = measured()
     assert (logits - our_logits).norm() <= 2e-2 * our_logits.norm()
@@ -55,7 +55,7 @@ def test_transformer_engines_layers_are_ours(measured: Callable, monkeypatch: py
 @FUSED
 def test_gradients_that_are_added_in_the_product_are_the_plain_ones(measured: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """apex's kernel adds a weight's gradient to its fp32 buffer inside the matrix product; ours rounds it to bfloat16 before."""
-    for module in (build, policy, transformer):
+    for module in (load_model, policy, transformer):
         monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
     _, plain = measured()
     _, fused = measured(fuse)

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.batching.minibatches import WeightedContext
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.minibatches import WeightedContext
+from megatron_rl.distributed.world import connect, place
+from megatron_rl.memory_plan.activations import activations
+from megatron_rl.memory_plan.rank_shares import held_by
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.plan.activations import activations
-from megatron_rl.plan.shares import held_by
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Context, LossMetrics
-from megatron_rl.world import connect, place
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 32768

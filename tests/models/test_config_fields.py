@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.models import config_fields
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.hf_config import parse_spec, read_spec
-from megatron_rl.models.released import SIZES, released_config
+from megatron_rl.models.known_models import SIZES, released_config
 
 STATED_TWICE = {
     "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584,

@@ -11,11 +11,11 @@ from transformers import Qwen3VLVisionModel
 
 from megatron_rl.config import EngineSettings, ParallelSettings, RunSettings, Settings
 from megatron_rl.config.model import PARTS
+from megatron_rl.memory_plan.engine_memory import plan_engine
 from megatron_rl.models import family
 from megatron_rl.models.hf_config import parse_spec, read_spec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.qwen3_vl import QWEN3_VL
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan.engine import plan_engine
 from megatron_rl.policy.parallel import check_layout
 from tools.data.make_tiny_qwen2_5_vl import make
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.mapping import canonical
-from megatron_rl.models.released import HUB_IDS, SIZES, known_spec, released_config
-from megatron_rl.models.spec import VisionSpec
+from megatron_rl.models.known_models import HUB_IDS, SIZES, known_spec, released_config
+from megatron_rl.models.model_spec import VisionSpec
+from megatron_rl.models.name_mapping import canonical
 
 PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
 """As published."""

@@ -7,8 +7,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.config import ParallelSettings
-from megatron_rl.models.mapping import Row, padded_vocab
-from megatron_rl.models.released import known_spec
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.name_mapping import Row, padded_vocab
 from megatron_rl.policy.padding import PADDED, padded, unpadded
 from megatron_rl.policy.parallel import check_layout
 

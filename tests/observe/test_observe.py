@@ -17,11 +17,11 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.config import WandbSettings
-from megatron_rl.jsonl import read_lines, replace_lines, to_line
+from megatron_rl.io.jsonl import read_lines, replace_lines, to_line
 from megatron_rl.observe.metrics import MetricsLog, Spans, read_metrics
 from megatron_rl.observe.plot import main, reward_curve, smooth
 from megatron_rl.observe.progress import Progress
-from megatron_rl.run_superseded import supersede_records
+from megatron_rl.run.superseded_steps import supersede_records
 from tests.observe.test_recorder import picture
 
 DISABLED = WandbSettings(mode="disabled")
@@ -241,7 +241,7 @@ import sys
 from pathlib import Path
 from megatron_rl.config import TrackioSettings, WandbSettings
 from megatron_rl.observe.metrics import MetricsLog
-from megatron_rl.run_superseded import supersede_records
+from megatron_rl.run.superseded_steps import supersede_records
 mode, folder, start_step, *losses = sys.argv[1:]
 supersede_records(Path(folder), first_step=int(start_step), first_line=int(start_step), num_steps=9, results=(), models=())
 settings = TrackioSettings(mode=mode, project="mine")

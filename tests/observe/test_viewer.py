@@ -20,14 +20,14 @@ from PIL import Image as pil
 from PIL import ImageColor
 from starlette.testclient import TestClient
 
-from megatron_rl.jsonl import replace_lines
-from megatron_rl.observe.bank import path_of, write
+from megatron_rl.io.jsonl import replace_lines
 from megatron_rl.observe.recorder import Recorder, store_pictures
+from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.observe.viewer.__main__ import main
 from megatron_rl.observe.viewer.demo import COLORS, make
-from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import COLUMNS, labelled
-from megatron_rl.services.kept import free_port
+from megatron_rl.observe.viewer.web_app import create_app
+from megatron_rl.services.supervised_process import free_port
 from megatron_rl.types import Context, End, Rollout, Status, ToolCall, Turn, Verdict
 from tests.observe.test_recorder import picture
 

@@ -10,12 +10,12 @@ import pytest
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
-from megatron_rl.jsonl import replace_lines
-from megatron_rl.observe.bank import path_of, write
+from megatron_rl.io.jsonl import replace_lines
 from megatron_rl.observe.recorder import name_of, store_pictures
-from megatron_rl.observe.viewer.server import create_app
+from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.observe.viewer.store import labelled
-from megatron_rl.services.kept import free_port
+from megatron_rl.observe.viewer.web_app import create_app
+from megatron_rl.services.supervised_process import free_port
 from megatron_rl.types import Context
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import ATTACKS, CHROMIUM, rollout

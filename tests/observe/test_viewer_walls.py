@@ -16,14 +16,14 @@ from PIL import Image as pil
 from starlette.testclient import TestClient
 from tokenizers import Regex, Tokenizer, decoders, models
 
-from megatron_rl.observe.bank import SCHEMA, path_of, read_columns, write
 from megatron_rl.observe.recorder import Recorder, name_of, store_pictures
+from megatron_rl.observe.rollout_store import SCHEMA, path_of, read_columns, write
 from megatron_rl.observe.viewer import token_decoder
 from megatron_rl.observe.viewer.__main__ import main
-from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import Folder, labelled
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
-from megatron_rl.services.kept import free_port
+from megatron_rl.observe.viewer.web_app import create_app
+from megatron_rl.services.supervised_process import free_port
 from sandbox.connections import Connection
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import found, rollout

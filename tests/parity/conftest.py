@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.local import LocalEngine
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.sampled import engine_of
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.engine import Completion, Sampling, placeholder_offsets
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, HostFault
 from tests.support.packed import picture, prompts, user

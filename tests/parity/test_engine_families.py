@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.mapping import canonical
+from megatron_rl.models.name_mapping import canonical
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import picture, prompts, user
@@ -37,7 +37,7 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
                 more = renderer.observation(context, [user("And this?", picture(7 + number, 84, 56))])
                 context.extend(more.token_ids, images=tuple(more.images))
         runner, spec = engine._core._engine.model_executor.driver_worker.worker.model_runner, read_spec(tmp_path / "model")
-        added = runner.get_model().deepstack_input_embeds if spec.vision.stacked else []  # as plan/engine.py counts them
+        added = runner.get_model().deepstack_input_embeds if spec.vision.stacked else []  # as memory_plan/engine_memory.py counts them
         assert [rows.shape for rows in added] == [(runner.max_num_tokens, spec.hidden_size)] * spec.vision.stacked
         (seen,) = runner.get_model().embed_multimodal(pixel_values=torch.zeros(16, spec.vision.patch_numbers), image_grid_thw=SQUARE)
         assert seen.shape == (4, (1 + spec.vision.stacked) * spec.vision.out_hidden_size)

@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.config import EngineSettings
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.sampler import EngineNoise
 from tests.support.packed import prompts

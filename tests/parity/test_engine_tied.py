@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import prompts
 from tests.support.sampled import BOUND, engine_of, gap, generate

@@ -16,17 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.batch import read_back
+from megatron_rl.batching.minibatches import weighted_contexts
+from megatron_rl.batching.packing import read_back
 from megatron_rl.config import BatchSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.minibatches import weighted_contexts
+from megatron_rl.distributed.world import connect, disconnect, place
 from megatron_rl.policy.parallel import Layout, build_layout, leave_layout
 from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.conversation import ContextLimits, TokenConversation
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
-from megatron_rl.world import connect, disconnect, place
 from tests.support.packed import picture, user
 from tests.support.sampled import BOUND, engine_of
 

@@ -12,11 +12,11 @@ from vllm.config import ParallelConfig
 from vllm.v1.executor import Executor
 
 from megatron_rl.config import EngineSettings
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.core import place_of
-from megatron_rl.rollout.vllm.weights import checksum
+from megatron_rl.rollout.vllm.engine_core import place_of
+from megatron_rl.rollout.vllm.weight_receiver import checksum
 from tests.support.packed import picture, prompts, user
 from tests.support.sampled import BOUND, gap, generate
 

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from megatron_rl.models.mapping import canonical
+from megatron_rl.models.name_mapping import canonical
 from tests.conftest import SUPPORT
 from tests.support.hf_run import HfRun, hf_logits, relative, write_adapter
 from tools.data.make_tiny_qwen2_5_vl import make

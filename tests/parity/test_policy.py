@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.batch import pack
+from megatron_rl.batching.minibatches import loads_of
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import ModelSettings, RunSettings, Settings
-from megatron_rl.minibatches import loads_of
+from megatron_rl.memory_plan.rank_shares import shares
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.plan.shares import shares
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import SUPPORT
 from tests.support.hf_run import HfRun, hf_logits, relative

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.config import ModelSettings, OptimSettings
 from megatron_rl.models.family import FAMILIES
-from megatron_rl.models.mapping import canonical
+from megatron_rl.models.name_mapping import canonical
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.hf_run import TEMPERATURE, forward, relative
 from tests.support.layouts import weighted_nll

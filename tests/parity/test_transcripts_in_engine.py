@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 from tests.support.random_transcripts import PROTOCOLS, play

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.algo.objective import objective
 from megatron_rl.config import AlgoSettings, OptimSettings
-from megatron_rl.step_metrics import merge_updates
+from megatron_rl.observe.step_metrics import merge_updates
 from megatron_rl.types import Batch
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import example_contexts

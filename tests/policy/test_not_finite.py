@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algo.objective import objective
 from megatron_rl.config import AlgoSettings, OptimSettings
-from megatron_rl.policy.numbers import _add, _raise
+from megatron_rl.policy.loss_metrics import _add, _raise
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Batch, LossMetrics, NotFinite, Rows
 from tests.support.one_process import policy_of, world_of_one

@@ -14,9 +14,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_rl.algo.objective import objective
+from megatron_rl.batching.minibatches import loads_of
 from megatron_rl.config import AlgoSettings, OptimSettings
-from megatron_rl.minibatches import loads_of
-from megatron_rl.plan.pictures import AHEAD
+from megatron_rl.memory_plan.image_memory import AHEAD
 from megatron_rl.policy import patches
 from megatron_rl.policy import policy as policy_module
 from megatron_rl.policy.patches import carried, encoded_by, one_ahead

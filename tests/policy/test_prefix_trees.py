@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batch import pack
+from megatron_rl.batching.minibatches import WeightedContext, cut, loads_of
+from megatron_rl.batching.packing import pack
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import CriticSettings, LoraSettings, OptimSettings
-from megatron_rl.cpu import megatron_on_cpu
-from megatron_rl.minibatches import WeightedContext, cut, loads_of
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Batch, Context, Image

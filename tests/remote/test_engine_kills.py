@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.jsonl import read_lines
+from megatron_rl.io.jsonl import read_lines
 from tests.conftest import SUPPORT
 from tests.remote.test_remote_run import RUN, assert_alike, steps_of
 from tests.support.killed_engines import PHASES, WAYS, moments

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.asking import Asking
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.remote import RemoteEngine
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.server_engine import RemoteEngine
+from megatron_rl.rollout.vllm.client import Asking
 from megatron_rl.types import Context
 from tests.parity.test_engine import (
     test_a_full_context_is_unfinished,

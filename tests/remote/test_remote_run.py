@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from megatron_rl.jsonl import read_lines
+from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.run import published
+from megatron_rl.run.record import published
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.remote_run import REMOTE

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.clients.endpoint_pool import ServerFault
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.remote import RemoteEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.sender import Line, require_same
-from megatron_rl.servers import ServerFault
+from megatron_rl.rollout.server_engine import RemoteEngine
+from megatron_rl.rollout.vllm.weight_sender import Line, require_same
 from megatron_rl.types import Rollout
 from tests.parity.test_engine_versions import EPISODES, LIMITS, VERSIONS, episode, gaps, policies
 from tests.support.packed import prompts

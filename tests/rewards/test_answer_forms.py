@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.answer_text import comparison_form, last_boxed, normalize
 from megatron_rl.data.answers import unmatchable_reason, unwrapped
-from megatron_rl.data.options import options_in
+from megatron_rl.data.question_options import options_in
 from megatron_rl.rewards.algebra import is_mathematics
 from megatron_rl.rewards.answer import decide, relative_accuracy, strict_boxed, tagged
 from megatron_rl.rewards.labels import digit_label

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.answer_text import comparison_form, goes_on
 from megatron_rl.data.answers import doubt_about
-from megatron_rl.data.options import options_in
+from megatron_rl.data.question_options import options_in
 from megatron_rl.data.unit_symbols import mark_unit_case
 from megatron_rl.rewards.answer import decide, relative_accuracy
 from megatron_rl.rewards.equations import named_values, states_a_value

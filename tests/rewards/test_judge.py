@@ -13,7 +13,7 @@ from PIL import Image
 
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.verdicts import Verdicts
+from megatron_rl.rewards.verdict_cache import Verdicts
 from megatron_rl.types import AccessDenied, HostFault
 from tests.support.episodes import episode
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings

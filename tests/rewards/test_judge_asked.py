@@ -13,17 +13,17 @@ import yaml
 
 from megatron_rl.config import JudgeSettings, RunSettings, Settings
 from megatron_rl.data.records import PLACE
+from megatron_rl.distributed.world import World
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import Progress
+from megatron_rl.observe.step_metrics import rollout_metrics
 from megatron_rl.rewards import judge_prompt
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load, without_places
 from megatron_rl.rewards.rubrics import build
-from megatron_rl.run import History, Run
-from megatron_rl.step_metrics import rollout_metrics
+from megatron_rl.run.record import History, Run
 from megatron_rl.types import Rollout, Verdict
-from megatron_rl.world import World
 from tests.rewards.test_rubrics import turn
 from tests.support.episodes import episode, outcome_of
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings

@@ -48,7 +48,7 @@ def test_processes_share_a_cache(tmp_path: Path) -> None:
     """Four processes start on one file that is not there yet and write 50 verdicts each, half of them the same ones."""
     path = str(tmp_path / "verdicts.sqlite")
     code = (
-        "import sys; from megatron_rl.rewards.verdicts import Verdicts\n"
+        "import sys; from megatron_rl.rewards.verdict_cache import Verdicts\n"
         "kept = Verdicts(sys.argv[1], read_only=False)\n"
         "for index in range(50):\n"
         "    key = f'{index}' if index % 2 else f'{sys.argv[2]} {index}'\n"

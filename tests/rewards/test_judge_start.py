@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.clients import health_check
 from megatron_rl.config import JudgeSettings
-from megatron_rl.rewards import greeting
 from megatron_rl.rewards.judge import Judge, judge_of
 from megatron_rl.types import HostFault
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
@@ -39,7 +39,7 @@ def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "GREETING_S", 0.3)
+    monkeypatch.setattr(health_check, "GREETING_S", 0.3)
     with serving(right) as server:
         with pytest.raises(HostFault, match=r"serves served, judge, other, not task.judge.model=another: choose one of these\); start one"):
             held(settings(server, model="another"), lambda _: asyncio.sleep(0))

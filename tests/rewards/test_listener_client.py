@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ListenerSettings
-from megatron_rl.rewards.listener import ListenerClient, Shown
-from megatron_rl.rewards.listening import heard
+from megatron_rl.tasks.lewis.listener_client import ListenerClient, Shown
+from megatron_rl.tasks.lewis.listener_protocol import heard
 from megatron_rl.types import HostFault, LastingFault
 from tests.support.listeners import Room
 from tests.support.listening import SHOWN, listener_of, right, settings
@@ -222,7 +222,7 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uses", [False, True])
 def test_a_listener_on_this_machine_needs_no_proxy(uses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HTTP_PROXY leads to nobody. Listeners elsewhere: tests/test_proxies.py."""
+    """HTTP_PROXY leads to nobody. Listeners elsewhere: tests/clients/test_proxies.py."""
 
     async def nothing(client: ListenerClient) -> None: ...
 

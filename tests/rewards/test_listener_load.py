@@ -10,7 +10,7 @@ from socket import create_server
 
 import pytest
 
-from megatron_rl.rewards.listener import ListenerClient
+from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from megatron_rl.types import HostFault
 from tests.chaos.proxy import Proxy
 from tests.support.listening import SHOWN, right, settings

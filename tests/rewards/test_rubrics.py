@@ -14,7 +14,7 @@ from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.rubric import Outcome, Score
 from megatron_rl.rewards.rubrics import build
 from megatron_rl.rewards.tool_use import codev_format, deepeyes_format, executed_code, red_lines
-from megatron_rl.rewards.verdicts import Verdicts
+from megatron_rl.rewards.verdict_cache import Verdicts
 from megatron_rl.types import End, HostFault, Image, ToolCall, Turn
 from tests.support.episodes import outcome_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import SpeakerSettings
-from megatron_rl.rewards.speaker import SpeakerClient
+from megatron_rl.tasks.lewis.speaker_client import SpeakerClient
 from megatron_rl.types import HostFault, LastingFault
 from tests.support.model_servers import as_base64
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import vllm
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.vllm.cache_misfit import cache_misfit
+from megatron_rl.rollout.vllm.kv_cache_errors import cache_misfit
 
 SMALL = (
     "To serve at least one request with the models's max seq len (1024), (0.31 GiB KV cache is needed, which is larger than the available "

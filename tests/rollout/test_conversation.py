@@ -14,7 +14,7 @@ from megatron_rl.rollout.conversation import ContextLimits, TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Context, End, Example, Image, Message, Status, Turn
 
 

@@ -16,7 +16,7 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import End, Example, HostFault, Image, Message, Rollout, Status, ToolCall
 
 EXAMPLE = Example("e", {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG"}}, source="mine")

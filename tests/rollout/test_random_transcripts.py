@@ -15,7 +15,7 @@ from megatron_rl.config import ModelSettings
 from megatron_rl.models.mrope import mrope_positions
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.visual_python.protocol import ToolProtocol
+from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import End, Rollout, Status
 from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone, written
 

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.admission import Admission, RoundSettings, choose_prompts
-from megatron_rl.rollout.dealing import Seat
-from megatron_rl.rollout.loop import StandingLoop
+from megatron_rl.rollout.event_loop import StandingLoop
+from megatron_rl.rollout.load_balancer import Seat
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.table import Table
+from megatron_rl.rollout.scheduler import Admission, RoundSettings, choose_prompts
+from megatron_rl.rollout.work_buffer import Table
 from megatron_rl.types import End, Rollout, Status, Stopped
 from tests.support.lasting_fleet import HeldTask, Lasting, lasting_fleet, step_of, versions_of
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of, said

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import BatchSettings, DataSettings, EngineSettings, ModelSettings, Settings
 from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import demonstrations_of

@@ -10,14 +10,14 @@ from threading import Event
 
 import pytest
 
+from megatron_rl.clients.endpoint_pool import KeyRefused
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout import lookout
-from megatron_rl.rollout import server as server_module
+from megatron_rl.rollout import health
 from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.lookout import WATCH_S
-from megatron_rl.rollout.remote import TRIES, RemoteEngine
-from megatron_rl.rollout.server import Server
-from megatron_rl.servers import KeyRefused
+from megatron_rl.rollout.health import WATCH_S
+from megatron_rl.rollout.server_engine import TRIES, RemoteEngine
+from megatron_rl.rollout.vllm import server_api as server_module
+from megatron_rl.rollout.vllm.server_api import Server
 from megatron_rl.types import AccessDenied, HostFault, WaitedFault
 from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
@@ -131,7 +131,7 @@ async def say(engine: RemoteEngine) -> Completion:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], RemoteEngine]]:
     """An engine over one server of this address, which is believed to have its weights."""
-    monkeypatch.setattr(lookout, "WATCH_S", 0.05)
+    monkeypatch.setattr(health, "WATCH_S", 0.05)
     with ExitStack() as stack:
         yield lambda url: opened(stack, [url], probe_s=0.3, patience_s=0.5, meet=lambda mine: [([url], {})], sender=None)
 

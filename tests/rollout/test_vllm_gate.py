@@ -18,8 +18,8 @@ from fastapi import FastAPI, Request, WebSocket
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.vllm.command import MIDDLEWARE, PROGRAM, server_arguments, server_environment, shell_lines
-from megatron_rl.rollout.vllm.gate import RPC, TOKEN_FILE
+from megatron_rl.rollout.vllm.http_gate import RPC, TOKEN_FILE
+from megatron_rl.rollout.vllm.server_command import MIDDLEWARE, PROGRAM, server_arguments, server_environment, shell_lines
 from megatron_rl.services.address import is_proven
 from sandbox.token import bearer
 

@@ -143,12 +143,12 @@ def test_a_token_that_a_server_repeats_is_in_no_error() -> None:
 
 
 def test_there_is_no_other_client() -> None:
-    """httpx is imported here alone; httpx2 and openai, whose clients are bounded in rewards/client.py, by what judges and rewards."""
+    """httpx is imported here alone; httpx2 and openai, whose clients are bounded in clients/openai.py, by what judges and rewards."""
     found: dict[str, set[str]] = {}
     for path in (path for package in ("megatron_rl", "sandbox", "tools", "launch") for path in (ROOT / package).rglob("*.py")):
         for name in [] if "attack" in path.parts else re.findall(CLIENTS, path.read_text(), flags=re.MULTILINE):
             found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     rewards = {f"megatron_rl/rewards/{name}.py" for name in ("client", "greeting", "judge", "listener", "partner", "speaker")}
     assert found.pop("httpx") == {"sandbox/bounded_http.py"}
-    assert found.pop("urllib.request") == {"megatron_rl/proxies.py"}, "which reads the environment and asks nobody"
-    assert set.union(*found.values()) <= {*rewards, "megatron_rl/evaluation/endpoint.py"}
+    assert found.pop("urllib.request") == {"megatron_rl/clients/proxies.py"}, "which reads the environment and asks nobody"
+    assert set.union(*found.values()) <= {*rewards, "megatron_rl/evaluation/endpoint_policy.py"}

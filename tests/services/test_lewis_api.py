@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.services.admission import Limits
-from megatron_rl.services.incoming import Receiver
-from megatron_rl.services.pictures import Pictures
-from megatron_rl.services.speaker import Speaker, create_app
-from tests.services.test_incoming import SHAPES, TENSORS, Trained, part
-from tests.services.test_speaker import Room as Speaking
+from megatron_rl.tasks.lewis.server.image_cache import Pictures
+from megatron_rl.tasks.lewis.server.request_limiter import Limits
+from megatron_rl.tasks.lewis.server.speaker_app import Speaker, create_app
+from megatron_rl.tasks.lewis.server.weight_updates import Receiver
 from tests.support.listeners import app_of
 from tests.support.model_servers import as_base64, noise, png
+from tests.tasks.lewis.server.test_speaker_app import Room as Speaking
+from tests.tasks.lewis.server.test_weight_updates import SHAPES, TENSORS, Trained, part
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from megatron_rl.config import ListenerSettings, ServiceSettings
-from megatron_rl.rewards.listener import ListenerClient
-from megatron_rl.services.kept import environment
-from megatron_rl.services.model_server import parser
-from megatron_rl.services.serving import check_service
-from megatron_rl.tasks.options import LewisSpeakerOptions
+from megatron_rl.services.service_launcher import check_service
+from megatron_rl.services.supervised_process import environment
+from megatron_rl.tasks.lewis.listener_client import ListenerClient
+from megatron_rl.tasks.lewis.server.model_server import parser
+from megatron_rl.tasks.task_options import LewisSpeakerOptions
 from sandbox.token import read_token
 from tests.rewards.test_listener_client import held
 from tests.support.listeners import Room
@@ -110,7 +110,7 @@ def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None
     ("gpus", "processes", "service"), [(0, 1, ""), (1, 1, ""), (2, 1, ", gpus: [1]"), (4, 3, ", gpus: [3]"), (8, 7, ", gpus: [7]")]
 )
 def test_a_listener_of_its_own_has_the_last_gpu_and_the_run_the_others(tree: Path, gpus: int, processes: int, service: str) -> None:
-    """As services/serving.py and kept.py read it: the service is not refused for the run's GPUs, and sees that one alone."""
+    """As services/service_launcher.py and kept.py read it: the service is not refused for the run's GPUs, and sees that one alone."""
     own = settings_of(tree, "", "9100", gpus=gpus, processes=processes, LISTENER_MODEL="runs/l")
     assert own["services.listener"] == f"{{kind: listener, model: 'runs/l', port: 9100{service}}}"
     assert own["task.listener.urls"] == "[service:listener]" and "task.listener.proxy" not in own

@@ -15,13 +15,13 @@ from PIL import Image as pil
 
 from megatron_rl.config import EngineSettings
 from megatron_rl.data.images import StoredImage
-from megatron_rl.rewards.listening import Candidate
-from megatron_rl.services import engine_room, listener
-from megatron_rl.services.admission import Limits
-from megatron_rl.services.listener import MOST_HELD, MOST_RENDERED, slices, surface_forms
-from megatron_rl.services.model_server import parser, run_server
-from megatron_rl.services.pictures import Pictures
-from megatron_rl.services.version import version_of
+from megatron_rl.tasks.lewis.listener_protocol import Candidate
+from megatron_rl.tasks.lewis.server import engine_holder, listener_app
+from megatron_rl.tasks.lewis.server.image_cache import Pictures
+from megatron_rl.tasks.lewis.server.listener_app import MOST_HELD, MOST_RENDERED, slices, surface_forms
+from megatron_rl.tasks.lewis.server.model_server import parser, run_server
+from megatron_rl.tasks.lewis.server.model_version import version_of
+from megatron_rl.tasks.lewis.server.request_limiter import Limits
 from tests.support.listeners import Renderer, Room, Tokenizer, app_of, p_of
 from tests.support.model_servers import as_base64, noise, png
 
@@ -203,8 +203,8 @@ def test_requests_that_fail_give_their_slots_back() -> None:
 
 def test_no_probability_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the sum of what says yes is rounded up, and is all that there is."""
-    exact = listener.log_sum
-    monkeypatch.setattr(listener, "log_sum", lambda logprobs: exact(logprobs) + (3e-16 if len(logprobs) == 2 else 0.0))
+    exact = listener_app.log_sum
+    monkeypatch.setattr(listener_app, "log_sum", lambda logprobs: exact(logprobs) + (3e-16 if len(logprobs) == 2 else 0.0))
     (answer,) = talk(app_of(Room(answer=lambda p: [math.log(0.25), -1000.0, math.log(0.75)])), scored(*FILES[:2]))
     assert answer.status_code == 200 and answer.json()["yes_probabilities"] == [1.0, 1.0]
 
@@ -291,7 +291,7 @@ def test_the_seeds_variables_reach_the_engine_and_the_limits(monkeypatch: pytest
     def make(room: Room, pictures: object, *, limits: Limits, log: Path | None, **_: object) -> object:
         raise ValueError(f"{limits.concurrency} at once, {limits.acquire_s:g} s, {log}")
 
-    monkeypatch.setattr(engine_room, "EngineRoom", Taken)
+    monkeypatch.setattr(engine_holder, "EngineRoom", Taken)
     variables = {"INFERENCE_CONCURRENCY": "3", "INFERENCE_ACQUIRE_TIMEOUT": "7.5", "LISTENER_BATCH_SIZE": "11", "DEBUG_MODE": "1"}
     for name, value in {**variables, "LOG_PATH": "said.jsonl"}.items():
         monkeypatch.setenv(name, value)

@@ -15,11 +15,11 @@ import pytest
 
 from megatron_rl.config import JudgeSettings, ModelSettings, RunSettings, SandboxSettings, ServiceSettings, ServicesSettings, Settings
 from megatron_rl.config import TaskSettings as Task
+from megatron_rl.distributed.world import connect, disconnect, place
 from megatron_rl.services.address import file_of, find, publish, token_file
-from megatron_rl.services.kept import environment
-from megatron_rl.services.serving import addressed, check_service, serving
+from megatron_rl.services.service_launcher import addressed, check_service, serving
+from megatron_rl.services.supervised_process import environment
 from megatron_rl.types import Stopped
-from megatron_rl.world import connect, disconnect, place
 from sandbox.token import write_token
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
@@ -112,7 +112,7 @@ def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
 
 def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It and its server end all the same, and what that had started."""
-    monkeypatch.setattr("megatron_rl.services.kept.END_S", 1.0)
+    monkeypatch.setattr("megatron_rl.services.supervised_process.END_S", 1.0)
     with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on):
         (keeper,) = [child for child in psutil.Process().children() if str(tmp_path) in child.cmdline()]
         keeper.suspend()

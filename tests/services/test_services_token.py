@@ -26,12 +26,12 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
+from megatron_rl.distributed.world import connect, disconnect, place
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.services.address import find, is_there, proves, token_file
-from megatron_rl.services.serving import Service, addressed, serving
+from megatron_rl.services.service_launcher import Service, addressed, serving
 from megatron_rl.tasks.visual_python.task import sandbox_client
 from megatron_rl.types import HostFault
-from megatron_rl.world import connect, disconnect, place
 from sandbox import Sandbox, SandboxFault
 from sandbox.access import CHALLENGE, PROOF, proof_of
 from sandbox.client import SandboxClient

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from megatron_rl.tasks.base import Step
+from megatron_rl.rollout.task import Step
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.protocol import ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example
 from tests.support.sandbox_room import Room
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from megatron_rl.choices import build_task
 from megatron_rl.config import TaskSettings
-from megatron_rl.tasks.base import Step, Task
-from megatron_rl.tasks.options import OPTIONS
+from megatron_rl.registry import build_task
+from megatron_rl.rollout.task import Step, Task
+from megatron_rl.tasks.task_options import OPTIONS
 from megatron_rl.types import Example, Message
 
 FEW = {"points24": {"train_hands": 200, "eval_hands": 100}, "blackjack": {"train_hands": 200, "eval_drawings": 1}}

@@ -6,10 +6,10 @@ python card_runs.py MODEL_FOLDER FOLDER
 import sys
 from pathlib import Path
 
-from megatron_rl.choices import Own
 from megatron_rl.config import AlgoSettings, BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.start import run
-from megatron_rl.tasks.options import BlackjackOptions, EZPointsOptions, GameOptions, Points24Options
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
+from megatron_rl.tasks.task_options import BlackjackOptions, EZPointsOptions, GameOptions, Points24Options
 
 FEW = {"reading": "rl4vlm", "eval_art": "classic"}
 GAMES: dict[str, tuple[GameOptions, str]] = {

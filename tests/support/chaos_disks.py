@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.cli.door import with_full_disks
+from megatron_rl.cli.app import with_full_disks
 from megatron_rl.config import WandbSettings
 from megatron_rl.observe.metrics import MetricsLog, read_metrics
 from tests.chaos.mishaps import NotNow, Scene, strike

@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_rl.algo.objective import objective
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.policy.optimizer_state import optimizer_tensors
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import sharded_weights
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.torch_dist import McoreTensors
-from megatron_rl.world import connect, place
 from tests.support.layouts import forget_layout
 from tests.support.packed import example_contexts
 from tests.support.poisoned import POISONS

@@ -26,10 +26,10 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from torch.distributed import run as torchrun
 
-from megatron_rl.cli.door import offer
-from megatron_rl.cli.sweep import options_of
+from megatron_rl.cli.app import offer
+from megatron_rl.launcher.sweep import options_of
+from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.models.family import FAMILIES
-from megatron_rl.sweeps import read_sweep
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 

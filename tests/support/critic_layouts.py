@@ -15,22 +15,22 @@ import torch.distributed as dist
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.value import head_alone, joint, value_objective
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
+from megatron_rl.build import build_critic, build_policy
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, RunSettings, Settings
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.parts import build_critic, build_policy
 from megatron_rl.policy.critic import Critic
-from megatron_rl.policy.learner import Learner
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import carried
 from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.trainable_model import Learner
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run import History
-from megatron_rl.run_states import Checkpoints, published
-from megatron_rl.train import updates_of
+from megatron_rl.run.checkpoints import Checkpoints, published
+from megatron_rl.run.record import History
+from megatron_rl.training_loop import updates_of
 from megatron_rl.types import Batch
-from megatron_rl.world import connect, place
 from tests.support.layouts import Case, forget_layout
 from tests.support.packed import example_contexts
 

@@ -1,5 +1,5 @@
-"""vLLM's own configuration of every recipe for GPUs, made on a machine without one: a line of JSON for each, for tests/plan/test_engine.py;
-of the first recipe another line, of a vLLM that is not told of our pictures.
+"""vLLM's own configuration of every recipe for GPUs, made on a machine without one: a line of JSON for each, for
+tests/memory_plan/test_engine_memory.py; of the first recipe another line, of a vLLM that is not told of our pictures.
 
 The platform that vLLM found, a CPU, becomes one of CUDA that says what a recipe's GPU would say: its name, its memory, its capability.
 Nothing is started and no weights are read: a folder has a released config.json and the processor's released limits, 12.8 megapixels.
@@ -30,9 +30,9 @@ from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
-from megatron_rl.models.released import released_config  # noqa: E402
-from megatron_rl.plan.devices import GPUS  # noqa: E402
-from megatron_rl.rollout.vllm.core import engine_arguments  # noqa: E402
+from megatron_rl.memory_plan.gpu_specs import GPUS  # noqa: E402
+from megatron_rl.models.known_models import released_config  # noqa: E402
+from megatron_rl.rollout.vllm.engine_core import engine_arguments  # noqa: E402
 from tests.contracts.test_configs import settings_of  # noqa: E402
 
 RELEASED = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.dealing import Seat
+from megatron_rl.distributed.world import connect, disconnect, gather, meeting_store, patient, place
 from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.load_balancer import Seat
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
-from megatron_rl.world import connect, disconnect, gather, meeting_store, patient, place
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, fleet_of, said
 
 REPLY_S = 0.2

@@ -9,10 +9,10 @@ import sys
 import time
 from dataclasses import asdict
 
-from megatron_rl.cli import doctor_job
-from megatron_rl.cli.report import Report
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.world import place
+from megatron_rl.distributed.world import place
+from megatron_rl.preflight import doctor_job
+from megatron_rl.preflight.check_report import Report
 
 
 def main(model: str, run_dir: str) -> None:

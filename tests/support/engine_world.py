@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context
 from tests.support.packed import prompts

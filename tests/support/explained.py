@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.observe import bank, recorder
+from megatron_rl.observe import recorder, rollout_store
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, Image, Rollout, Turn
 from tests.support.packed import picture, user
@@ -87,7 +87,7 @@ def write_run(
         recorder.write(run / recorder.FOLDER / f"step_{STEP:06d}.jsonl", chosen, step=STEP, among=rollouts)
     else:
         recorder.store_pictures(run / recorder.FOLDER, rollouts)
-        bank.write(bank.path_of(run / recorder.FOLDER, STEP), rollouts, step=STEP, rounds=1)
+        rollout_store.write(rollout_store.path_of(run / recorder.FOLDER, STEP), rollouts, step=STEP, rounds=1)
     return run
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.cli.explain import main
-from megatron_rl.explain import playback
-from megatron_rl.explain.trainer import Trainer
+from megatron_rl.explain import replay_forward
+from megatron_rl.explain.trainer_forward import Trainer
 
 
 class Spoiled(Trainer):
@@ -19,5 +19,5 @@ class Spoiled(Trainer):
 
 
 if __name__ == "__main__":
-    playback.Trainer = Spoiled
+    replay_forward.Trainer = Spoiled
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,6 @@ python failed_evaluation.py MODEL_FOLDER RUN_FOLDER down|up
 
 import sys
 
-from megatron_rl.choices import Own
 from megatron_rl.config import (
     BatchSettings,
     CheckpointSettings,
@@ -16,7 +15,8 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
-from megatron_rl.start import run
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
 from megatron_rl.types import Example, HostFault, Message
 from tests.support.own_task import TwoLooks, TwoLooksTask
 

@@ -33,14 +33,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from megatron_rl import cpu
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.value import joint, value_objective
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
+from megatron_rl.compat import megatron_cpu
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention, network, policy, transformer, vision
-from megatron_rl.policy.build import Built
+from megatron_rl.policy.load_model import Built
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import encoded_by
 from megatron_rl.policy.transformer import build_chunks
@@ -135,7 +135,7 @@ def stand_in(q_TND, k_KMD, v_KMD, gathered, causal, scale):  # noqa: ANN001
 
 def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN001
     """In the place of build.load_model: no weights are read, and all of it is on the device."""
-    with _disable_current_modes(), cpu._stand_in(torch.device("cpu")):
+    with _disable_current_modes(), megatron_cpu._stand_in(torch.device("cpu")):
         chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     for module in chunks.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -192,7 +192,7 @@ def update(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: in
 def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
 
-    cpu.megatron_on_cpu = lambda: cpu._stand_in(torch.device(DEVICE))
+    megatron_cpu.megatron_on_cpu = lambda: megatron_cpu._stand_in(torch.device(DEVICE))
     policy.load_model, policy.Export = empty_model, lambda *_, **__: None
     attention.has_kernel, attention.varlen = lambda *_: True, stand_in
     vision.of_grids = partial(on_host, vision.of_grids)

@@ -6,7 +6,6 @@ python family_run.py MODEL_FOLDER RUN_FOLDER
 import os
 import sys
 
-from megatron_rl.choices import Own
 from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
@@ -18,8 +17,9 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
-from megatron_rl.start import run
-from megatron_rl.tasks.options import EZPointsOptions
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
+from megatron_rl.tasks.task_options import EZPointsOptions
 
 if __name__ == "__main__":
     model, folder = sys.argv[1:]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.models.mapping import canonical
+from megatron_rl.models.name_mapping import canonical
 
 State = dict[str, torch.Tensor]
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, VISION_HEADS, VISION_DIM = 4, 2, 32, 4, 2, 32

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the door has it
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron_rl.rollout.vllm.core import _prepare_environment
+    from megatron_rl.rollout.vllm.engine_core import _prepare_environment
 
     _prepare_environment(cuda=False)
     for name in (

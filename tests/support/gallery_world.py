@@ -13,11 +13,11 @@ import numpy as np
 import torch.distributed as dist
 from PIL import Image as pil
 
-from megatron_rl import gallery as gallery_module
-from megatron_rl.gallery import Gallery
+from megatron_rl.distributed import image_exchange as gallery_module
+from megatron_rl.distributed.image_exchange import Gallery
+from megatron_rl.distributed.world import connect, disconnect, place, together
 from megatron_rl.observe.recorder import store_pictures, write
 from megatron_rl.types import Context, Image, Rollout, Turn
-from megatron_rl.world import connect, disconnect, place, together
 
 PATCH = 14
 

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from megatron_rl.world import return_freed_blocks
+from megatron_rl.distributed.world import return_freed_blocks
 
 BLOCK, SMALL = 6 << 20, 1 << 16
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.plan.shares import Footprint
+from megatron_rl.memory_plan.rank_shares import Footprint
 from megatron_rl.policy.network import Network
 
 

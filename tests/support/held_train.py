@@ -10,9 +10,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_rl.rollout.admission import Dealt
-from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.table import Table
+from megatron_rl.rollout.manager import Fleet
+from megatron_rl.rollout.scheduler import Dealt
+from megatron_rl.rollout.work_buffer import Table
 from megatron_rl.types import Rollout
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"

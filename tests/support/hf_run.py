@@ -6,9 +6,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from megatron_rl.batching.minibatches import WeightedContext
 from megatron_rl.config import ModelSettings
-from megatron_rl.minibatches import WeightedContext
-from megatron_rl.models.mapping import canonical
+from megatron_rl.models.name_mapping import canonical
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context
 from tests.support.packed import example_contexts

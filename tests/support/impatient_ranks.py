@@ -1,6 +1,6 @@
 """launch/train.py, but a rank does not wait for the main one before it tells an error: only a rule that knows no time keeps it silent."""
 
-from megatron_rl.cli import cli, door
+from megatron_rl.cli import app, cli
 
-door.QUIET_S = 0.0
+app.QUIET_S = 0.0
 cli()

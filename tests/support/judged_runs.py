@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.choices import Own
 from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
@@ -24,7 +23,8 @@ from megatron_rl.config import (
     SftSettings,
     TaskSettings,
 )
-from megatron_rl.start import run
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
 from tests.support.tables import png, write
 
 COLORS = ("red", "blue", "lime", "white")

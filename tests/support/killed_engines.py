@@ -4,7 +4,7 @@
 
 A moment is a phase (generation, pause, transfer), a way (killed, stopped, core killed, core stopped, ended), a server and a place in the
 phase; all pairs of phase and way come in turn, in a shuffled order. With each update at most one comes, when both servers serve. One that
-serves again is steady at once: kills come faster than a run gives up a server that ends in a row (services/engines.py).
+serves again is steady at once: kills come faster than a run gives up a server that ends in a row (services/engine_servers.py).
 RUN_FOLDER/kills.jsonl has what was done, and what became of it.
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.rollout.asking import Asking
-from megatron_rl.rollout.remote import RemoteEngine
-from megatron_rl.rollout.sender import Line
-from megatron_rl.services import engines
-from megatron_rl.services.engines import Engines
+from megatron_rl.rollout.server_engine import RemoteEngine
+from megatron_rl.rollout.vllm.client import Asking
+from megatron_rl.rollout.vllm.weight_sender import Line
+from megatron_rl.services import engine_servers
+from megatron_rl.services.engine_servers import Engines
 from tests.support.remote_run import REMOTE, play
 
 PHASES, WAYS = ("generation", "pause", "transfer"), ("killed", "stopped", "core killed", "core stopped", "ended")
@@ -130,6 +130,6 @@ if __name__ == "__main__":
     Line.begin, Line.send = lambda line: killer.begin(line), lambda line, bucket, flat: killer.send(line, bucket, flat)
     Asking.ask = lambda asking, server, turn, said, **labels: killer.ask(asking, server, turn, said, **labels)
     Engines.start = started
-    engines.STEADY_S = 0.0
+    engine_servers.STEADY_S = 0.0
     sys.argv[1:] = [model, folder, *REMOTE, "engine.servers=2", "engine.bucket_mib=0.5", *more]
     play()

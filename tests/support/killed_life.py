@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megatron_rl.world import connect, place
+from megatron_rl.distributed.world import connect, place
 from tests.test_stale_run import live, settings_of
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.rollout.admission import RoundSettings
-from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.loop import StandingLoop
+from megatron_rl.rollout.event_loop import StandingLoop
+from megatron_rl.rollout.manager import Fleet
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Step
+from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.task import Step
 from megatron_rl.types import Example, Message, Rollout
 from tests.support.scripted_fleet import EPISODE, Scripted, Talk, TalkTask, Trainer
 

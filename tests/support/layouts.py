@@ -17,19 +17,19 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from megatron_rl.algo.objective import objective
-from megatron_rl.batch import loss_rows, pack
+from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.batching.packing import loss_rows, pack
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.cpu import megatron_on_cpu
-from megatron_rl.minibatches import WeightedContext
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.mapping import padded_vocab
+from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.padding import PADDED
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Batch, LossMetrics, Rows
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.world import connect, place
 from tests.support.held import held_after_a_step
 from tests.support.packed import example_contexts
 

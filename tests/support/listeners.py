@@ -18,10 +18,10 @@ from typing import Any
 from PIL.Image import Image as Picture
 
 from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.services.admission import Limits
-from megatron_rl.services.incoming import Receiver
-from megatron_rl.services.listener import Listener, create_app
-from megatron_rl.services.pictures import Pictures
+from megatron_rl.tasks.lewis.server.image_cache import Pictures
+from megatron_rl.tasks.lewis.server.listener_app import Listener, create_app
+from megatron_rl.tasks.lewis.server.request_limiter import Limits
+from megatron_rl.tasks.lewis.server.weight_updates import Receiver
 from sandbox.connections import Line
 from sandbox.http import listening, until_asked
 

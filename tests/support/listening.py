@@ -11,7 +11,7 @@ from socket import create_server
 import uvicorn
 
 from megatron_rl.config import ListenerSettings
-from megatron_rl.rewards.listener import Shown
+from megatron_rl.tasks.lewis.listener_client import Shown
 from sandbox.connections import Line
 from sandbox.http import config_of
 from tests.support.listeners import Room, app_of, p_of

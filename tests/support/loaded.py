@@ -11,14 +11,14 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from torch import nn
 
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import LoraSettings, ParallelSettings
-from megatron_rl.cpu import megatron_on_cpu
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.transformer import Chunk
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.stream import Placement, load_hf
-from megatron_rl.world import connect, place
 
 
 def check(model: Path, checkpoint: Path, tp: int, pp: int) -> None:

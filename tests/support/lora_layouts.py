@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.algo.objective import objective
-from megatron_rl.batch import pack
+from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.minibatches import WeightedContext
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Batch
 from megatron_rl.weights.stream import is_adapter
-from megatron_rl.world import connect, place
 from tests.support.layouts import Case, copies, forget_layout, full_logits, gradients
 from tests.support.packed import example_contexts
 

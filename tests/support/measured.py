@@ -33,9 +33,9 @@ def picture(path: Path) -> None:
 
 
 def torch_file(path: Path) -> None:
-    from megatron_rl.weights.formats import pickled
+    from megatron_rl.weights.formats import pickle_tensors
 
-    found = pickled.load(path)
+    found = pickle_tensors.load(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: holds a {type(found).__name__}")
     found["w"].read()
@@ -60,13 +60,13 @@ def spec(path: Path) -> None:
 
 
 def settings(path: Path) -> None:
-    from megatron_rl.run_folder import read_settings
+    from megatron_rl.run.directory import read_settings
 
     str(read_settings(path))
 
 
 def lines(path: Path) -> None:
-    from megatron_rl.jsonl import read_lines
+    from megatron_rl.io.jsonl import read_lines
 
     read_lines(path)
 

@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.distributed.hang_watchdog import Watch
+from megatron_rl.distributed.world import connect, gather, place
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Parted
-from megatron_rl.watch import Watch
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.world import connect, gather, place
 from tests.support.layouts import Case, forget_layout, make_policy, steps
 from tests.support.packed import example_contexts
 

@@ -6,10 +6,10 @@ not_finite.py MODEL_FOLDER RUN_FOLDER
 import math
 import sys
 
-from megatron_rl.choices import Own
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric
-from megatron_rl.start import run
 from megatron_rl.types import RunFailed
 from tests.support.own_task import TwoLooksTask
 

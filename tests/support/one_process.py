@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.world import connect, place
 
 _opened: list[Policy] = []
 

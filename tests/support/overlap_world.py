@@ -15,11 +15,11 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron_rl.algo.objective import objective
 from megatron_rl.algo.value import head_alone, joint, value_objective
 from megatron_rl.config import AlgoSettings, CriticSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.distributed.world import connect, gather, place
 from megatron_rl.policy import optimizer
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.world import connect, gather, place
 from tests.support.packed import example_contexts
 
 UPDATES = ("pictures", "pictures", "words", "pictures", "head", "pictures")

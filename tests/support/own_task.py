@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from megatron_rl.choices import Own
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
-from megatron_rl.start import run
-from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message, Rollout
 
 COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}

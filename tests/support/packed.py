@@ -4,7 +4,7 @@ different sizes, an image and a whole prompt that two contexts share, the same p
 import numpy as np
 from PIL import Image as Pillow
 
-from megatron_rl.minibatches import WeightedContext
+from megatron_rl.batching.minibatches import WeightedContext
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context
 

@@ -1,6 +1,6 @@
 """Run under torchrun by test_parts.py: one GRPO step with parts frozen or slowed down, at tp 2 x pp 2 or on one process.
 
-usage: parts.py MODEL OUT TP PP CASE ...
+usage: build.py MODEL OUT TP PP CASE ...
 """
 
 import sys
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from megatron_rl.algo.objective import objective
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.world import connect, place
 from tests.support.packed import example_contexts
 
 CASES: dict[str, tuple[list[str], dict[str, float]]] = {

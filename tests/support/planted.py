@@ -18,8 +18,8 @@ from torch import nn
 
 from megatron_rl.models import decoder
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.mapping import Heads, Tensors, fuse_qkv, split_qkv
-from megatron_rl.models.spec import VisionSpec
+from megatron_rl.models.model_spec import VisionSpec
+from megatron_rl.models.name_mapping import Heads, Tensors, fuse_qkv, split_qkv
 from megatron_rl.policy import transformer
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.vision import encode_images

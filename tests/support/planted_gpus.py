@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.gpus import Gpu
+from megatron_rl.preflight.gpus import Gpu
 
 OPEN_MODULE = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U16)  Sun Jul 27 2025
 GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
@@ -23,8 +23,8 @@ SLICE = Gpu(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10_468_982_784)
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: Sequence[Gpu], *, module: str = OPEN_MODULE, shared: int = 8 << 30) -> None:
     """Torch for CUDA 13 with these GPUs, a driver whose file is `module`, `shared` bytes free in /dev/shm, no CUDA_VISIBLE_DEVICES."""
     (folder / "version").write_text(module)
-    monkeypatch.setattr("megatron_rl.gpus.DRIVER", folder / "version")
-    monkeypatch.setattr("megatron_rl.gpus.shutil.disk_usage", lambda _: SimpleNamespace(free=shared))
+    monkeypatch.setattr("megatron_rl.preflight.gpus.DRIVER", folder / "version")
+    monkeypatch.setattr("megatron_rl.preflight.gpus.shutil.disk_usage", lambda _: SimpleNamespace(free=shared))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     told = [SimpleNamespace(name=gpu.name, total_memory=gpu.memory) for gpu in gpus]

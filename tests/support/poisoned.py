@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from megatron_rl.run_states import RunState, recall, write_state
+from megatron_rl.run.checkpoints import RunState, recall, write_state
 from megatron_rl.weights.formats.digests import STATE, record
 
 

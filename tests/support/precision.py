@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from megatron_rl.algo.objective import objective
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.world import connect, place
 from tests.support.layouts import full_logits
 from tests.support.packed import example_contexts
 

@@ -1,7 +1,7 @@
 """Qwen3-VL-4B by its config.json, without weights: three pictures are added behind layers, patches of 16 pixels."""
 
 from megatron_rl.models.hf_config import parse_spec
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 
 
 def qwen3_4b() -> ModelSpec:

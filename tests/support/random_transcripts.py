@@ -18,12 +18,12 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, Engine, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
-from megatron_rl.tasks.visual_python.functions import Functions
-from megatron_rl.tasks.visual_python.protocol import ToolProtocol
+from megatron_rl.tasks.visual_python.function_tools import Functions
 from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example, Image, Message, Rollout, ToolCall
 
 PROTOCOLS: tuple[ToolProtocol, ...] = (PyVision(), CodeV(), DeepEyes(), Functions())

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.filtering import kept_groups
 from megatron_rl.algo.objective import objective
-from megatron_rl.algo.select import kept_groups
+from megatron_rl.build import build_policy
 from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
@@ -29,11 +30,10 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.observe.recorder import read
-from megatron_rl.parts import build_policy
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.train import credited, is_enough
+from megatron_rl.training_loop import credited, is_enough
 from megatron_rl.types import Batch, Rollout
 from tests.support.one_process import opened
 

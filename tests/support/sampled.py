@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel as HF
 
 from megatron_rl.config import EngineSettings
+from megatron_rl.rollout.colocated import LocalEngine
 from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.local import LocalEngine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Context, Image
 

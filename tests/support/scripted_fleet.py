@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.rollout.admission import RoundSettings
 from megatron_rl.rollout.engine import Completion, Sampling
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.manager import Fleet
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, HostFault, Image, LastingFault, Message, Rollout
 
 EXAMPLES = [Example(f"{number}", {}) for number in range(10)]

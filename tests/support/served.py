@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rollout.remote import RemoteEngine
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.sender import Sender
-from megatron_rl.rollout.server import Server
-from megatron_rl.rollout.vllm.command import PROGRAM, nature_of, server_arguments, server_environment
-from megatron_rl.services.kept import Kept, free_port
+from megatron_rl.rollout.server_engine import RemoteEngine
+from megatron_rl.rollout.vllm.server_api import Server
+from megatron_rl.rollout.vllm.server_command import PROGRAM, nature_of, server_arguments, server_environment
+from megatron_rl.rollout.vllm.weight_sender import Sender
+from megatron_rl.services.supervised_process import Kept, free_port
 from sandbox.token import bearer
 from tests.conftest import ROOT
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.config import ServiceSettings
-from megatron_rl.services.serving import Service
+from megatron_rl.services.service_launcher import Service
 
 if __name__ == "__main__":
     run = Path(sys.argv[1])

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl import parts
+from megatron_rl import build
 from megatron_rl.config import ModelSettings, ParallelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.gallery import Gallery
-from megatron_rl.run import History
-from megatron_rl.run_states import Checkpoints
-from megatron_rl.stop import Stop
+from megatron_rl.distributed.hang_watchdog import Watch
+from megatron_rl.distributed.image_exchange import Gallery
+from megatron_rl.distributed.world import World, connect, disconnect, gather, patient, place
+from megatron_rl.run.checkpoints import Checkpoints
+from megatron_rl.run.record import History
+from megatron_rl.run.shutdown import Stop
 from megatron_rl.types import Parted
-from megatron_rl.watch import Watch
-from megatron_rl.world import World, connect, disconnect, gather, patient, place
 
 LATE_S = 3.0
 
@@ -59,8 +59,8 @@ class LatePolicy:
 def play(settings: Settings, world: World) -> None:
     group, late_s = patient(timeout_s=settings.parallel.skew_s), LATE_S * world.rank
     gallery = Gallery(patch=14, group=group)
-    parts.build_engine = lambda *_: LateEngine(late_s)
-    fleet = parts.build_fleet(settings, None, trainer=None, renderer=None, world=world, gallery=gallery, stop=Stop(grace_s=1), tell=print)
+    build.build_engine = lambda *_: LateEngine(late_s)
+    fleet = build.build_fleet(settings, None, trainer=None, renderer=None, world=world, gallery=gallery, stop=Stop(grace_s=1), tell=print)
     fleet.play([], samples=1, settings=fleet.episode)
     checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, base={}, group=group)
     publish = checkpoints._publish

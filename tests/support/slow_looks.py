@@ -9,7 +9,6 @@ import random
 import sys
 from dataclasses import dataclass
 
-from megatron_rl.choices import Own
 from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
@@ -20,8 +19,9 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
-from megatron_rl.start import run
-from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
+from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message
 from tests.support.packed import picture, user
 

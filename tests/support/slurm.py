@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.stop import die_with_parent
+from megatron_rl.run.shutdown import die_with_parent
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONFIG = """

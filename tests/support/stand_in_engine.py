@@ -13,7 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from megatron_rl.rollout.vllm.gate import TOKEN_FILE
+from megatron_rl.rollout.vllm.http_gate import TOKEN_FILE
 from sandbox.access import CHALLENGE, PROOF, proof_of
 from sandbox.token import read_token
 

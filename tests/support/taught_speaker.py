@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.rewards.description import PROMPT
+from megatron_rl.tasks.lewis.description import PROMPT
 from tests.support.model_servers import noise, png
 from tools.data.make_lewis import main as make_rounds
 from tools.data.make_tiny_qwen2_5_vl import make

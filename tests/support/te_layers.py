@@ -14,9 +14,9 @@ if len(sys.argv) > 1:
 
 import torch
 
-from megatron_rl.batch import pack
+from megatron_rl.batching.packing import pack
 from megatron_rl.config import LoraSettings, OptimSettings
-from megatron_rl.policy import build, kernels, policy, transformer
+from megatron_rl.policy import kernels, load_model, policy, transformer
 from tests.support.layouts import full_logits, gradients
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import example_contexts
@@ -26,7 +26,7 @@ def works(model: Path) -> dict[str, object]:
     """The largest difference of logits and of gradients (relative to the largest of the tensor), and what a layer holds."""
     results = []
     for uses in (True, False):
-        for module in (build, policy, transformer):
+        for module in (load_model, policy, transformer):
             module.uses_transformer_engine = lambda lora, uses=uses: uses
         made, renderer = policy_of(model, OptimSettings())
         batch = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=made.spec.positions)

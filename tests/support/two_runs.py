@@ -6,9 +6,9 @@ python two_runs.py MODEL_FOLDER RUN_FOLDER OTHER_RUN_FOLDER
 import asyncio
 import sys
 
-from megatron_rl.choices import Own
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.start import run
+from megatron_rl.entrypoints.train import run
+from megatron_rl.registry import Own
 from tests.support.own_task import TwoLooksTask
 
 

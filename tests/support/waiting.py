@@ -13,15 +13,15 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_rl import stop
-from megatron_rl.world import connect, place
+from megatron_rl.distributed.world import connect, place
+from megatron_rl.run import shutdown
 
-stop.START_S, stop.AGAIN_S, stop.AT_ONCE_S, stop.CLOSING_S = 1.0, 1.0, 0.5, 0.5
+shutdown.START_S, shutdown.AGAIN_S, shutdown.AT_ONCE_S, shutdown.CLOSING_S = 1.0, 1.0, 0.5, 0.5
 how, port = sys.argv[1:]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2")
 
 
-def wait(asked: stop.Stop) -> None:
+def wait(asked: shutdown.Stop) -> None:
     if how == "store":
         print("waits", flush=True)
     connect(place(), timeout_s=100)
@@ -32,7 +32,7 @@ def wait(asked: stop.Stop) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-with stop.Stop(grace_s=1.0, closing_s=90.0) as asked:
+with shutdown.Stop(grace_s=1.0, closing_s=90.0) as asked:
     if how == "forked":
         child = os.fork()
         if not child:

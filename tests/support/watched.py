@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl import watch as watch_module
+from megatron_rl.distributed import hang_watchdog as watch_module
+from megatron_rl.distributed.hang_watchdog import SILENT, Watch, _number
+from megatron_rl.distributed.world import connect, disconnect, gather, patient, place
 from megatron_rl.types import Parted
-from megatron_rl.watch import SILENT, Watch, _number
-from megatron_rl.world import connect, disconnect, gather, patient, place
 
 
 def dawdle() -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.tasks.alfworld.games import transcript_of
+from megatron_rl.rollout.task import Step
+from megatron_rl.tasks.alfworld.game_files import transcript_of
 from megatron_rl.tasks.alfworld.goals import NAMES
-from megatron_rl.tasks.alfworld.pool import Players
-from megatron_rl.tasks.alfworld.scene import write_reply
+from megatron_rl.tasks.alfworld.player_pool import Players
+from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import MISTAKES, AlfworldTask
-from megatron_rl.tasks.base import Step
 from megatron_rl.types import Example, Message, Rollout
 from tests.conftest import ROOT, SUPPORT
 from tests.support.households import episode, prompt, task_of

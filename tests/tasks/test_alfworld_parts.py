@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.choices import build_task
 from megatron_rl.cli.help import documented
 from megatron_rl.config import DataSettings, TaskSettings
-from megatron_rl.tasks.alfworld import games
+from megatron_rl.registry import build_task
+from megatron_rl.tasks.alfworld import game_files
+from megatron_rl.tasks.alfworld.action_parser import READINGS, Invalid, read_substring
 from megatron_rl.tasks.alfworld.goals import NAMES, Goal
-from megatron_rl.tasks.alfworld.picture import SIDE, blank, drawn
-from megatron_rl.tasks.alfworld.replies import READINGS, Invalid, read_substring
-from megatron_rl.tasks.alfworld.scene import View, prompt_of, thoughts_before, write_reply
-from megatron_rl.tasks.alfworld.searcher import Searcher
+from megatron_rl.tasks.alfworld.scene_image import SIDE, blank, drawn
+from megatron_rl.tasks.alfworld.scene_prompts import View, prompt_of, thoughts_before, write_reply
+from megatron_rl.tasks.alfworld.search_expert import Searcher
 from megatron_rl.tasks.alfworld.task import AlfworldEnv
-from megatron_rl.tasks.options import AlfworldOptions
+from megatron_rl.tasks.task_options import AlfworldOptions
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
 
@@ -156,7 +156,7 @@ def test_a_picture_has_its_words_as_large_as_they_fit() -> None:
 
 
 def a_game(root: Path, folder: str, trial: str, **content: object) -> Path:
-    path = root / folder / trial / games.GAME
+    path = root / folder / trial / game_files.GAME
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"pddl_domain": "", **content}))
     return path
@@ -165,7 +165,7 @@ def a_game(root: Path, folder: str, trial: str, **content: object) -> Path:
 @pytest.fixture
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Games are found by their files alone: nothing is played here, and what plays them need not be installed."""
-    monkeypatch.setattr(games, "PACKAGES", {})
+    monkeypatch.setattr(game_files, "PACKAGES", {})
 
 
 def task_of(tmp_path: Path, **options: object) -> object:
@@ -219,7 +219,7 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match=rf"^task.data.train={tmp_path}/train: no game.tw-pddl .*{makes}"):
         task_of(tmp_path).examples("train")
     a_game(tmp_path / "train", "pick_and_place_simple-Mug-None-Desk-308", "trial_1")
-    monkeypatch.setattr(games, "PACKAGES", {"no_such_module": "textworld"})
+    monkeypatch.setattr(game_files, "PACKAGES", {"no_such_module": "textworld"})
     with pytest.raises(ValueError, match=r"^task.name=alfworld: needs textworld; run: bash launch/install_alfworld.sh"):
         task_of(tmp_path).examples("train")
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megatron_rl.tasks.alfworld.games import GAME
-from megatron_rl.tasks.alfworld.pool import Player, Players
-from megatron_rl.tasks.alfworld.scene import write_reply
+from megatron_rl.tasks.alfworld.game_files import GAME
+from megatron_rl.tasks.alfworld.player_pool import Player, Players
+from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.types import Example, HostFault, LastingFault
 from tests.conftest import ROOT
@@ -154,7 +154,7 @@ def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_p
 
 ORPHANS = """
 import asyncio, psutil, sys
-from megatron_rl.tasks.alfworld.pool import Players
+from megatron_rl.tasks.alfworld.player_pool import Players
 
 async def hold() -> None:
     players = Players(2, seconds=60)
@@ -169,7 +169,7 @@ asyncio.run(hold())
 
 
 def test_a_keeper_that_hangs_while_it_loads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.tasks.alfworld.pool.LOAD_S", 0.2)
+    monkeypatch.setattr("megatron_rl.tasks.alfworld.player_pool.LOAD_S", 0.2)
     players = Players(1, seconds=0.2)
 
     async def take() -> subprocess.Popen[bytes]:

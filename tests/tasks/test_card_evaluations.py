@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from megatron_rl.tasks.base import Task
+from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.gym_cards.blackjack import total
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, best_table
 from megatron_rl.tasks.gym_cards.cards import Card

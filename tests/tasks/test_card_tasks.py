@@ -7,17 +7,17 @@ import re
 import numpy as np
 import pytest
 
-from megatron_rl.choices import build_task
 from megatron_rl.cli.help import documented
 from megatron_rl.config import TaskSettings
+from megatron_rl.registry import build_task
+from megatron_rl.tasks.gym_cards.action_parser import read_json
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import best_table
 from megatron_rl.tasks.gym_cards.blackjack_table import play as play_table
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
-from megatron_rl.tasks.gym_cards.replies import read_json
 from megatron_rl.tasks.gym_cards.solvers import solution
-from megatron_rl.tasks.options import OPTIONS
+from megatron_rl.tasks.task_options import OPTIONS
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
 from tests.support.card_games import looks, play, task_of

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from megatron_rl.choices import build_task
-from megatron_rl.cli.composed import composed
 from megatron_rl.config import DataSettings, ListenerSettings, SpeakerSettings, TaskSettings
-from megatron_rl.rewards.description import PROMPT, described
-from megatron_rl.rewards.listening import heard
+from megatron_rl.launcher.compose import composed
+from megatron_rl.registry import build_task
 from megatron_rl.tasks.lewis.colors import colors_of, listed, told, vague
 from megatron_rl.tasks.lewis.demonstrations import demonstrated
+from megatron_rl.tasks.lewis.description import PROMPT, described
+from megatron_rl.tasks.lewis.listener_protocol import heard
 from megatron_rl.tasks.lewis.sheets import GREEN, RED, Sheets
-from megatron_rl.tasks.options import LewisListenerOptions, LewisSpeakerOptions
+from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import LastingFault, Rollout, Turn
 from tests.rewards.test_speaker_client import speaking
 from tests.support.episodes import outcome_of
@@ -89,7 +89,8 @@ def shape(messages: list[dict]) -> list[tuple[str, object]]:
 
 
 def test_a_run_prompts_as_the_services_do(built: tuple[Path, Path]) -> None:
-    """The picture and the words behind it, and nothing between: services/prompts.py makes it so, and what is trained is what is asked."""
+    """The picture and the words behind it, and nothing between: tasks/lewis/server/prompt_renderer.py makes it so, and what is trained is
+    what is asked."""
     speaker = speaker_of(built)
     example = speaker.examples("train")[0]
     prompt = asyncio.run(speaker.env(example).reset(0))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_rl.choices import build_task
 from megatron_rl.config import DataSettings, ListenerSettings, TaskSettings
-from megatron_rl.rewards.description import described
-from megatron_rl.rewards.listener import ListenerClient
-from megatron_rl.tasks.base import Task
-from megatron_rl.tasks.options import LewisListenerOptions, LewisSpeakerOptions
+from megatron_rl.registry import build_task
+from megatron_rl.rollout.task import Task
+from megatron_rl.tasks.lewis.description import described
+from megatron_rl.tasks.lewis.listener_client import ListenerClient
+from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import HostFault, Turn
 from tests.support.episodes import outcome_of
 from tests.support.listeners import Room, p_of

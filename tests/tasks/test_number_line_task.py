@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import TaskSettings
 from megatron_rl.rewards.rubric import Score
-from megatron_rl.tasks.base import Step, Task
+from megatron_rl.rollout.task import Step, Task
+from megatron_rl.tasks.gym_cards.action_parser import Invalid, read_json
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS, MAX_STEPS, STATES, picture, policy_success
-from megatron_rl.tasks.gym_cards.replies import Invalid, read_json
 from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineTask, write_reply
 from megatron_rl.types import Message, Rollout, Turn
 from tests.support.episodes import outcome_of

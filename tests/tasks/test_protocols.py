@@ -10,9 +10,9 @@ from PIL import Image
 
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
-from megatron_rl.tasks.visual_python.functions import Functions
-from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, Reply, ToolProtocol
+from megatron_rl.tasks.visual_python.function_tools import Functions
 from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.tool_protocol import Answer, Call, Code, Malformed, Reply, ToolProtocol
 from megatron_rl.types import ToolCall
 
 PROTOCOLS: list[ToolProtocol] = [PyVision(), CodeV(), DeepEyes(), Functions()]

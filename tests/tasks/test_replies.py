@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.tasks import gym_cards
+from megatron_rl.tasks.gym_cards.action_parser import READINGS, Invalid, read_json, read_token
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS as STEPS
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
-from megatron_rl.tasks.gym_cards.replies import READINGS, Invalid, read_json, read_token
 from tests.support.card_games import task_of
 
 MOVES = ("stand", "hit")

@@ -13,7 +13,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings
 from megatron_rl.data.questions import questions
-from megatron_rl.tasks.visual_python.protocol import Answer, Code
+from megatron_rl.tasks.visual_python.tool_protocol import Answer, Code
 from megatron_rl.tasks.visual_search.drawing import LABELS, LEVELS, SHAPES, Box, Scene, scene, shapes
 from megatron_rl.tasks.visual_search.task import DISCS, GUESSES, LEVEL, NUM_EVAL, Canvas, VisualSearchTask, look, middle
 from megatron_rl.types import End, ToolCall, Turn

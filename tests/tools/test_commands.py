@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.jsonl import unwritten
-from megatron_rl.world import SharedOSError
+from megatron_rl.distributed.world import SharedOSError
+from megatron_rl.io.jsonl import unwritten
 from tests.conftest import ROOT
 from tests.support import forked
 from tools.commands import in_words

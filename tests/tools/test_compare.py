@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models.mapping import nested
+from megatron_rl.models.name_mapping import nested
 from tests.support.foreign import State
 from tools.convert import compare, converter_hf_to_mcore
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.tasks.alfworld.games import GAME, TRANSCRIPTS, transcript_of
+from megatron_rl.tasks.alfworld.game_files import GAME, TRANSCRIPTS, transcript_of
+from megatron_rl.tasks.alfworld.game_generator import drafts, house
 from megatron_rl.tasks.alfworld.goals import KINDS, NAMES, Goal
-from megatron_rl.tasks.alfworld.making import drafts, house
 from tools.data import make_tiny_qwen2_5_vl as tiny
 from tools.data.make_alfworld import PARTIAL, WORDS, main
 

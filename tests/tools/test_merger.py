@@ -261,7 +261,7 @@ def test_a_killed_merge_leaves_no_folder_and_can_be_run_again(checkpoints: dict[
     killed = tmp_path / "killed.py"
     killed.write_text("""
 import os, signal, sys
-from megatron_rl.weights.formats.source import MegatronSource
+from megatron_rl.weights.formats.checkpoint_source import MegatronSource
 from tools.convert.merger import main
 read = MegatronSource.read
 def killed(self, name):

@@ -11,13 +11,13 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.mapping import PEFT_PREFIX
+from megatron_rl.models.name_mapping import PEFT_PREFIX
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.weights.formats.base_digest import DIGEST, digest_of
+from megatron_rl.weights.formats.checkpoint_source import Source
 from megatron_rl.weights.formats.merge_lora import Merged
-from megatron_rl.weights.formats.open import open_source
+from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import peft_config
-from megatron_rl.weights.formats.source import Source
 
 CHANGED = (
     "model.layers.3.self_attn.q_proj.weight", "model.layers.3.self_attn.q_proj.bias", "model.layers.3.mlp.down_proj.weight",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.run_states import RunState
+from megatron_rl.run.checkpoints import RunState
 from megatron_rl.weights.formats.digests import STATE, check_records, digest, record, recorded_files
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.support.poisoned import write_record

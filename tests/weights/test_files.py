@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.weights.formats import files
-from megatron_rl.weights.formats.files import SteadyFile, mapped, whole_or_absent
+from megatron_rl.weights.formats import tensor_files
+from megatron_rl.weights.formats.tensor_files import SteadyFile, mapped, whole_or_absent
 
 PAGES = 64
 
@@ -65,7 +65,7 @@ def test_what_is_read_once_leaves_the_page_cache_with_its_tensor(stored: Path, o
 
 def test_a_steady_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces that fall on both sides of where the kernel is told to begin; a tensor that is a view, and one without dimensions."""
-    monkeypatch.setattr(files, "WRITE_BYTES", 7)
+    monkeypatch.setattr(tensor_files, "WRITE_BYTES", 7)
     columns, number = torch.arange(12, dtype=torch.int16).reshape(3, 4)[:, 1:3], torch.tensor(2.5)
     file = SteadyFile(tmp_path / "file")
     assert [file.write(data) for data in (b"abc", memoryview(b"defghijklmnopqrstuvwxyz"), b"")] == [3, 23, 0]

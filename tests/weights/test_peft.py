@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.mapping import PEFT_PREFIX, Heads, Row, canonical, fuse_qkv, nested
+from megatron_rl.models.name_mapping import PEFT_PREFIX, Heads, Row, canonical, fuse_qkv, nested
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.policy.lora import Adapter, adapt_vision, adapters_off, merged_weights
 from megatron_rl.weights.formats.peft import CONFIG, KNOWN, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft

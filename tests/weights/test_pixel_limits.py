@@ -9,8 +9,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from megatron_rl.weights.formats.files import copy_companions
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits, write_pixel_limits
+from megatron_rl.weights.formats.tensor_files import copy_companions
 
 LIMITS = (40_000, 48_000)
 SIZES = ((100, 80), (150, 100), (300, 900), (640, 480))

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.weights.formats.open import open_source
-from megatron_rl.weights.formats.source import told_skipped
+from megatron_rl.weights.formats.checkpoint_source import told_skipped
+from megatron_rl.weights.formats.open_checkpoint import open_source
 
 BUFFERS = ("model.layers.0.self_attn.rotary_emb.inv_freq", "visual.rotary_pos_emb.inv_freq", "model.layers.1.attn.masked_bias",
            "model.layers.1.attn.bias", "model.rotary_emb.inv_freq")  # fmt: skip

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.models.decoder import qwen2_rows as layer_rows
-from megatron_rl.models.mapping import Heads, Row, table
+from megatron_rl.models.name_mapping import Heads, Row, table
 from megatron_rl.weights.stream import Export, Placement, _buckets, load_hf
 
 WIDTH, FFN, VOCABULARY = 8, 12, 20

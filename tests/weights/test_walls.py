@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.weights.formats.files import copy_companions
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors
+from megatron_rl.weights.formats.tensor_files import copy_companions
 from megatron_rl.weights.formats.torch_dist_metadata import read_metadata, shape, tile
 from tests.support import bombs
 from tests.support.measured import Told, cheap, told

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.weights.formats.open import hf_part, kind_of, open_source
+from megatron_rl.weights.formats.checkpoint_source import NamedSource, Source
+from megatron_rl.weights.formats.open_checkpoint import hf_part, kind_of, open_source
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.formats.source import NamedSource, Source
 from tools.commands import in_words, quiet_libraries
 
 PART = 1 << 24

@@ -16,14 +16,14 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from rich.console import Console
 
 from megatron_rl.config import ParallelSettings, require
-from megatron_rl.jsonl import read_json
+from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import count_token_ids
-from megatron_rl.weights.formats.files import copy_companions, whole_or_absent
-from megatron_rl.weights.formats.open import as_dtype
+from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, NamedSource, told_skipped
+from megatron_rl.weights.formats.open_checkpoint import as_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.formats.source import EMBEDDINGS, NamedSource, told_skipped
+from megatron_rl.weights.formats.tensor_files import copy_companions, whole_or_absent
 from megatron_rl.weights.formats.to_mcore import Import
 from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 

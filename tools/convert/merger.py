@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.jsonl import read_json
+from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.mapping import nested
+from megatron_rl.models.name_mapping import nested
 from megatron_rl.models.vocabulary import count_token_ids
-from megatron_rl.weights.formats.files import made_ahead
+from megatron_rl.weights.formats.checkpoint_source import NamedSource, Source, Spec, check_names, told_skipped
 from megatron_rl.weights.formats.merge_lora import Merged
-from megatron_rl.weights.formats.open import as_dtype, critics_part, hf_part, kind_of, open_source
+from megatron_rl.weights.formats.open_checkpoint import as_dtype, critics_part, hf_part, kind_of, open_source
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
-from megatron_rl.weights.formats.source import NamedSource, Source, Spec, check_names, told_skipped
+from megatron_rl.weights.formats.tensor_files import made_ahead
 from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 
 STYLES = ("released", "nested")

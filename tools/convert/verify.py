@@ -18,12 +18,13 @@ from PIL import Image as Pillow
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatron_rl.batch import pack
+from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.batching.packing import pack
+from megatron_rl.compat.megatron_cpu import on_cpu_too
 from megatron_rl.config import LoraSettings, ParallelSettings, require
-from megatron_rl.cpu import on_cpu_too
-from megatron_rl.minibatches import WeightedContext
+from megatron_rl.distributed.world import connect, place
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import carried
 from megatron_rl.policy.training_state import load_weights
@@ -31,7 +32,6 @@ from megatron_rl.policy.transformer import Chunk
 from megatron_rl.types import Context, Image
 from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.stream import is_adapter
-from megatron_rl.world import connect, place
 
 TOLERANCE = 1e-5
 """Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""

@@ -16,7 +16,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import require
 from megatron_rl.data.images import FORMATS, StoredImage
-from megatron_rl.rewards.description import PROMPT
+from megatron_rl.tasks.lewis.description import PROMPT
 from megatron_rl.types import HostFault
 
 Catalogue = Mapping[str, Mapping[str, Sequence[str]]]

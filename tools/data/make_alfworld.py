@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron_rl.config import require
-from megatron_rl.tasks.alfworld.games import GAME, TRANSCRIPTS, Transcript, Turn, require_packages, transcript_of
+from megatron_rl.tasks.alfworld.game_files import GAME, TRANSCRIPTS, Transcript, Turn, require_packages, transcript_of
+from megatron_rl.tasks.alfworld.game_generator import Draft, House, drafts, house
 from megatron_rl.tasks.alfworld.goals import NAMES, Goal
-from megatron_rl.tasks.alfworld.making import Draft, House, drafts, house
-from megatron_rl.tasks.alfworld.pool import Players
-from megatron_rl.tasks.alfworld.scene import View, prompt_of, thoughts_before, write_reply
-from megatron_rl.tasks.alfworld.searcher import Searcher
+from megatron_rl.tasks.alfworld.player_pool import Players
+from megatron_rl.tasks.alfworld.scene_prompts import View, prompt_of, thoughts_before, write_reply
+from megatron_rl.tasks.alfworld.search_expert import Searcher
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
 from megatron_rl.types import HostFault, LastingFault
 

@@ -14,9 +14,9 @@ import torch
 
 from megatron_rl.config import require, require_choice
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.released import SIZES, released_config
-from megatron_rl.weights.formats.files import copy_companions
+from megatron_rl.models.known_models import SIZES, released_config
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
+from megatron_rl.weights.formats.tensor_files import copy_companions
 from tools.commands import ended
 
 BLOCK = 1 << 25

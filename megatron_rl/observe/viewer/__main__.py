@@ -23,8 +23,8 @@ import pyarrow as pa
 import uvicorn
 
 from megatron_rl.observe.viewer.demo import make
-from megatron_rl.observe.viewer.server import create_app
 from megatron_rl.observe.viewer.store import labelled
+from megatron_rl.observe.viewer.web_app import create_app
 from sandbox.connections import Line
 from sandbox.http import config_of
 from sandbox.token import is_for_all, read_token

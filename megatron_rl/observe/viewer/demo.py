@@ -10,10 +10,10 @@ from pathlib import Path
 from PIL import Image as pil
 from PIL import ImageDraw
 
-from megatron_rl.jsonl import replace_lines
-from megatron_rl.observe.bank import path_of, write
+from megatron_rl.io.jsonl import replace_lines
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER, store_pictures
+from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.types import Context, End, Image, Rollout, ToolCall, Turn, Verdict
 
 STEPS, GROUPS, SIZE = 12, 4, 4

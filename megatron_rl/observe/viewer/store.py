@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, Field
 
-from megatron_rl.bounded_files import is_regular, read_bytes, read_yaml
-from megatron_rl.jsonl import iterate_lines, to_number
-from megatron_rl.observe.bank import SCHEMA, STEP, path_of, read_columns, read_rollouts, step_of, steps, summary
+from megatron_rl.io.bounded_files import is_regular, read_bytes, read_yaml
+from megatron_rl.io.jsonl import iterate_lines, to_number
+from megatron_rl.io.rollout_codec import from_record
 from megatron_rl.observe.metrics import MAX_METRICS_BYTES, METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER, MAX_PICTURE_BYTES, name_of
+from megatron_rl.observe.rollout_store import SCHEMA, STEP, path_of, read_columns, read_rollouts, step_of, steps, summary
 from megatron_rl.types import Rollout
-from megatron_rl.wire import from_record
 
 COLUMNS = (
     "step", "place", "task", "example_id", "source", "group", "sample", "reward", "status", "end", "dropped", "num_turns", "num_tokens",

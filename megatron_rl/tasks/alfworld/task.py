@@ -1,7 +1,7 @@
 """ALFWorld as a task: an episode of a game, RL4VLM's rewards, and the demonstrations of the warm start.
 
-The policy sees a picture of what TextWorld says, the task and the admissible commands, and replies with one JSON object (scene.py). RL4VLM
-prompts with the present state alone, and so does this: every turn is a new context.
+The policy sees a picture of what TextWorld says, the task and the admissible commands, and replies with one JSON object
+(scene_prompts.py). RL4VLM prompts with the present state alone, and so does this: every turn is a new context.
 
 A step pays 50 if the game is won, the share of the goal's conditions that hold, and -1 where the reply was no admissible command: what
 RL4VLM's code pays. The share is paid anew at every step, so that to dally in a state half done pays 0.5 a step; with
@@ -17,7 +17,9 @@ from typing import Any
 
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric, TurnPart, environment_rewards
-from megatron_rl.tasks.alfworld.games import (
+from megatron_rl.rollout.task import Env, Step, Task
+from megatron_rl.tasks.alfworld.action_parser import READINGS, Invalid
+from megatron_rl.tasks.alfworld.game_files import (
     MAKE,
     TRANSCRIPTS,
     example_of,
@@ -27,14 +29,12 @@ from megatron_rl.tasks.alfworld.games import (
     transcript_of,
 )  # fmt: skip
 from megatron_rl.tasks.alfworld.goals import NAMES
-from megatron_rl.tasks.alfworld.picture import Look, blank, drawn
-from megatron_rl.tasks.alfworld.pool import Player, Players
-from megatron_rl.tasks.alfworld.replies import READINGS, Invalid
-from megatron_rl.tasks.alfworld.scene import View, prompt_of, thoughts_before, write_reply
-from megatron_rl.tasks.base import Env, Step, Task
+from megatron_rl.tasks.alfworld.player_pool import Player, Players
+from megatron_rl.tasks.alfworld.scene_image import Look, blank, drawn
+from megatron_rl.tasks.alfworld.scene_prompts import View, prompt_of, thoughts_before, write_reply
+from megatron_rl.tasks.gym_cards.action_parser import action_at
 from megatron_rl.tasks.gym_cards.game import PENALTY, Transcripts, asked
-from megatron_rl.tasks.gym_cards.replies import action_at
-from megatron_rl.tasks.options import AlfworldOptions
+from megatron_rl.tasks.task_options import AlfworldOptions
 from megatron_rl.types import Example, Message, ToolCall
 
 MAX_STEPS = 50
@@ -166,7 +166,7 @@ class AlfworldTask(Task):
     def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[Plan]:
         """Single turns of games of split train, which are won. Fewer are a prefix of more.
 
-        In split "correct" the planner plays, who knows where things are; in "searching" one who knows what was seen (searcher.py); in
+        In split "correct" the planner plays, who knows where things are; in "searching" one who knows what was seen (search_expert.py); in
         "biased" the same one, who gives any admissible command in MISTAKES of the turns.
         """
         require_choice("sft.splits", split, tuple(DEMONSTRATORS))

@@ -17,13 +17,13 @@ from itertools import islice
 import numpy as np
 
 from megatron_rl.config import TaskSettings, require_choice
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.tasks.gym_cards.blackjack import ACTIONS, MAX_STEPS, Blackjack, Table, draw_card, picture, total
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, add, best_table, play
 from megatron_rl.tasks.gym_cards.cards import SUITS, Card, drawing_is_held_out
 from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, Transcripts, asked, read
 from megatron_rl.tasks.gym_cards.points import Look
-from megatron_rl.tasks.options import BlackjackOptions
+from megatron_rl.tasks.task_options import BlackjackOptions
 from megatron_rl.types import Example, Message, Rollout
 
 PROMPT = (

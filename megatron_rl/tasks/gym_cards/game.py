@@ -20,9 +20,9 @@ import gymnasium
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require
-from megatron_rl.tasks.base import Env, Step, Task
-from megatron_rl.tasks.gym_cards.replies import READINGS, Invalid, action_at
-from megatron_rl.tasks.options import GameOptions
+from megatron_rl.rollout.task import Env, Step, Task
+from megatron_rl.tasks.gym_cards.action_parser import READINGS, Invalid, action_at
+from megatron_rl.tasks.task_options import GameOptions
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 PENALTY = -1.0

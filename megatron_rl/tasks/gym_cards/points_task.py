@@ -21,7 +21,7 @@ from megatron_rl.tasks.gym_cards.cards import SUITS, Card, drawing_is_held_out
 from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, Transcripts, asked
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24, RANK_TOKENS, Points, Rules, Table, deal_four, picture, unused
 from megatron_rl.tasks.gym_cards.solvers import hands_of_four, solution, solution_of_pair, starts_of_pairs
-from megatron_rl.tasks.options import EZPointsOptions, Points24Options
+from megatron_rl.tasks.task_options import EZPointsOptions, Points24Options
 from megatron_rl.types import Example, Message, Rollout
 
 HELD_OUT = 5

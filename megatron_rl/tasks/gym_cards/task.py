@@ -26,7 +26,7 @@ from megatron_rl.tasks.gym_cards.number_line import (
     right_action,
     start_probabilities,
 )
-from megatron_rl.tasks.options import GameOptions, NumberLineOptions
+from megatron_rl.tasks.task_options import GameOptions, NumberLineOptions
 from megatron_rl.types import Demonstration, Example, Message
 
 PROMPT = (

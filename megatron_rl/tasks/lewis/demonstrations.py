@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from megatron_rl.config import require_choice
 from megatron_rl.data.images import StoredImage
-from megatron_rl.rewards.description import PROMPT, described
 from megatron_rl.tasks.lewis.colors import COLORS, naming, told, vague
-from megatron_rl.tasks.visual_python.messages import say
+from megatron_rl.tasks.lewis.description import PROMPT, described
+from megatron_rl.tasks.visual_python.message_parts import say
 from megatron_rl.types import Demonstration, Example, HostFault, Message
 
 VAGUE = 0.7

@@ -13,13 +13,13 @@ from pathlib import Path
 from megatron_rl.config import DataSettings, require
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.records import PLACE, Record, Records
-from megatron_rl.jsonl import to_line
-from megatron_rl.rewards.description import PROMPT, SITUATION
-from megatron_rl.rewards.listener import Shown
-from megatron_rl.rewards.listening import MOST_CANDIDATES
+from megatron_rl.io.jsonl import to_line
 from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.tasks.base import Env, Step
-from megatron_rl.tasks.visual_python.messages import say
+from megatron_rl.rollout.task import Env, Step
+from megatron_rl.tasks.lewis.description import PROMPT, SITUATION
+from megatron_rl.tasks.lewis.listener_client import Shown
+from megatron_rl.tasks.lewis.listener_protocol import MOST_CANDIDATES
+from megatron_rl.tasks.visual_python.message_parts import say
 from megatron_rl.types import Example, Message
 
 Payload = Mapping[str, object]

@@ -13,10 +13,10 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 from PIL.Image import Image as Picture
 
-from megatron_rl.rewards.description import described
-from megatron_rl.rewards.lewis import is_held_out
-from megatron_rl.rewards.listening import Heard
 from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.tasks.lewis.description import described
+from megatron_rl.tasks.lewis.listener_protocol import Heard
+from megatron_rl.tasks.lewis.rewards import is_held_out
 from megatron_rl.types import Example, Rollout
 
 MOST_GAMES, MOST_SHOWN = 12, 6

@@ -15,9 +15,9 @@ from itertools import count
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.visual_python.messages import code_block, place, say, sizes
-from megatron_rl.tasks.visual_python.protocol import Malformed, Reply
-from megatron_rl.tasks.visual_python.reading import nothing_found, read_answer, read_blocks, read_python
+from megatron_rl.tasks.visual_python.message_parts import code_block, place, say, sizes
+from megatron_rl.tasks.visual_python.reply_parsing import nothing_found, read_answer, read_blocks, read_python
+from megatron_rl.tasks.visual_python.tool_protocol import Malformed, Reply
 from megatron_rl.types import Message, ToolCall
 
 RULES = """Answer the user's question. You may write Python for it; you need not.

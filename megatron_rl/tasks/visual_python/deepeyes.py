@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from PIL.Image import Image as Picture
 
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
-from megatron_rl.tasks.visual_python.messages import place, say, sizes
-from megatron_rl.tasks.visual_python.protocol import Call, Malformed, Reply
-from megatron_rl.tasks.visual_python.reading import read_tool_call
+from megatron_rl.tasks.visual_python.message_parts import place, say, sizes
+from megatron_rl.tasks.visual_python.reply_parsing import read_tool_call
+from megatron_rl.tasks.visual_python.tool_protocol import Call, Malformed, Reply
 from megatron_rl.types import Message, ToolCall
 
 TOOLS: Mapping[str, str] = {"image_zoom_in_tool": "zoom", "image_rotate_tool": "rotate"}

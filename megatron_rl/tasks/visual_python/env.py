@@ -13,10 +13,10 @@ from PIL.Image import Image as Picture
 
 import sandbox
 from megatron_rl.data.clips import StoredClip
-from megatron_rl.tasks.base import Env, Step
+from megatron_rl.rollout.task import Env, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
-from megatron_rl.tasks.visual_python.protocol import Answer, Call, Code, Malformed, ToolProtocol
 from megatron_rl.tasks.visual_python.pyvision import CLIP
+from megatron_rl.tasks.visual_python.tool_protocol import Answer, Call, Code, Malformed, ToolProtocol
 from megatron_rl.types import AccessDenied, Example, HostFault, LastingFault, Message, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
 from sandbox.images import encode

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.visual_python.messages import Part, code_block, place, say, sizes
-from megatron_rl.tasks.visual_python.protocol import Malformed, Reply
-from megatron_rl.tasks.visual_python.reading import last_fenced, nothing_found, read_blocks, read_boxed, read_python
+from megatron_rl.tasks.visual_python.message_parts import Part, code_block, place, say, sizes
+from megatron_rl.tasks.visual_python.reply_parsing import last_fenced, nothing_found, read_blocks, read_boxed, read_python
+from megatron_rl.tasks.visual_python.tool_protocol import Malformed, Reply
 from megatron_rl.types import Message, ToolCall
 
 RULES = r"""Solve the task step by step. To look closer, to measure or to calculate, write Python, and read what it gives back before you go

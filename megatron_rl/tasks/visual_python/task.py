@@ -7,17 +7,17 @@ from PIL.Image import Image as Picture
 
 import sandbox
 from megatron_rl.config import SandboxSettings, TaskSettings
-from megatron_rl.data.prompts import HIDDEN
-from megatron_rl.published.benchmarks import examples_of, figures
+from megatron_rl.data.benchmarks.catalog import examples_of, figures
+from megatron_rl.data.prompt_lengths import HIDDEN
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
-from megatron_rl.tasks.base import Task
+from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.functions import Functions
-from megatron_rl.tasks.visual_python.protocol import ToolProtocol
+from megatron_rl.tasks.visual_python.function_tools import Functions
 from megatron_rl.tasks.visual_python.pyvision import CLIP, PyVision
+from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import AccessDenied, Example, HostFault, Rollout
 from sandbox.client import SandboxClient
 from sandbox.token import read_token

@@ -12,9 +12,9 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.rewards import rubrics
-from megatron_rl.tasks.base import Task
+from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.messages import say
+from megatron_rl.tasks.visual_python.message_parts import say
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.tasks.visual_python.task import pool_of, start_pool
 from megatron_rl.tasks.visual_search.drawing import LABELS, Box, Level, Scene, scene, shapes

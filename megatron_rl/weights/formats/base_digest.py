@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_rl.weights.formats.source import Source
+from megatron_rl.weights.formats.checkpoint_source import Source
 
 DIGEST = "base_model_digest"
 """Its name in adapter_config.json. PEFT 0.21 warns that it ignores it."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.weights.formats import pickled
-from megatron_rl.weights.formats.pickled import StoredTensor
-from megatron_rl.weights.formats.source import Spec
+from megatron_rl.weights.formats import pickle_tensors
+from megatron_rl.weights.formats.checkpoint_source import Spec
+from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 
 FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
 PREFIXES = {
@@ -106,7 +106,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 def _chunks(path: Path) -> list[dict[str, StoredTensor]]:
     """The state dict of each model chunk in a file, under the table's prefixes, layers still counted from the chunk's first."""
-    state = pickled.load(path)
+    state = pickle_tensors.load(path)
     if isinstance(state, dict) and "model" in state:
         state = state["model"]
     elif isinstance(state, dict) and "model0" in state:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.jsonl import read_json
+from megatron_rl.io.jsonl import read_json
 
 STATE = "run/state.json"
 """The file of a checkpoint that records the others."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.mapping import canonical
-from megatron_rl.weights.formats import pickled
-from megatron_rl.weights.formats.pickled import StoredTensor
-from megatron_rl.weights.formats.source import Spec, check_names
+from megatron_rl.models.name_mapping import canonical
+from megatron_rl.weights.formats import pickle_tensors
+from megatron_rl.weights.formats.checkpoint_source import Spec, check_names
+from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 
 FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
@@ -69,7 +69,7 @@ def _rank_files(folder: Path) -> list[Path]:
 
 
 def _pieces(path: Path) -> dict[str, StoredTensor]:
-    state = pickled.load(path)
+    state = pickle_tensors.load(path)
     if not isinstance(state, dict):
         raise ValueError(f"{path}: holds a {type(state).__name__} where a state dict was expected")
     pieces: dict[str, StoredTensor] = {}

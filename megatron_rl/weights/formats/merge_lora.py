@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.weights.formats.base_digest import check_base
+from megatron_rl.weights.formats.checkpoint_source import Source
 from megatron_rl.weights.formats.peft import read_peft_config
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.formats.source import Source
 
 HALVES = (".lora_A.weight", ".lora_B.weight")
 

@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from megatron_rl.jsonl import read_json
-from megatron_rl.models.mapping import PEFT_PREFIX, Row, Tensors, nested
+from megatron_rl.io.jsonl import read_json
+from megatron_rl.models.name_mapping import PEFT_PREFIX, Row, Tensors, nested
 from megatron_rl.weights.formats.base_digest import DIGEST
-from megatron_rl.weights.formats.files import whole_or_absent
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl.weights.formats.tensor_files import whole_or_absent
 from megatron_rl.weights.stream import Placement, fill, is_adapter
 
 KNOWN = (

@@ -7,7 +7,7 @@ preprocessor_config.json alone. `size` has the limits as shortest_edge and longe
 import json
 from pathlib import Path
 
-from megatron_rl.jsonl import read_json
+from megatron_rl.io.jsonl import read_json
 
 IMAGES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.jsonl import read_json
-from megatron_rl.models.mapping import canonical
-from megatron_rl.weights.formats.files import SteadyFile, companions, copy_companions, is_name, mapped, whole_or_absent
-from megatron_rl.weights.formats.source import Spec
+from megatron_rl.io.jsonl import read_json
+from megatron_rl.models.name_mapping import canonical
+from megatron_rl.weights.formats.checkpoint_source import Spec
+from megatron_rl.weights.formats.tensor_files import SteadyFile, companions, copy_companions, is_name, mapped, whole_or_absent
 
 INDEX = "model.safetensors.index.json"
 """The file that says which tensor stands in which file."""

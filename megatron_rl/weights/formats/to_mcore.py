@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.mapping import Row, Tensors
-from megatron_rl.weights.formats.files import made_ahead
-from megatron_rl.weights.formats.source import Source, Spec, check_names
+from megatron_rl.models.name_mapping import Row, Tensors
+from megatron_rl.weights.formats.checkpoint_source import Source, Spec, check_names
+from megatron_rl.weights.formats.tensor_files import made_ahead
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 
 

@@ -20,13 +20,13 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.utils.serialization import config
 
-from megatron_rl.jsonl import read_json
-from megatron_rl.models.mapping import Tensors
-from megatron_rl.weights.formats import pickled
+from megatron_rl.io.jsonl import read_json
+from megatron_rl.models.name_mapping import Tensors
+from megatron_rl.weights.formats import pickle_tensors
+from megatron_rl.weights.formats.checkpoint_source import Spec
 from megatron_rl.weights.formats.digests import RecordedFiles, recorded_files
-from megatron_rl.weights.formats.files import SteadyFile, mapped
-from megatron_rl.weights.formats.pickled import StoredTensor
-from megatron_rl.weights.formats.source import Spec
+from megatron_rl.weights.formats.pickle_tensors import StoredTensor
+from megatron_rl.weights.formats.tensor_files import SteadyFile, mapped
 from megatron_rl.weights.formats.torch_dist_metadata import METADATA, read_metadata, tile
 
 FORMAT = "metadata.json"
@@ -130,7 +130,7 @@ class McoreTensors:
             self._compare(self._recorded, [place.relative_path])
             self._verified.add(place.relative_path)
         try:
-            stored = pickled.load(path, start=place.offset, length=place.length)
+            stored = pickle_tensors.load(path, start=place.offset, length=place.length)
         except ValueError as error:
             raise self._damaged(name, f"{place.relative_path} is corrupt ({error})") from error
         is_tensor = isinstance(stored, StoredTensor)

@@ -3,7 +3,7 @@
 megatron-core 0.16.1 and torch 2.13 unpickle in four places on this way: `.metadata` (pickle.load, checkpoint/filesystem.py, and every
 rank's `__R.metadata` where that fails), a chunk (torch.load with weights_only and with the classes that Megatron allows for the whole
 process, safe_globals.py), an entry that the metadata calls bytes (torch.load without weights_only, default_planner.py, load_bytes), and
-common.pt (strategies/common.py). All of them are read here by tables of the format instead (unpickling.py).
+common.pt (strategies/common.py). All of them are read here by tables of the format instead (safe_unpickler.py).
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from megatron_rl.weights.formats import pickled
-from megatron_rl.weights.formats.pickled import StoredTensor
+from megatron_rl.weights.formats import pickle_tensors
+from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 from megatron_rl.weights.formats.torch_dist import BACKENDS, McoreTensors, backends_of
 
 COMMON = "common.pt"
@@ -50,7 +50,7 @@ def load(wanted: ShardedStateDict, folder: Path, *, key: str, whole: bool) -> St
 
 def read_common(folder: Path) -> object:
     """What common.pt holds, its tensors read. ValueError: it is none of torch.save's."""
-    return _read(pickled.load(folder / COMMON))
+    return _read(pickle_tensors.load(folder / COMMON))
 
 
 def _read(value: object) -> object:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_rl.bounded_files import read_bytes
-from megatron_rl.weights.formats.files import is_name
-from megatron_rl.weights.formats.unpickling import BROKEN, Record, Unpickler, blank
+from megatron_rl.io.bounded_files import read_bytes
+from megatron_rl.weights.formats.safe_unpickler import BROKEN, Record, Unpickler, blank
+from megatron_rl.weights.formats.tensor_files import is_name
 
 METADATA = ".metadata"
 """The file's name."""

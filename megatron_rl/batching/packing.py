@@ -1,0 +1,223 @@
+"""Contexts packed into micro-batches, and back: the one place where targets are shifted.
+
+Credit is on the tokens (Context.advantages); the batch knows nothing of prompts, tasks or algorithms. What a network says of a batch's
+tokens returns to their contexts by Batch.origin_S.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, takewhile
+
+import torch
+
+from megatron_rl.batching.minibatches import WeightedContext, shared_lengths, spelled
+from megatron_rl.types import ATTACHED, Batch, Context, Image, Origin, Rollout, Rows, ValueRows
+
+Positions = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
+"""(token_ids, images) -> rotary positions [3, L] of a context: ModelSpec.positions."""
+
+
+def pack(
+    weighted: Sequence[WeightedContext], *, image_token_id: int, positions: Positions, multiple_of: int = 1,
+    share_prompts: bool = False, device: torch.device | None = None,
+) -> Batch:  # fmt: skip
+    """Pack contexts into one micro-batch. Equal images (by key) are stored and encoded once.
+
+    With share_prompts what a context and the one before it begin with is stored and computed once, up to the token that predicts the first
+    that it sampled. The rest is a segment of its own, which continues the one where they part (prefix_S) and attends to all that this one
+    attends to. Example: [5 6 7], [5 6 8] and [5 6 8 3 4], each with its last token sampled, give
+        token_T [5 6 7 6 8 3 4], target_T [6 7 0 8 0 4 0], cu_seqlens_S1 [0 1 3 5 7], prefix_S [-1 0 0 2], context_T [0 0 0 1 1 2 2].
+
+    The length is padded to a multiple of `multiple_of` (tensor parallel size under sequence parallelism) by a segment of zeros without
+    weight; no contexts at all give one such segment, the micro-batch of a data-parallel rank without work.
+    """
+    shared = shared_lengths(weighted, spelled(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
+    segments: list[Segment] = []
+    path: list[tuple[int, int]] = []  # the segments of the context before: where each stops in it, and its number in the batch
+    for number, each in enumerate(weighted):
+        whole = Segment.whole(each, image_token_id, positions, number=number)
+        while path and path[-1][0] > shared[number]:
+            path.pop()
+        for start, stop in pairwise(borders(shared[number:], each.num_tokens)):
+            segments.append(whole.cut(start, stop, prefix=path[-1][1] if path else -1))
+            path.append((stop, len(segments) - 1))
+    num_tokens = sum(len(segment.token_ids) for segment in segments)
+    padding = -num_tokens % multiple_of if num_tokens else multiple_of
+    if padding:
+        segments.append(Segment.zeros(padding, number=len(weighted)))
+    return _join(segments, denominator=sum(each.denominator for each in weighted), device=device)
+
+
+def borders(shared: Sequence[int], length: int) -> list[int]:
+    """Where the first of these contexts, of this length, is cut: where it parts from the one before it, and where later ones part from it.
+    `shared` is what shared_lengths says of them. Example: [2, 7, 9, 4, 2, 8] and 10 give [2, 4, 7, 10]; the third parts from the second,
+    the last from the fifth."""
+    own, *later = shared
+    return sorted({own, *takewhile(lambda lowest: lowest > own, accumulate(later, min)), length})
+
+
+def distinct_images(contexts: Iterable[Context]) -> list[Image]:
+    """The images of a micro-batch of these contexts, each once, in the order of Batch.images."""
+    return list({image.key: image for context in contexts for image in context.images}.values())
+
+
+def empty_batch(length: int, *, device: torch.device | None = None) -> Batch:
+    """The micro-batch of a rank without work: zeros without weight."""
+    batch = _join([Segment.zeros(length, number=0)], denominator=0, device=device)
+    return replace(batch, old_value_T=torch.zeros_like(batch.weight_T), return_T=torch.zeros_like(batch.weight_T))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Segment:
+    """A run of consecutive tokens of one context with all that is aligned to it; targets are already shifted."""
+
+    token_ids: list[int]
+    targets: list[int]
+    mask: list[int]
+    engine_logprobs: list[float]
+    advantages: list[float]
+    position_3L: torch.Tensor
+    vision: list[tuple[Image, int] | None]
+    """For a placeholder, its image and which of the image's tokens it stands for."""
+    weights: list[float]
+    number: int
+    """Of its context in the micro-batch."""
+    prefix: int = -1
+    origin: Origin | None = None
+
+    @classmethod
+    def whole(cls, weighted: WeightedContext, image_token_id: int, positions: Positions, *, number: int) -> "Segment":
+        context, origin = weighted.context, weighted.origin
+        shown = iter([(image, row) for image in context.images for row in range(image.num_tokens)])
+        return cls(
+            token_ids=context.token_ids,
+            targets=[*context.token_ids[1:], 0],
+            mask=[*context.loss_mask[1:], 0],
+            engine_logprobs=[*context.engine_logprobs[1:], 0.0],
+            advantages=[*context.advantages[1:], 0.0] if context.advantages else [0.0] * len(context.token_ids),
+            position_3L=positions(context.token_ids, context.images),
+            vision=[next(shown) if token == image_token_id else None for token in context.token_ids],
+            weights=[*weighted.token_weights()[1:], 0.0],
+            number=number,
+            origin=None if origin is None else Origin(*origin, start=0),
+        )
+
+    @classmethod
+    def zeros(cls, length: int, *, number: int) -> "Segment":
+        zeros, nothing = [0] * length, [0.0] * length
+        return cls(
+            token_ids=zeros, targets=zeros, mask=zeros, engine_logprobs=nothing, advantages=nothing,
+            position_3L=torch.zeros(3, length, dtype=torch.long), vision=[None] * length, weights=nothing, number=number,
+        )  # fmt: skip
+
+    def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
+        part = slice(start, stop)
+        return Segment(
+            token_ids=self.token_ids[part], targets=self.targets[part], mask=self.mask[part],
+            engine_logprobs=self.engine_logprobs[part], advantages=self.advantages[part],
+            position_3L=self.position_3L[:, part], vision=self.vision[part], weights=self.weights[part], number=self.number, prefix=prefix,
+            origin=None if self.origin is None else replace(self.origin, start=start),
+        )  # fmt: skip
+
+
+def _join(segments: list[Segment], *, denominator: int, device: torch.device | None) -> Batch:
+    images: dict[str, tuple[int, Image]] = {}
+    position_M, row_M, next_row, offsets = [], [], 0, [0]
+    for segment in segments:
+        for place, shown in enumerate(segment.vision):
+            if shown is None:
+                continue
+            image, row = shown
+            if image.key not in images:
+                images[image.key] = (next_row, image)
+                next_row += image.num_tokens
+            position_M.append(offsets[-1] + place)
+            row_M.append(images[image.key][0] + row)
+        offsets.append(offsets[-1] + len(segment.token_ids))
+    shown = [image for _, image in images.values()]
+
+    def column(values: Callable[[Segment], list], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([value for segment in segments for value in values(segment)], dtype=dtype, device=device)
+
+    return Batch(
+        token_T=column(lambda s: s.token_ids, torch.long),
+        target_T=column(lambda s: s.targets, torch.long),
+        mask_T=column(lambda s: s.mask, torch.bool),
+        weight_T=column(lambda s: s.weights, torch.float32),
+        position_3T=torch.cat([segment.position_3L for segment in segments], 1).to(device),
+        context_T=column(lambda s: [s.number] * len(s.token_ids), torch.long),
+        cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32, device=device),
+        offset_S1=offsets,
+        prefix_S=[segment.prefix for segment in segments],
+        origin_S=[segment.origin for segment in segments],
+        images=shown,
+        grid_I3=torch.tensor([image.grid for image in shown], dtype=torch.long).reshape(-1, 3),
+        vision_position_M=torch.tensor(position_M, dtype=torch.long, device=device),
+        vision_row_M=torch.tensor(row_M, dtype=torch.long, device=device),
+        denominator=denominator,
+        advantage_T=column(lambda s: [a * m for a, m in zip(s.advantages, s.mask, strict=True)], torch.float32),
+        engine_logprob_T=column(lambda s: s.engine_logprobs, torch.float32),
+    )
+
+
+def loss_rows(
+    batch: Batch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueRows | None = None
+) -> Rows:
+    """What a loss sees of a batch; rows_R are the entries whose target was sampled. Without old logprobs the current ones are the old."""
+    reference_T, old_T, coefficient_T, current_T = batch.reference_logprob_T, batch.old_logprob_T, batch.coefficient_T, batch.current_T
+    return Rows(
+        logprob_R=logprob_R,
+        entropy_R=entropy_R,
+        old_R=logprob_R.detach() if old_T is None else old_T[rows_R],
+        engine_R=batch.engine_logprob_T[rows_R],
+        reference_R=None if reference_T is None else reference_T[rows_R],
+        advantage_R=batch.advantage_T[rows_R],
+        weight_R=batch.weight_T[rows_R],
+        context_R=batch.context_T[rows_R],
+        turn_R=turns_of(rows_R),
+        coefficient_R=None if coefficient_T is None else coefficient_T[rows_R],
+        current_R=None if current_T is None else current_T[rows_R],
+        values=values,
+    )
+
+
+def turns_of(rows_R: torch.Tensor) -> torch.Tensor:
+    """Which turn each row is in, from 0. What was observed lies between two turns, and the last entry of a context predicts nothing: the
+    rows of a turn are neighbors, those of two turns are not."""
+    return (rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1).cumsum(0) - 1
+
+
+Columns = dict[tuple[int, int], list[float]]
+"""A number for each token of a context, by (rollout, context)."""
+
+
+def read_back(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor]) -> Columns:
+    """What a network said of every entry of these batches ([T] each), for the contexts they hold; 0.0 where the mask is 0.
+
+    Entry t of a segment is about the token after it; the last of a context is about none.
+    """
+    columns: Columns = {}
+    for batch, number_T in zip(batches, numbers, strict=True):
+        values, borders = number_T.tolist(), batch.offset_S1
+        for origin, first, last in zip(batch.origin_S, borders[:-1], borders[1:], strict=True):
+            if origin is None:
+                continue
+            context = rollouts[origin.rollout].contexts[origin.context]
+            column = columns.setdefault((origin.rollout, origin.context), [0.0] * len(context.token_ids))
+            for place, value in enumerate(values[first:last], origin.start + 1):
+                if place < len(column) and context.loss_mask[place]:
+                    column[place] = value
+    return columns
+
+
+def take(rollouts: Sequence[Rollout], batch: Batch, column: str) -> torch.Tensor:
+    """A column of the contexts (one of ATTACHED, or versions) that is asked for after they were packed, as [T]; 0 where the mask is 0."""
+    assert column in (*ATTACHED, "versions"), column
+    borders = batch.offset_S1
+    numbers = [0.0] * batch.num_tokens
+    for origin, first, last in zip(batch.origin_S, borders[:-1], borders[1:], strict=True):
+        if origin is not None:
+            about = slice(origin.start + 1, origin.start + 1 + last - first)
+            known = getattr(rollouts[origin.rollout].contexts[origin.context], column)[about]
+            numbers[first : first + len(known)] = known
+    return torch.tensor(numbers, dtype=torch.float32, device=batch.mask_T.device) * batch.mask_T

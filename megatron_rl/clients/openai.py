@@ -1,0 +1,143 @@
+"""Clients of servers that reward: they read no more than an answer can need, and tell nobody a judge's key. openai 3.52.0, httpx2 2.16.
+
+What is read is bounded for all that a server may say: replies, lists of models, pages of errors and of redirections. Compressed bodies are
+not asked for and are refused, because a few kilobytes of one may be gigabytes.
+"""
+
+import os
+import ssl
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import openai
+from pydantic import BaseModel, Field, ValidationError
+
+from megatron_rl.clients.endpoint_pool import KeyRefused, Refused, ServerFault, one_line, retry_after, told
+from megatron_rl.clients.proxies import Proxy, proxy_of, proxy_words
+from megatron_rl.types import HostFault
+from sandbox.token import read_token
+
+LONGEST_BODY = 1 << 20
+"""Bytes."""
+
+
+class Unread(openai.OpenAIError):
+    """A body that is not read to its end. The openai package lets its own kind of error pass as it is (_base_client.py, request)."""
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Raises Unread."""
+        num_bytes = 0
+        async for chunk in self._stream:
+            num_bytes += len(chunk)
+            if num_bytes > LONGEST_BODY:
+                raise Unread(f"the reply is longer than {LONGEST_BODY} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _bound(response: httpx2.Response) -> None:
+    """Called before a byte of the body is read (httpx2/_client.py, _send_handling_redirects). Raises Unread."""
+    length, encoding = response.headers.get("content-length", ""), response.headers.get("content-encoding", "")
+    if encoding.strip().casefold() not in ("", "identity"):
+        raise Unread(f"the reply is compressed ({encoding[:20]!r}), which was not asked for")
+    if length.isascii() and length.isdigit() and (len(length) > 19 or int(length) > LONGEST_BODY):
+        raise Unread(f"the reply has {length[:20]} bytes, more than {LONGEST_BODY}")
+    response.stream = _Bounded(response.stream)
+
+
+BOUNDED: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event_hooks": {"response": [_bound]}}
+"""Arguments of an httpx2 client whose replies are bounded: reading a longer one raises Unread."""
+
+
+def client_of(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
+    """Without a time-out and tries of its own; `secret` is the servers' key. HostFault, which names the setting `key`: it is no address,
+    or its proxy is none."""
+    try:
+        _ = urlsplit(url).port
+    except ValueError as error:
+        raise HostFault(f"{key}={url}: {error}; correct the address") from error
+    http = openai.DefaultAsyncHttpx2Client(**BOUNDED, **proxies_of([url]), follow_redirects=False)
+    return openai.AsyncOpenAI(base_url=url, api_key=secret or "none", timeout=None, max_retries=0, http_client=http)
+
+
+def proxies_of(urls: Iterable[str]) -> dict[str, Any]:
+    """Return arguments of an httpx2 client: the environment's proxies of these addresses, by clients/proxies.py, and its certificates.
+
+    HostFault, which names the variable: a proxy's address is none that can be used.
+    """
+    tls = httpx2.create_ssl_context()  # with SSL_CERT_FILE, which trust_env=False leaves out
+    found = {urlsplit(url).netloc: proxy for url in urls if (proxy := proxy_of(url))}
+    return {"trust_env": False, "verify": tls, "mounts": {f"all://{place}": _through(proxy, tls) for place, proxy in found.items()}}
+
+
+def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
+    try:
+        return httpx2.AsyncHTTPTransport(verify=tls, proxy=proxy.address, limits=openai.DEFAULT_CONNECTION_LIMITS)
+    except (ValueError, httpx2.InvalidURL, ImportError) as error:
+        remedy = f"give http://HOST:PORT, unset it, or set NO_PROXY={proxy.host}"
+        raise HostFault(f"{proxy.variable}={one_line(proxy.address)}: is no proxy that can be used; {remedy}") from error
+
+
+def api_key(token_file: str = "") -> str:
+    """The servers', which those that do not know it repeat in their errors: the word in the file, without one OPENAI_API_KEY.
+    HostFault: the file of task.judge.token_file cannot be read."""
+    try:
+        return read_token(token_file) if token_file else os.environ.get("OPENAI_API_KEY", "")
+    except ValueError as error:
+        raise HostFault(f"task.judge.token_file={error}") from error
+
+
+def key_words(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
+    """Return a line about a server that does not accept the key of `api_key`: its answer, and what to do."""
+    remedy = f"put its key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
+    return f"{told(error, secret=secret)}: {remedy}{proxy_words(str(error.request.url))}"
+
+
+class SaidMessage(BaseModel):
+    content: str
+    reasoning: object = None
+    reasoning_content: object = None
+    """What it thought, as vLLM and as others call it. Whatever is no text there is none, and costs no answer."""
+
+    @property
+    def thoughts(self) -> str:
+        return next((said for said in (self.reasoning, self.reasoning_content) if isinstance(said, str)), "")
+
+
+class Choice(BaseModel):
+    message: SaidMessage
+
+
+class Completion(BaseModel):
+    """What is needed of a chat completion; a page of HTML, an empty body or an error in JSON is none."""
+
+    choices: list[Choice] = Field(min_length=1)
+
+
+@contextmanager
+def as_servers_say(secret: str, *, token_file: str = "") -> Iterator[None]:
+    """Trouble of the openai package, and a body that is none, in the terms of clients/endpoint_pool.py, without the servers' key.
+    `token_file`: of `api_key`."""
+    try:
+        yield
+    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        raise KeyRefused(key_words(error, secret=secret, token_file=token_file)) from error
+    except openai.BadRequestError as error:
+        raise Refused(told(error, secret=secret)) from error
+    except openai.APIStatusError as error:
+        words = told(error, secret=secret) + proxy_words(str(error.request.url))
+        raise ServerFault(words, rest_s=retry_after(error.response.headers.get("retry-after", ""))) from error
+    except openai.APIError as error:
+        raise ServerFault(told(error, secret=secret) + proxy_words(str(error.request.url))) from error
+    except (Unread, ValidationError) as error:
+        raise ServerFault(told(error, secret=secret)) from error

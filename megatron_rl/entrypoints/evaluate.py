@@ -1,0 +1,198 @@
+"""An evaluation by itself: engines, no trainer. Chunk by chunk, so that one that was stopped or killed goes on where it was.
+
+Episodes have the seeds that a run's own evaluations give them: of the same weights the same numbers come out.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.build import Staying, build_fleet, episode_settings
+from megatron_rl.config import ParallelSettings, Settings, require
+from megatron_rl.data.benchmarks.catalog import official_interval
+from megatron_rl.distributed.hang_watchdog import Watch
+from megatron_rl.distributed.image_exchange import Gallery
+from megatron_rl.distributed.world import World, connect, disconnect, on_main_rank, patient, place, return_freed_blocks, together
+from megatron_rl.entrypoints.train import outside_of_loops, prepared
+from megatron_rl.evaluation.endpoint_policy import Player
+from megatron_rl.evaluation.evaluation_report import by_example, intervals, show, stated
+from megatron_rl.evaluation.in_run import summarize
+from megatron_rl.evaluation.results_directory import EVALUATION, EXAMPLES, PROMPT, chunk_path, evaluation_folder, keep, kept, lightened
+from megatron_rl.io.bounded_files import read_text
+from megatron_rl.io.jsonl import MAX_LINE_BYTES, replace_bytes, replace_lines
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.observe.progress import Progress
+from megatron_rl.preflight.prompts import tell_column_warnings
+from megatron_rl.registry import Own, build_task, check_examples
+from megatron_rl.rollout.manager import Fleet
+from megatron_rl.rollout.renderer import Renderer, small_pixels
+from megatron_rl.rollout.task import Task
+from megatron_rl.run.record import writing
+from megatron_rl.run.shutdown import CLOSING_S, Stop
+from megatron_rl.services.service_launcher import addressed, chosen, serving
+from megatron_rl.types import Context, Example, Rollout, Stopped
+from megatron_rl.weights.formats.checkpoint_source import Source, tensors_of
+from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.weights.formats.open_checkpoint import open_source
+from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
+
+WIDTH = 140
+"""Columns where nobody looks at a terminal."""
+
+
+@dataclass(slots=True, frozen=True)
+class Playing:
+    play: Callable[[Sequence[Example], int], list[Rollout]]
+    """(examples, number of the first) -> their rollouts, by engines of ours or by an endpoint."""
+    prompt: Callable[[Rollout], str]
+    """What the policy read before the first reply of the first of these, in words."""
+
+
+def evaluate_alone(settings: Settings, own: Own = Own()) -> dict[str, float] | None:
+    """Play what evaluation.* says into run.dir. The figures, on every rank; None where it was asked to stop: the same command goes on."""
+    remedy = "are for a run; name servers that you started in engine.urls, or evaluate with engine.kind=local"
+    require(not settings.engine.servers, "engine.servers", settings.engine.servers, remedy)
+    world = place()
+    waits = settings.parallel
+    settings = replace(settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, skew_s=waits.skew_s))  # no network is cut up here
+    with Stop(grace_s=settings.run.grace_s, closing_s=max(CLOSING_S, settings.parallel.timeout_s)) as stop:
+        return outside_of_loops(lambda: _live(settings, own, world=world, stop=stop))
+
+
+def _live(settings: Settings, own: Own, *, world: World, stop: Stop) -> dict[str, float] | None:
+    folder, timeout_s = Path(settings.run.dir), settings.parallel.timeout_s
+    return_freed_blocks()
+    watch = Watch(world, folder=folder, timeout_s=timeout_s)
+    with ExitStack() as closing:
+        connect(world, timeout_s=timeout_s)
+        closing.callback(disconnect)
+        with watch:
+            task, source = together(lambda: _prepared(settings, own, world=world))
+            closing.enter_context(evaluation_folder(settings))
+            try:
+                if chosen(settings.services):
+                    urls = closing.enter_context(serving(settings, world, go_on=stop.check_start))
+                    task = build_task(addressed(settings.task, urls, run=folder), own)
+                examples = task.examples(settings.evaluation.split)
+                on_main_rank(lambda: tell_column_warnings({settings.evaluation.split: examples}, tell=partial(print, file=sys.stderr)))
+                player = cache(lambda: _player(settings, task, source, world=world, stop=stop, closing=closing))
+                rollouts = list(_played(settings, examples, player, world=world, stop=stop))
+            except Stopped:
+                return None
+            scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed)
+            return on_main_rank(lambda: _published(settings, task, examples, rollouts, scores))
+
+
+def _prepared(settings: Settings, own: Own, *, world: World) -> tuple[Task, Source | None]:
+    """The task and the weights, None of an endpoint's, looked at before anything is started."""
+    splits = (settings.evaluation.split,)
+    if not settings.evaluation.urls:
+        return prepared(settings, own, world=world, needed=0, splits=splits), source_of(settings)
+    require(world.size == 1, "evaluation.urls", settings.evaluation.urls, f"one process is enough; torchrun started {world.size}")
+    task = build_task(settings.task, own)
+    check_examples(task, splits)
+    return task, None
+
+
+def source_of(settings: Settings) -> Source:
+    """The weights, proven to be exactly the model's. ValueError: they are not."""
+    path, given = Path(settings.model.path), settings.evaluation.weights
+    spec = read_spec(settings.model.path)
+    if given and (Path(given) / ADAPTER).is_file():
+        return Merged(open_source(path, spec, key="model.path"), Path(given), key="evaluation.weights")
+    return open_source(Path(given or path), spec, key="evaluation.weights" if given else "model.path")
+
+
+def _player(settings: Settings, task: Task, source: Source | None, *, world: World, stop: Stop, closing: ExitStack) -> Playing:
+    given = settings.evaluation
+    episode = replace(episode_settings(settings), temperature=given.temperature).at_step(-1)
+    episode = replace(episode, max_turns=settings.task.eval_max_turns or settings.task.max_turns)
+    if source is None:
+        player = Player(task, given, settings.model, episode)
+        closing.callback(player.close)
+        return Playing(lambda examples, first: player.play(examples, samples=given.samples, first_group=first), lambda _: player.prompt)
+    fleet = _open(settings, task, source, world=world, stop=stop, closing=closing)
+
+    def prompt(rollout: Rollout) -> str:
+        if not rollout.contexts:
+            return ""
+        stop = rollout.turns[0].span[0] if rollout.turns else None
+        first = rollout.contexts[0]
+        return fleet.renderer.shown(Context(token_ids=first.token_ids[:stop], images=first.images))
+
+    return Playing(
+        lambda examples, first: fleet.play(examples, samples=given.samples, settings=episode, first_group=first), prompt
+    )  # fmt: skip
+
+
+def _open(settings: Settings, task: Task, source: Source, *, world: World, stop: Stop, closing: ExitStack) -> Fleet:
+    allowed = settings.task.data.allow_grounding_tokens
+    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
+    gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
+
+    def tell(line: str) -> None:
+        if world.is_main:
+            print(line, flush=True)
+
+    fleet = build_fleet(settings, task, trainer=Staying(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=tell)
+    closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
+    fleet.start()
+    fleet.serve(tensors_of(source), version=0)
+    return fleet
+
+
+def _played(
+    settings: Settings, examples: Sequence[Example], player: Callable[[], Playing], *, world: World, stop: Stop
+) -> Iterator[Rollout]:  # fmt: skip
+    """The episodes of all examples, lightened, chunk after chunk: read where they were played before. All ranks together.
+
+    Stopped: this was asked for. A chunk that failed on our side is kept as it is, and played again by the next life.
+    """
+    given, folder = settings.evaluation, Path(settings.run.dir)
+    firsts = range(0, len(examples), given.chunk)
+    progress = Progress(len(firsts), title="evaluate") if world.is_main else None
+    for number, first in enumerate(firsts):
+        part, path = examples[first : first + given.chunk], chunk_path(folder, number)
+        found = on_main_rank(lambda: kept(path, part, samples=given.samples))  # noqa: B023 - it is called here
+        if found is None:
+            stop.check()
+            playing = player()
+            rollouts = playing.play(part, first)
+            if number == 0:
+                on_main_rank(lambda: _keep_prompt(folder, playing.prompt(rollouts[0])))  # noqa: B023 - it is called here
+            keep(path, rollouts, number=number)
+            found = [lightened(rollout) for rollout in rollouts]
+        scores = [rollout.reward for rollout in found if rollout.reward is not None]
+        if progress is not None:
+            progress.step(number, {"reward/mean": sum(scores) / len(scores)} if scores else {})
+        yield from found
+    if progress is not None:
+        progress.close()
+
+
+def _keep_prompt(folder: Path, words: str) -> None:
+    with writing(folder):
+        replace_bytes(folder / PROMPT, words.encode(errors="replace"))
+
+
+def _published(
+    settings: Settings, task: Task, examples: Sequence[Example], rollouts: list[Rollout], scores: dict[str, float]
+) -> dict[str, float]:
+    """The figures with their intervals, which are shown and kept."""
+    folder, lines = Path(settings.run.dir), by_example(task, examples, rollouts)
+    if "episodes" in scores:
+        scores = scores | intervals(lines, samples=settings.evaluation.samples)
+    scores = scores | official_interval(settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored])
+    conditions = stated(settings, num_examples=len(examples), prompt=read_text(folder / PROMPT, at_most=MAX_LINE_BYTES))
+    with writing(folder):
+        replace_lines(folder / EXAMPLES, lines)
+        replace_bytes(folder / EVALUATION, (json.dumps({"scores": scores, "stated": conditions}, indent=1) + "\n").encode())
+    show(scores, conditions, Console(width=None if sys.stdout.isatty() else WIDTH))
+    print(folder / EVALUATION, flush=True)
+    return scores

@@ -1,0 +1,172 @@
+"""Recorded rollouts scored anew: by another reward, judge or rubric of the task, without an engine and without playing them again.
+
+    OUT/rollouts/step_000012.parquet      the same rollouts with the new scores, to be replayed, looked at or exported
+    OUT/scores.json                       what changed
+Step by step: what was scored before a kill is not scored again. An episode that failed on our side stays failed; one whose judge is down
+fails here.
+"""
+
+import asyncio
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import yaml
+from scipy.stats import spearmanr
+
+from megatron_rl.config import Settings, require
+from megatron_rl.distributed.world import connect, disconnect, place
+from megatron_rl.export.sft_transcripts import link_pictures
+from megatron_rl.io.jsonl import replace_bytes
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.observe.progress import Progress
+from megatron_rl.observe.recorder import FOLDER
+from megatron_rl.observe.rollout_store import as_played, path_of, read_columns, read_rollouts, rounds_of, step_of, steps, write
+from megatron_rl.registry import Own, build_task
+from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rollout.example_fields import example_fields
+from megatron_rl.rollout.task import Task
+from megatron_rl.run.directory import changed, lock, may_change, read_settings, told
+from megatron_rl.run.record import CONFIG, writing
+from megatron_rl.run.shutdown import CLOSING_S, Stop
+from megatron_rl.services.service_launcher import addressed, chosen, serving
+from megatron_rl.types import AccessDenied, Example, HostFault, Image, Rollout, Status, Stopped
+
+SCORES = "scores.json"
+DECIDING = ("task.", "model.path", "run.replay")
+"""Settings, or groups of them, that scores depend on."""
+TRIES = 3
+"""Of a rollout whose judge was down."""
+
+
+def rescore(settings: Settings, own: Own = Own()) -> dict[str, float] | None:
+    """Score run.replay's rollouts by the task into run.dir. What changed, which is kept and told; None where it was asked to stop.
+
+    ValueError: nothing is recorded there, run.dir is that run's own, or an example is none of the task's.
+    """
+    folder, out = Path(settings.run.replay), Path(settings.run.dir)
+    paths = steps(folder)
+    require(bool(paths), "run.replay", settings.run.replay, "holds no step that run.record=all wrote; give RUN/rollouts")
+    remedy = "the recorded run stays as it is; choose another folder for the new scores"
+    require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
+    world = place()
+    require(world.size == 1, "processes", world.size, "one is enough: scoring waits for judges, not for cores")
+    with Stop(grace_s=settings.run.grace_s, closing_s=max(CLOSING_S, settings.parallel.timeout_s)) as stop, lock(out):
+        _enter(out, settings)
+        connect(world, timeout_s=settings.parallel.timeout_s)
+        try:
+            with serving(settings, world, go_on=stop.check_start) as urls:
+                task = settings.task if not chosen(settings.services) else addressed(settings.task, urls, run=out)
+                asyncio.run(_all(build_task(task, own), paths, settings, stop))
+        except Stopped:
+            return None
+        finally:
+            disconnect()
+    return _told([(path, path_of(out / FOLDER, step_of(path))) for path in paths], out)
+
+
+def _enter(out: Path, settings: Settings) -> None:
+    """ValueError: there are scores of another task, or of other rollouts."""
+    new = yaml.safe_load(yaml.safe_dump(asdict(settings)))
+    if (out / CONFIG).exists():
+        try:
+            changes = changed(read_settings(out / CONFIG), new)
+        except ValueError as error:
+            raise ValueError(f"{out / CONFIG}: {error}; choose another folder") from error
+        others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
+        require(not others, "run.dir", str(out), f"holds other scores: {told(others)}; choose another folder")
+    with writing(out):
+        replace_bytes(out / CONFIG, yaml.safe_dump(new, sort_keys=False).encode())
+
+
+async def _all(task: Task, paths: Sequence[Path], settings: Settings, stop: Stop) -> None:
+    out, progress = Path(settings.run.dir), Progress(len(paths), title="rescore")
+    examples = {example.id: example for split in ("train", "eval") for example in task.examples(split)}
+    token = read_spec(settings.model.path).image_token_id
+    await task.start()
+    try:
+        for number, path in enumerate(paths):
+            stop.check()
+            target = path_of(out / FOLDER, step_of(path))
+            if not target.exists():
+                rollouts = read_rollouts(path)
+                scored = await asyncio.gather(*(scored_anew(task, example_of(examples, each), each, token) for each in rollouts))
+                with writing(out):
+                    link_pictures(path.parent, target.parent, (image.key for each in rollouts for image in each.images))
+                    write(target, scored, step=step_of(path), rounds=rounds_of(path))
+            progress.step(number, {})
+    finally:
+        progress.close()
+        await task.close()
+
+
+def example_of(examples: Mapping[str, Example], rollout: Rollout) -> Example:
+    """ValueError: the task has none of this name."""
+    if rollout.example_id not in examples:
+        raise ValueError(f"task.name: has no example {rollout.example_id!r:.80}; give the task and the data of the recorded run")
+    return examples[rollout.example_id]
+
+
+async def scored_anew(task: Task, example: Example, rollout: Rollout, image_token_id: int) -> Rollout:
+    """What the task's rubric says of it; what the environment gave stays."""
+    if not rollout.is_scored:
+        return rollout
+    turns = [replace(turn, score=None, gain=0.0) for turn in rollout.turns]
+    bare = replace(as_played(rollout), turns=turns, reward=None, outcome=0.0, rewards={}, verdicts=[], scoring_s=0.0)
+    bare = replace(bare, **example_fields(example.payload))  # those that it is scored by now
+    clock = asyncio.get_running_loop().time
+    for tried in range(1, TRIES + 1):
+        started = clock()
+        try:
+            score = await task.rubric.score(Outcome(payload=example.payload, rollout=bare, images=first_shown(bare, image_token_id)))
+        except AccessDenied:
+            raise
+        except HostFault as fault:
+            if tried == TRIES:
+                return replace(bare, status=Status.FAILED, reason=str(fault))
+            continue
+        for turn, worth, gain in zip(turns, score.turns, score.gains, strict=True):
+            turn.score, turn.gain = worth, gain
+        return replace(bare, reward=score.reward, outcome=score.outcome, rewards=score.rewards, scoring_s=clock() - started)
+
+
+def first_shown(rollout: Rollout, image_token_id: int) -> list[Image]:
+    """The pictures of the first prompt: those whose tokens stand before the first sampled one."""
+    if not rollout.contexts:
+        return []
+    first = rollout.contexts[0]
+    before = first.loss_mask.index(1) if 1 in first.loss_mask else len(first.token_ids)
+    num, shown = sum(token == image_token_id for token in first.token_ids[:before]), []
+    for image in first.images:
+        num -= image.num_tokens
+        if num < 0:
+            break
+        shown.append(image)
+    return shown
+
+
+def _told(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
+    """Means before and after over what both have scored, how many scores are not the same, and whether they rank rollouts alike."""
+    before, after, failed = [], [], 0
+    for old, new in pairs:
+        for one, other in zip(*(read_columns(path, ["reward"])["reward"].to_pylist() for path in (old, new)), strict=True):
+            failed += one is not None and other is None
+            if one is not None and other is not None:
+                before.append(one)
+                after.append(other)
+    found = {"rollouts": float(len(before)), "failed_now": float(failed)}
+    if before:
+        found |= {
+            "reward_before": statistics.fmean(before),
+            "reward_after": statistics.fmean(after),
+            "changed": sum(one != other for one, other in zip(before, after, strict=True)) / len(before),
+        }
+    if len(set(before)) > 1 and len(set(after)) > 1:
+        found["rank_correlation"] = float(spearmanr(before, after).statistic)
+    with writing(out):
+        replace_bytes(out / SCORES, (json.dumps(found, indent=1) + "\n").encode())
+    print("\n".join(f"{name:<18}{value:.4g}" for name, value in found.items()))
+    print(out / SCORES, flush=True)
+    return found

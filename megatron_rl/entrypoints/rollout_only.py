@@ -1,0 +1,104 @@
+"""Rollouts alone (run.rollout_only): engines, no trainer. A step's episodes are those that training would begin with at these weights.
+
+What was recorded before a kill is not played again.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.algo.algorithms import Algorithm
+from megatron_rl.build import Staying, build_fleet
+from megatron_rl.config import Settings
+from megatron_rl.distributed.image_exchange import Gallery
+from megatron_rl.distributed.world import World, gather, on_main_rank, patient, together
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.observe.judge_stats import JudgeStats
+from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
+from megatron_rl.observe.recorder import FOLDER
+from megatron_rl.observe.rollout_store import read_rollouts, step_of, steps
+from megatron_rl.observe.step_metrics import rollout_metrics
+from megatron_rl.preflight.prompts import tell_prompts
+from megatron_rl.rollout.health import Household
+from megatron_rl.rollout.renderer import Renderer, small_pixels
+from megatron_rl.rollout.task import Task
+from megatron_rl.run.record import History, Result, Run
+from megatron_rl.run.shutdown import Stop
+from megatron_rl.training_loop import played_enough
+from megatron_rl.types import Outage, Rollout, Stopped
+from megatron_rl.weights.formats.checkpoint_source import tensors_of
+from megatron_rl.weights.formats.open_checkpoint import open_source
+
+
+def collect(
+    settings: Settings, *, task: Task, algorithm: Algorithm, world: World, stop: Stop, household: Household | None, closing: ExitStack
+) -> Result:
+    """Play and record the run's steps with the weights in model.path. All ranks together."""
+    source = together(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
+    first, history = on_main_rank(lambda: done_before(Path(settings.run.dir)))
+    run = Run(settings, world, num_steps=settings.run.steps, first_step=first, history=history)
+    closing.callback(run.close)
+    if task.judge is not None:
+        run.judge = JudgeStats(task.judge, gather=gather if world.size > 1 else lambda counts: [counts])
+    reason = ""
+    try:
+        with run.spans("start"):
+            allowed = settings.task.data.allow_grounding_tokens
+            renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
+            gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
+            fleet = build_fleet(
+                settings, task, trainer=Staying(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=run.tell,
+                household=household,
+            )  # fmt: skip
+            closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
+            fleet.start()
+            tell_prompts(settings, fleet=fleet, tell=run.tell)
+            fleet.admission.rounds = history.rounds
+        with run.spans("sync"):
+            fleet.serve(tensors_of(source), version=0)
+        for step in range(first, settings.run.steps):
+            stop.check()
+            enough = partial(played_enough, settings=settings, algorithm=algorithm, run=run, step=step)
+            with run.rolling_out(fleet.busy_s):
+                rollouts = fleet.take(step, enough=enough)
+            rounds = fleet.admission.rounds - run.history.rounds
+            run.history.add(step, rollouts, rounds=rounds)
+            with run.spans("record"):
+                metrics = credited(rollouts, settings, algorithm, rounds=rounds)
+                run.history.learned += "rollout/nothing_learned" not in metrics
+                run.trained(step, rollouts, metrics)
+            run.record(step, metrics)
+        run.finish({})
+    except Stopped:
+        pass
+    except Outage as outage:
+        if run.num_done == first:
+            raise
+        reason = str(outage)
+    return Result(
+        folder=run.folder, step=run.num_done, num_steps=run.num_steps, metrics={}, is_finished=run.is_finished, reason=reason
+    )  # fmt: skip
+
+
+def credited(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, rounds: int) -> dict[str, float]:
+    """What happened in a step, with the credit that training would give; nobody can say whether anything would be learned where that waits
+    for what networks say."""
+    if not algorithm.reads(settings.algo):
+        algorithm.credit(rollouts, settings.algo)
+        return rollout_metrics(rollouts, rounds=rounds)
+    silent = ("rollout/nothing_learned", "rollout/degenerate_groups")
+    return {name: value for name, value in rollout_metrics(rollouts, rounds=rounds).items() if name not in silent}
+
+
+def done_before(folder: Path) -> tuple[int, History]:
+    """Steps that an earlier life has recorded, rollouts and metrics, and what the run remembers of them."""
+    paths, history = steps(folder / FOLDER), History()
+    if not paths:
+        return 0, history
+    lines = [line for line in read_metrics(folder / METRICS_FILE) if line["step"] <= step_of(paths[-1])]
+    done = len(lines)
+    for path in paths:
+        if step_of(path) < done:
+            history.add(step_of(path), read_rollouts(path, pictures=False), rounds=0)
+    history.rounds = int(sum(line["rollout/rounds"] for line in lines))
+    return done, history

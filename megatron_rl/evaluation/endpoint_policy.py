@@ -1,0 +1,216 @@
+"""A model behind an OpenAI-compatible endpoint as the policy of an evaluation: the same episodes, tools and rewards, in messages.
+
+Nothing is known of its tokens: a rollout has its words alone. A reply is cut behind a word at which the task has replies end (Task.stop) by
+us, because servers leave that word out. Trouble of the endpoint fails an episode (HostFault) and is never a score.
+"""
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import openai
+from PIL import Image as Pictures
+from PIL.Image import Image as Picture
+from pydantic import BaseModel, Field
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from megatron_rl.clients.endpoint_pool import Endpoint, Servers
+from megatron_rl.clients.openai import api_key, as_servers_say, client_of
+from megatron_rl.config import EvaluationSettings, ModelSettings
+from megatron_rl.rollout.conversation import ContextLimits
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.episode import EpisodeSettings, require_access, run_episode
+from megatron_rl.rollout.renderer import key_of
+from megatron_rl.rollout.task import Task
+from megatron_rl.rollout.transcript_segments import pictures_of
+from megatron_rl.types import Context, End, Example, Image, Message, Rollout, Turn
+
+PICTURE = "[picture]"
+"""In the place of one, where a prompt is told in words."""
+PATCH, MERGE = 14, 2
+"""Pictures become multiples of 28 pixels, as Qwen2.5-VL's do: model.min_pixels and model.max_pixels mean what they mean elsewhere."""
+
+
+class Said(BaseModel):
+    content: str | None = None
+    """None where it had nothing to say but thoughts, or refuses: an empty reply, and the policy's own."""
+
+
+class Choice(BaseModel):
+    message: Said
+    finish_reason: str | None = None
+
+
+class Completion(BaseModel):
+    choices: list[Choice] = Field(min_length=1)
+
+
+class Speaker:
+    """The endpoint's servers, for as many episodes as there are. In the event loop that is running when it is made."""
+
+    def __init__(self, given: EvaluationSettings, model: ModelSettings) -> None:
+        self.model = model
+        self._secret = api_key()
+        self._clients = {url: client_of(url, key="evaluation.urls", secret=self._secret) for url in given.urls}
+        self._servers = Servers(
+            given.urls, name="evaluation", tries=given.tries, timeout_s=given.timeout_s, patience_s=given.patience_s,
+            concurrency=given.concurrency,
+        )  # fmt: skip
+        self._servers.start()
+        self.num_cut = 0
+        """Replies that ended because they were as long as is allowed."""
+
+    async def reply(self, messages: Sequence[dict[str, object]], sampling: Sampling) -> str:
+        """HostFault: no server answers, or each refuses."""
+        return await self._servers.ask(lambda endpoint: self._ask(endpoint, messages, sampling))
+
+    async def _ask(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: Sampling) -> str:
+        client: openai.AsyncOpenAI = self._clients[endpoint.url]
+        with as_servers_say(self._secret):
+            raw = await client.chat.completions.with_raw_response.create(
+                model=self.model.path,
+                messages=list(messages),
+                temperature=sampling.temperature,
+                max_completion_tokens=sampling.max_tokens,
+                seed=sampling.seed,
+            )
+            choice = Completion.model_validate_json(raw.content).choices[0]
+        self.num_cut += choice.finish_reason == "length"
+        return ended_at(choice.message.content or "", sampling.stop)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+
+class ChatConversation:
+    """One episode's, in messages (rollout/conversation.py: Conversation)."""
+
+    def __init__(self, speaker: Speaker, limits: ContextLimits) -> None:
+        self._speaker, self._limits = speaker, limits
+        self.contexts: list[Context] = []
+        self.turns: list[Turn] = []
+        self._messages: list[dict[str, object]] = []
+        self.opening = ""
+        """What it was shown first, in words."""
+
+    async def open(self, messages: Sequence[Message]) -> End | None:
+        self.opening = "\n".join(map(in_words, messages))
+        return await self._show(messages, anew=True)
+
+    async def say(self, sampling: Sampling) -> str:
+        text = await self._speaker.reply(self._messages, sampling)
+        self._messages.append({"role": "assistant", "content": text})
+        self.turns.append(Turn(context=len(self.contexts) - 1, span=(0, 0), text=text))
+        return text
+
+    def place_of(self, char: int) -> None:
+        """It has no tokens."""
+
+    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+        end = await self._show(messages, anew=anew)
+        if end is None and not anew:
+            self.turns[-1].images = self.contexts[-1].images[-len(pictures_of(messages)) :] if pictures_of(messages) else []
+        return end
+
+    async def _show(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+        images = await asyncio.to_thread(lambda: [image_of(picture, self._speaker.model) for picture in pictures_of(messages)])
+        context = Context() if anew else self.contexts[-1]
+        more = Context(images=images)
+        if anew:
+            self.contexts.append(context)
+            self._messages = []
+        end = replace(self._limits, max_context=1 << 62).overrun(context, more)
+        if end is None or anew:
+            context.images += images
+            self._messages += await asyncio.to_thread(lambda: [as_openai(message, iter(images)) for message in messages])
+        return end
+
+
+def image_of(picture: Picture, model: ModelSettings) -> Image:
+    """At the size that the trainer's own renderer would give it."""
+    limits = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
+    height, width = smart_resize(picture.height, picture.width, factor=PATCH * MERGE, **limits)
+    resized = picture.convert("RGB").resize((width, height), Pictures.Resampling.BICUBIC)
+    grid = (1, height // PATCH, width // PATCH)
+    return Image(picture=resized, patch_PC=None, grid=grid, key=key_of(resized), merge=MERGE)
+
+
+def in_words(message: Message) -> str:
+    """A message for people: its role, and a picture as [picture]."""
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [part["text"] if part["type"] == "text" else PICTURE for part in content]
+    return f"{message['role']}: {''.join(parts)}"
+
+
+def as_openai(message: Message, images: Iterator[Image]) -> dict[str, object]:
+    """A tool's message is a user's: there is no call that it could name."""
+    role = "user" if message["role"] == "tool" else message["role"]
+    if isinstance(message["content"], str):
+        return {"role": role, "content": message["content"]}
+    return {"role": role, "content": [_part(part, images) for part in message["content"]]}
+
+
+def _part(part: Mapping[str, object], images: Iterator[Image]) -> dict[str, object]:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    return {"type": "image_url", "image_url": {"url": png_url(next(images))}}
+
+
+def png_url(image: Image) -> str:
+    encoded = io.BytesIO()
+    image.picture.save(encoded, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+
+
+def ended_at(text: str, stop: Sequence[str]) -> str:
+    """Up to the first of these words, which stays."""
+    ends = [text.index(word) + len(word) for word in stop if word in text]
+    return text[: min(ends, default=len(text))]
+
+
+class Player:
+    """Plays a task's examples with an endpoint, chunk by chunk, in one event loop."""
+
+    def __init__(self, task: Task, given: EvaluationSettings, model: ModelSettings, episode: EpisodeSettings) -> None:
+        self._task, self._episode = task, episode
+        self.prompt = ""
+        """How the first episode that was played last began, in words."""
+        self._runner = asyncio.Runner()
+        self._runner.run(task.start())
+        self.speaker = self._runner.run(_made(given, model))
+
+    def play(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
+        """`samples` episodes of each, ordered by group and sample; those that trouble of ours has failed are failed. RunDenied: the
+        endpoint does not accept the key."""
+        rollouts = self._runner.run(self._play(examples, samples=samples, first_group=first_group))
+        require_access(rollouts)
+        return rollouts
+
+    async def _play(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
+        places = [(group, sample) for group in range(first_group, first_group + len(examples)) for sample in range(samples)]
+        conversations = [ChatConversation(self.speaker, self._episode) for _ in places]
+        rollouts = await asyncio.gather(
+            *(
+                run_episode(
+                    self._task, examples[group - first_group], conversation=conversation, settings=self._episode, group=group, sample=sample
+                )
+                for (group, sample), conversation in zip(places, conversations, strict=True)
+            )
+        )
+        self.prompt = conversations[0].opening
+        return rollouts
+
+    def close(self) -> None:
+        if self.speaker.num_cut:
+            print(f"{self.speaker.num_cut} replies were cut off by task.max_tokens_per_turn", flush=True)
+        try:
+            self._runner.run(self._task.close())
+            self._runner.run(self.speaker.close())
+        finally:
+            self._runner.close()
+
+
+async def _made(given: EvaluationSettings, model: ModelSettings) -> Speaker:
+    return Speaker(given, model)

@@ -1,0 +1,113 @@
+"""The folder of an evaluation by itself: nobody else works in it, and what was played there is played once.
+
+    DIR/config.yaml                        the settings; others are refused, unless run.overwrite moves the folder aside
+    DIR/weights.json                       which files the weights were read from: they must be the same when it goes on
+    DIR/rollouts/step_000003.jsonl         the episodes of a chunk of examples, as a run records its own (observe/recorder.py)
+    DIR/prompt.txt                         what the policy read first of the first example
+    DIR/examples.jsonl, evaluation.json    when all are played: a line an example, and the numbers with what must be said beside them
+An evaluation goes on with the chunks that are not there, and plays those again in which an episode failed on our side.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import yaml
+
+from megatron_rl.config import Settings
+from megatron_rl.distributed.world import on_main_rank, together
+from megatron_rl.io.jsonl import read_json, replace_bytes
+from megatron_rl.observe.metrics import METRICS_FILE
+from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
+from megatron_rl.observe.recorder import read, store_pictures, write
+from megatron_rl.run.directory import aside, changed, lock, may_change, read_settings, told
+from megatron_rl.run.record import CONFIG, writing
+from megatron_rl.types import Example, Rollout
+
+WEIGHTS, EXAMPLES, EVALUATION, PROMPT = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
+DECIDING = ("model.", "task.", "evaluation.", "run.seed", "engine.dtype", "engine.max_model_len", "engine.max_images")
+"""Settings, or groups of them, that results depend on."""
+
+
+OF_WEIGHTS = (".safetensors", ".distcp", ".pt")
+"""Endings of the files that hold them."""
+
+
+@contextmanager
+def evaluation_folder(settings: Settings) -> Iterator[None]:
+    """Hold run.dir inside the block. All ranks together. ValueError: somebody else holds it, or it holds something else."""
+    with ExitStack() as locks:
+        on_main_rank(lambda: _enter(settings, locks))
+        yield
+
+
+def _enter(settings: Settings, locks: ExitStack) -> None:
+    folder = Path(settings.run.dir)
+    with writing(folder):
+        locks.enter_context(lock(folder))
+        refusal = _refusal(folder, settings)
+        if refusal and settings.run.overwrite:
+            moved = aside(folder)
+            folder.absolute().rename(moved)
+            locks.enter_context(lock(folder))
+            print(f"run.overwrite=true: what was in {folder} is now in {moved}", flush=True)
+        elif refusal:
+            raise ValueError(f"run.dir={folder}: {refusal}; run.overwrite=true moves it aside, or choose another folder")
+        replace_bytes(folder / CONFIG, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
+        replace_bytes(folder / WEIGHTS, json.dumps(fingerprint(settings)).encode())
+
+
+def _refusal(folder: Path, settings: Settings) -> str:
+    if (folder / METRICS_FILE).exists():
+        return "holds a training run"
+    if not (folder / CONFIG).exists():
+        return ""
+    try:
+        changes = changed(read_settings(folder / CONFIG), yaml.safe_load(yaml.safe_dump(asdict(settings))))
+        weights = read_json(folder / WEIGHTS) if (folder / WEIGHTS).exists() else []
+    except (OSError, ValueError) as error:
+        return f"holds an evaluation whose {CONFIG} or {WEIGHTS} cannot be read ({' '.join(str(error).split())[:200]})"
+    others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
+    if others:
+        return f"holds an evaluation with other settings: {told(others)}"
+    return "" if weights == fingerprint(settings) else "holds an evaluation of other weights: their files have changed since"
+
+
+def fingerprint(settings: Settings) -> list[list[str | int]]:
+    """Name, size and time of every file of the weights, and of those in model.path, which are an adapter's base."""
+    found: list[list[str | int]] = []
+    for folder in dict.fromkeys(Path(given) for given in (settings.evaluation.weights, settings.model.path) if given):
+        files = sorted(path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
+        found += [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return found
+
+
+def lightened(rollout: Rollout) -> Rollout:
+    """Without its tokens and pictures, which are in its file."""
+    return replace(rollout, contexts=[], turns=[replace(turn, images=[]) for turn in rollout.turns])
+
+
+def chunk_path(folder: Path, number: int) -> Path:
+    return folder / ROLLOUTS / f"step_{number:06d}.jsonl"
+
+
+def keep(path: Path, rollouts: Sequence[Rollout], *, number: int) -> None:
+    """Write a chunk's episodes, and the pictures that each rank has. All ranks together."""
+    with writing(path.parent.parent):
+        together(lambda: store_pictures(path.parent, rollouts))
+        on_main_rank(lambda: write(path, {"kept": rollouts}, step=number, among=rollouts))
+
+
+def kept(path: Path, examples: Sequence[Example], *, samples: int) -> list[Rollout] | None:
+    """A chunk's episodes, lightened; None where they are to be played: they never were, or one failed on our side.
+
+    ValueError: the file is damaged, or of other examples.
+    """
+    if not path.is_file():
+        return None
+    rollouts = [lightened(entry.rollout) for entry in read(path, pictures=False)]
+    if [rollout.example_id for rollout in rollouts] != [example.id for example in examples for _ in range(samples)]:
+        raise ValueError(f"{path}: holds other examples than the task has now; remove the folder, or give the data that it was begun with")
+    return rollouts if all(rollout.is_scored for rollout in rollouts) else None

@@ -1,0 +1,73 @@
+"""The engine that samples, alive, on recorded contexts: what it says of each sampled token now, asked in that token's place.
+
+A request for one token stands for each; what they begin with lies in the engine's prefix cache. Every process has an engine, or a part of
+one that spans settings.tp neighbors, as in a run; the first is asked, and the others keep still.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import EngineSettings
+from megatron_rl.distributed.world import World
+from megatron_rl.explain.recorded_step import Looked
+from megatron_rl.explain.sequence_checks import Patches
+from megatron_rl.rollout.colocated import LocalEngine
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Image
+from megatron_rl.weights.formats.checkpoint_source import Source, tensors_of
+
+
+class LiveEngine:
+    """This process's engine, or its part of one, with the weights of a source. All ranks together."""
+
+    def __init__(
+        self, model_path: str, settings: EngineSettings, renderer: Renderer, source: Source, *, patches: Patches, world: World
+    ) -> None:  # fmt: skip
+        self._patches, self._image_token_id = patches, renderer.image_token_id
+        self._is_first, group = world.rank < settings.tp, None
+        if settings.tp > 1:
+            firsts = range(0, world.size, settings.tp)
+            groups = [dist.new_group(list(range(first, first + settings.tp)), backend="gloo") for first in firsts]
+            group = groups[world.rank // settings.tp]
+        self._engine = LocalEngine(
+            model_path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
+            group=group, pixels=renderer.final_pixels, reads_weights=False,
+        )  # fmt: skip
+        self._engine.load_weights(tensors_of(source), version=0)
+
+    def logprobs(self, looked: Sequence[Looked], *, temperature: float) -> list[torch.Tensor]:
+        """float64 [R] of each context's sampled tokens, on the main rank; elsewhere nothing."""
+        if not self._is_first:
+            return []
+
+        async def everything() -> list[list[float]]:
+            return [await asyncio.gather(*(self._one(*each, temperature) for each in self._places(one))) for one in looked]
+
+        return [torch.tensor(said, dtype=torch.float64) for said in self._engine.run(everything()) or []]
+
+    def close(self) -> None:
+        """The last thing that a process does: vLLM leaves the process group."""
+        self._engine.close()
+
+    async def _one(self, token_ids: list[int], images: list[Image], temperature: float) -> float:
+        """Of the last of these tokens, behind the others."""
+        *before, token = token_ids
+        sampling = Sampling(max_tokens=1, temperature=temperature, seed=0, asked=(token,))
+        return (await self._engine.generate(before, images, sampling)).asked[0][0]
+
+    def _places(self, looked: Looked) -> Iterator[tuple[list[int], list[Image]]]:
+        """For each sampled token the context up to it, with the pictures that were shown by then."""
+        ids, images = looked.context.token_ids, [replace(each, patch_PC=self._patches(each)) for each in looked.context.images]
+        for row in looked.rows:
+            num, shown = sum(token == self._image_token_id for token in ids[: row + 1]), []
+            for image in images:
+                if num <= 0:
+                    break
+                num -= image.num_tokens
+                shown.append(image)
+            yield ids[: row + 2], shown

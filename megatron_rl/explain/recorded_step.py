@@ -1,0 +1,198 @@
+"""What a run has left of a step, and the weights that sampled it. What cannot be read is skipped and said, not guessed."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings
+from megatron_rl.evaluation.results_directory import EVALUATION
+from megatron_rl.io.jsonl import iterate_lines
+from megatron_rl.io.rollout_codec import from_record
+from megatron_rl.observe.recorder import FOLDER, picture_loader
+from megatron_rl.observe.rollout_store import num_rows, path_of, read_rollouts
+from megatron_rl.run.directory import read_settings
+from megatron_rl.run.record import CHECKPOINTS, CONFIG, FINAL
+from megatron_rl.types import Context, Rollout
+
+SHOWN = 160
+"""Characters of an error that stand in a page."""
+
+
+@dataclass(slots=True, frozen=True)
+class Looked:
+    """A context of a recorded step."""
+
+    rollout: int
+    """Its row or line, from 0."""
+    number: int
+    context: Context
+
+    def __str__(self) -> str:
+        return f"rollout {self.rollout} context {self.number}"
+
+    @property
+    def rows(self) -> list[int]:
+        """The entries whose next token was sampled."""
+        return [place - 1 for place, sampled in enumerate(self.context.loss_mask) if sampled and place > 0]
+
+    @property
+    def recorded(self) -> list[float]:
+        """What the engine said of each of them."""
+        return [self.context.engine_logprobs[row + 1] for row in self.rows]
+
+
+@dataclass(slots=True)
+class Step:
+    """The rollouts of a step that could be read, by row or line, and a line for each that could not."""
+
+    path: Path
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def contexts(self) -> list[Looked]:
+        return [
+            Looked(place, number, context)
+            for place, rollout in self.rollouts.items()
+            for number, context in enumerate(rollout.contexts)
+            if any(context.loss_mask)
+        ]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights that sampled any of it, the newest first."""
+        return sorted({version for each in self.contexts for version in each.context.versions if version >= 0}, reverse=True)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Conditions:
+    """What of a run's config.yaml is needed to play it back."""
+
+    model: ModelSettings
+    parallel: ParallelSettings
+    engine: EngineSettings
+    """On this machine, over as many processes as in the run where the world is made of such parts, else in each alone."""
+    temperature: float
+    dtype: str
+    """The coarser of the engine's and the trainer's."""
+    steps: int
+    max_staleness: int
+    """Of an evaluation and of rollouts alone, which one set of weights plays: no limit."""
+    start: str
+    """Weights of version 0."""
+    trains_parts: bool
+    """Only some of the weights move: others are frozen, or an adapter is trained."""
+    allow_grounding_tokens: bool
+
+
+def settings_of(run: Path, *, model: str = "", num_processes: int = 1) -> Conditions:
+    """`model` in the place of the run's model.path, where its files lie elsewhere now. ValueError: there are no settings of a run."""
+    try:
+        found = read_settings(run / CONFIG)
+        given, engine, sampled, start = found["model"], found["engine"], found["algo"]["temperature"], ""
+        is_evaluation = (run / EVALUATION).is_file()
+        if is_evaluation:  # greedily it tells logprobs at temperature 1
+            sampled, start = found["evaluation"]["temperature"] or 1.0, str(found["evaluation"]["weights"])
+        stays = is_evaluation or found["run"].get("rollout_only", False)
+        chosen = ModelSettings(
+            path=model or str(given["path"]), min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
+        )  # fmt: skip
+        sizes = {name: found["parallel"][name] for name in ("tp", "pp", "vpp", "sequence_parallel")}
+        alike = {name: engine[name] for name in ("dtype", "kv_cache_mib", "max_model_len", "max_images", "gpu_memory_utilization")}
+        alike["tp"] = engine["tp"] if num_processes % engine["tp"] == 0 else 1
+        return Conditions(
+            model=chosen, parallel=ParallelSettings(**sizes), engine=EngineSettings(**alike), temperature=float(sampled),
+            dtype="bfloat16" if "bfloat16" in (given["dtype"], engine["dtype"]) else "float32",
+            steps=int(found["run"]["steps"]), max_staleness=sys.maxsize if stays else int(found["run"]["max_staleness"]),
+            start=start or chosen.path, trains_parts=bool(given["frozen"] or found["lora"]["rank"]),
+            allow_grounding_tokens=bool(found["task"]["data"]["allow_grounding_tokens"]),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{run / CONFIG}: cannot be read ({_short(error)}); give the folder of a run of this version") from error
+
+
+def read_step(run: Path, step: int) -> Step:
+    """All of a step where run.record=all kept it, else its best and worst. ValueError: nothing of it can be read."""
+    bank, lines = path_of(run / FOLDER, step), run / FOLDER / f"step_{step:06d}.jsonl"
+    skipped: list[str] = []
+    for path, rows in ((bank, _rows), (lines, _lines)):
+        if not path.is_file():
+            continue
+        found = Step(path, skipped=skipped)
+        try:
+            for place, load in rows(path):
+                _take(found, place, load)
+        except (OSError, ValueError) as error:
+            skipped.append(_short(error))
+        if found.rollouts:
+            return found
+    why = f": {skipped[0]}" if skipped else ""
+    raise ValueError(f"{run / FOLDER}: nothing of step {step} can be read{why}; give --step of a file that lies there")
+
+
+Load = Callable[[bool], Rollout]
+"""With pictures or without."""
+
+
+def _take(found: Step, place: int, load: Load) -> None:
+    """A rollout whose pictures are lost is still looked at, as far as that goes without them."""
+    try:
+        found.rollouts[place] = load(True)
+        return
+    except ValueError as error:
+        found.skipped.append(f"rollout {place}: {_short(error)}")
+    try:
+        found.rollouts[place] = load(False)
+    except ValueError:
+        return
+    found.skipped[-1] += " (looked at without its pictures, and not played back)"
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Load]]:
+    """Read together where nothing is wrong, else one by one."""
+    try:
+        together = read_rollouts(path)
+    except ValueError:
+        yield from _rows_alone(path)
+        return
+    for place, rollout in enumerate(together):
+        yield place, lambda pictures, rollout=rollout: rollout
+
+
+def _rows_alone(path: Path) -> Iterator[tuple[int, Load]]:
+    for place in range(num_rows(path)):
+        yield place, lambda pictures, place=place: read_rollouts(path, [place], pictures=pictures)[0]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Load]]:
+    load_picture = picture_loader(path.parent)
+    for number, line in iterate_lines(path):
+        yield number - 1, lambda pictures, line=line: _of_line(line, load_picture if pictures else lambda name: None)
+
+
+def _of_line(line: bytes, load: Callable) -> Rollout:
+    try:
+        entry = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(entry, dict) or "rollout" not in entry:
+        raise ValueError("no entry of recorded rollouts")
+    return from_record(entry["rollout"], load)
+
+
+def weights_of(run: Path, version: int, settings: Conditions) -> Path:
+    """Where the weights of a version lie: those after so many steps. ValueError: they were not kept."""
+    kept = run / CHECKPOINTS / f"step_{version:08d}"
+    if version == 0:
+        return Path(settings.start)
+    if kept.is_dir():
+        return kept
+    if version == settings.steps and (run / FINAL).is_dir():
+        return run / FINAL
+    raise ValueError(f"--weights: {kept} was not kept (checkpoint.every); give the weights of version {version}, or --no-model")
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:SHOWN]

@@ -1,0 +1,191 @@
+"""What can be wrong in a recorded step that is seen without a model. Every check gives the same kind of answer: findings.Checked."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import numpy as np
+import torch
+from PIL.Image import Image as Picture
+
+from megatron_rl.explain.findings import Checked
+from megatron_rl.explain.recorded_step import Looked, Step
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.rollout.renderer import Renderer, key_of
+from megatron_rl.types import Image, Rollout
+
+PATCHES = 1e-5
+"""Two ways to the same patches differ by rounding of a pixel's value, which is near 1."""
+
+
+def checked(step: Step, renderer: Renderer, spec: ModelSpec, *, sampled_at: int, max_staleness: int) -> list[Checked]:
+    """All of them. `sampled_at` is the step's number: the newest weights that can have sampled it."""
+    keys = {image.key: image for rollout in step.rollouts.values() for image in rollout.images}
+    return [
+        masks(step),
+        placeholders(step, spec),
+        banned(step, renderer),
+        versions(step, sampled_at=sampled_at, max_staleness=max_staleness),
+        pictures(keys, renderer),
+        patches(keys, renderer),
+    ]
+
+
+def masks(step: Step) -> Checked:
+    """A token is sampled in the mask, in the spans of turns, in versions and in logprobs alike."""
+    result = Checked("masks, spans, logprobs")
+    for each in step.contexts:
+        result.num += 1
+        context, spans = each.context, _spans(step.rollouts[each.rollout], each.number)
+        sampled = [bool(mask) for mask in context.loss_mask]
+        numbers = zip(context.engine_logprobs, context.versions, strict=True)
+        for what, said in (
+            ("the spans of its turns", [place in spans for place in range(len(sampled))]),
+            ("versions", [version >= 0 for version in context.versions]),
+            ("logprobs", [mask if -1e4 < logprob <= 1e-6 else not mask for mask, (logprob, _) in zip(sampled, numbers, strict=True)]),
+        ):
+            wrong = next((place for place, pair in enumerate(zip(sampled, said, strict=True)) if pair[0] != pair[1]), None)
+            if wrong is not None:
+                is_sampled = "sampled" if sampled[wrong] else "observed"
+                result.found.append(f"{each} token {wrong}: the mask says {is_sampled}, {what} say something else")
+        silent = next((place for place, mask in enumerate(sampled) if not mask and context.engine_logprobs[place] != 0.0), None)
+        if silent is not None:
+            result.found.append(f"{each} token {silent}: was observed, but has a logprob of {context.engine_logprobs[silent]:.4g}")
+    return result
+
+
+def _spans(rollout: Rollout, number: int) -> set[int]:
+    return {place for turn in rollout.turns if turn.context == number for place in range(*turn.span)}
+
+
+def placeholders(step: Step, spec: ModelSpec) -> Checked:
+    """As many placeholders as the grids ask for, in runs that fit them: positions can be counted."""
+    result = Checked("placeholders and grids")
+    for each in step.contexts:
+        result.num += 1
+        for number, image in enumerate(each.context.images):
+            if image.merge != spec.vision.merge or image.grid[0] != 1:
+                result.found.append(f"{each} picture {number}: grid {list(image.grid)} merged by {image.merge}, no still picture's here")
+        num = sum(token == spec.image_token_id for token in each.context.token_ids)
+        asked = sum(image.num_tokens for image in each.context.images)
+        if num != asked:
+            result.found.append(f"{each}: {num} placeholders, but its pictures' grids ask for {asked}")
+            continue
+        try:
+            spec.positions(each.context.token_ids, each.context.images)
+        except ValueError as error:
+            result.found.append(f"{each}: {error}")
+    return result
+
+
+def banned(step: Step, renderer: Renderer) -> Checked:
+    result, never = Checked("banned ids"), set(renderer.banned_ids)
+    for each in step.contexts:
+        result.num += 1
+        pairs = enumerate(zip(each.context.token_ids, each.context.loss_mask, strict=True))
+        for place in [place for place, (token, sampled) in pairs if sampled and token in never][:1]:
+            token = each.context.token_ids[place]
+            result.found.append(f"{each} token {place}: {token} was sampled, which is never sampled")
+    return result
+
+
+def versions(step: Step, *, sampled_at: int, max_staleness: int) -> Checked:
+    """A later token is of no older weights, none of weights that were not there yet, none older than the run allowed."""
+    result = Checked("weight versions")
+    for each in step.contexts:
+        result.num += 1
+        known = [(place, version) for place, version in enumerate(each.context.versions) if version >= 0]
+        if not known:  # where it sampled, `masks` tells so
+            continue
+        for (_, before), (place, now) in pairwise(known):
+            if now < before:
+                result.found.append(f"{each} token {place}: of version {now}, behind tokens of version {before}")
+                break
+        place, newest = max(known, key=lambda pair: pair[1])
+        if newest > sampled_at:
+            result.found.append(f"{each} token {place}: of version {newest}, but step {sampled_at} has weights up to {sampled_at}")
+        place, oldest = min(known, key=lambda pair: pair[1])
+        if oldest < sampled_at - max_staleness:
+            result.found.append(f"{each} token {place}: of version {oldest}, older than run.max_staleness={max_staleness} allows")
+    return result
+
+
+def pictures(keys: Mapping[str, Image], renderer: Renderer) -> Checked:
+    """A picture's file holds the pixels that its key is of, at the size that its grid is of."""
+    result = Checked("pictures' pixels", unit="pictures")
+    for key, image in keys.items():
+        if image.picture is None:
+            continue
+        result.num += 1
+        size = tuple(patches * renderer.patch for patches in (image.grid[2], image.grid[1]))
+        found = key_of(image.picture)
+        if image.picture.size != size:
+            told = f"was resized once more: it has {_size(image.picture.size)} pixels, its grid is of {_size(size)}"
+            result.found.append(f"picture {key[:8]}: {told}")
+        elif found != key:
+            other = f"those of picture {found[:8]}: they were swapped" if found in keys else "others"
+            result.found.append(f"picture {key[:8]}: its pixels are {other}")
+    return result
+
+
+def patches(keys: Mapping[str, Image], renderer: Renderer) -> Checked:
+    """What the renderer makes of a picture again is what the paper's arithmetic makes of its pixels."""
+    result = Checked("patches made again", unit="pictures")
+    for key, image in keys.items():
+        if image.picture is None or image.picture.size != (image.grid[2] * renderer.patch, image.grid[1] * renderer.patch):
+            continue
+        result.num += 1
+        made, expected = renderer.patches(image, lambda each: each.picture), by_hand(image.picture, renderer)
+        if made.shape != expected.shape:
+            result.found.append(f"picture {key[:8]}: {list(made.shape)} patches, its pixels give {list(expected.shape)}")
+            continue
+        gap, row = (made - expected).abs().amax(1).max(0)
+        if gap > PATCHES:
+            result.found.append(f"picture {key[:8]}: patch {int(row)} is off by {gap:.3g}; it was changed on its way (a second resize?)")
+    return result
+
+
+def by_hand(picture: Picture, renderer: Renderer) -> torch.Tensor:
+    """float32 [P, C]: scaled, centered, cut into squares in the order of the squares that are merged, the frame repeated."""
+    processor, patch, merge = renderer.processor.image_processor, renderer.patch, renderer.merge
+    pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) / 255.0
+    pixels = (pixels - np.array(processor.image_mean)) / np.array(processor.image_std)
+    rows, columns = (side // patch // merge for side in pixels.shape[:2])
+    squares = pixels.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    frames = np.repeat(squares[:, :, :, :, :, None], processor.temporal_patch_size, axis=5)
+    return torch.tensor(frames.reshape(rows * columns * merge**2, -1), dtype=torch.float32)
+
+
+Patches = Callable[[Image], torch.Tensor]
+"""float32 [P, C] of an image."""
+
+
+def of_pixels(renderer: Renderer) -> Patches:
+    """The processor's patches of the pixels that are recorded, past the renderer's memory."""
+
+    def made(image: Image) -> torch.Tensor:
+        return renderer.processor.image_processor(images=[image.picture], do_resize=False, return_tensors="pt")["pixel_values"]
+
+    return made
+
+
+def playable(step: Step, spec: ModelSpec) -> tuple[list[Looked], list[str]]:
+    """The contexts that a network can be given, and a line for each that it cannot."""
+    good, lines = [], []
+    for each in step.contexts:
+        context = each.context
+        fits = all(image.picture is not None and image.picture.size == _pixels(image, spec) for image in context.images)
+        num = sum(token == spec.image_token_id for token in context.token_ids)
+        inside = max(context.token_ids) < spec.vocab_size and not context.loss_mask[0]
+        if fits and inside and num == sum(image.num_tokens for image in context.images):
+            good.append(each)
+        else:
+            lines.append(f"{each}: not played back: its pictures, placeholders or ids do not fit the model")
+    return good, lines
+
+
+def _pixels(image: Image, spec: ModelSpec) -> tuple[int, int]:
+    return image.grid[2] * spec.vision.patch, image.grid[1] * spec.vision.patch
+
+
+def _size(size: tuple[int, ...]) -> str:
+    return f"{size[0]}x{size[1]}"

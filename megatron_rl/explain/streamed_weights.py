@@ -1,0 +1,83 @@
+"""Hugging Face's model whose weights come when they are used: a module's right before its forward pass, gone right behind it.
+
+Up to `held_bytes` of them stay once they were read, those that are used first; so a small model is read once, and a large one takes little
+more than that. The numbers are the same either way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.name_mapping import canonical
+from megatron_rl.weights.formats.checkpoint_source import Source
+
+
+class Streamed:
+    """In float32, with the weights of a source."""
+
+    def __init__(self, spec: ModelSpec, source: Source, *, held_bytes: int, device: torch.device) -> None:
+        self._source, self._room, self._device = source, held_bytes, device
+        self._held: dict[str, torch.Tensor] = {}
+        self._others: dict[str, Source] = {}
+        """By name, who has a tensor that stands in the place of the source's own."""
+        config = deepcopy(spec.config)
+        config.dtype = torch.float32
+        with torch.device("meta"):
+            self.model = spec.family.model(config).float().eval()
+        _fill_buffers(self.model, device)
+        names = {parameter: canonical(name) for name, parameter in self.model.named_parameters()}
+        self.names: Sequence[str] = tuple(names.values())
+        for module in self.model.modules():
+            own = {key: (names[blank], blank) for key, blank in module.named_parameters(recurse=False)}
+            if own:
+                self._watch(module, own)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """float32, on the device."""
+        if name in self._others:
+            return self._others[name].read(name).to(self._device, torch.float32)
+        if name in self._held:
+            return self._held[name]
+        tensor = self._source.read(name).to(self._device, torch.float32)
+        if tensor.nbytes <= self._room:
+            self._room -= tensor.nbytes
+            self._held[name] = tensor
+        return tensor
+
+    @contextmanager
+    def holding(self, names: Sequence[str], source: Source) -> Iterator[None]:
+        """Have these tensors of another source inside the block."""
+        self._others = dict.fromkeys(names, source)
+        try:
+            yield
+        finally:
+            self._others = {}
+
+    def _watch(self, module: nn.Module, own: Mapping[str, tuple[str, nn.Parameter]]) -> None:
+        """`own`: by the name in the module, the tensor's canonical name and the parameter without data that stands for it."""
+
+        def come(module: nn.Module, _: tuple) -> None:
+            for key, (name, _) in own.items():
+                setattr(module, key, nn.Parameter(self.tensor(name), requires_grad=False))
+
+        def go(module: nn.Module, _: tuple, __: object) -> None:
+            for key, (_, blank) in own.items():
+                setattr(module, key, blank)
+
+        module.register_forward_pre_hook(come)
+        module.register_forward_hook(go, always_call=True)
+
+
+def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Those of rotary angles, which no checkpoint has: made as transformers makes them for from_pretrained (5.19, modeling_utils.py)."""
+    for module in model.modules():
+        blanks = dict(module.named_buffers(recurse=False))
+        for name, blank in blanks.items():
+            setattr(module, name, torch.empty(blank.shape, dtype=blank.dtype, device=device))
+        if blanks:
+            model._init_weights(module)

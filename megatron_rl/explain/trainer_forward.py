@@ -1,0 +1,140 @@
+"""The trainer's network on recorded contexts, at any layout, without an optimizer: the chunks, attention and distribution of policy/.
+
+A pipeline's stages are gone through one after the other, so that every layer can be looked at. Every rank calls every method.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.batching.minibatches import WeightedContext, cut, loads_of
+from megatron_rl.batching.packing import pack, read_back
+from megatron_rl.compat.megatron_cpu import on_cpu_too
+from megatron_rl.config import LoraSettings
+from megatron_rl.distributed.world import gather
+from megatron_rl.explain.layer_outputs import Passed, Probes, is_of_tower, plain, watched
+from megatron_rl.explain.recorded_step import Looked
+from megatron_rl.explain.sequence_checks import Patches
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.name_mapping import padded_vocab
+from megatron_rl.policy.kernels import uses_transformer_engine
+from megatron_rl.policy.logprobs import Distribution, banned_mask
+from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.patches import with_patches
+from megatron_rl.policy.policy import can_share_prompts
+from megatron_rl.policy.transformer import Chunk, build_chunks
+from megatron_rl.types import Batch, Rollout
+from megatron_rl.weights.formats.checkpoint_source import Source
+from megatron_rl.weights.stream import Export, Placement, load_hf
+
+ROWS = 2048
+"""Rows whose logits exist at a time."""
+BUCKET_BYTES = 256 << 20
+MAX_TOKENS = 8192
+"""Of a packed micro-batch."""
+
+
+class Trainer:
+    """This rank's chunks of the network in float32, with the weights of a source."""
+
+    @on_cpu_too
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, source: Source, *,
+        banned_ids: Sequence[int], temperature: float, patches: Patches, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.spec, self.layout, self._patches, self._device = spec, layout, patches, device
+        self.chunks = build_chunks(spec, layout, torch.float32, lora=LoraSettings()).to(device).eval()
+        rows, per_chunk = spec.rows(), spec.num_layers // (layout.pp * layout.vpp)
+        placement = Placement(
+            layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp, layers_per_chunk=per_chunk,
+            fused_norms=uses_transformer_engine(LoraSettings()),
+        )  # fmt: skip
+        load_hf(self.chunks, rows, placement, source.read)
+        self.export = Export(self.chunks, rows, placement, bucket_bytes=BUCKET_BYTES)
+        whole = padded_vocab(spec.vocab_size, layout.tp)
+        first, never = layout.tp_rank * whole // layout.tp, [*banned_ids, *range(spec.vocab_size, whole)]
+        banned_V = banned_mask(never, first_id=first, size=whole // layout.tp, device=device)
+        self.distribution = Distribution(banned_V, temperature, first, layout.tp_group, ROWS)
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.export.tensors()
+
+    def logprobs(self, looked: Sequence[Looked], *, together: bool) -> list[torch.Tensor]:
+        """[R] of each context's sampled tokens, on every rank: one by one, or `together`, packed as an update packs them, with what
+        contexts begin with computed once."""
+        rollouts = [Rollout("", "", 0, 0, contexts=[each.context]) for each in looked]
+        weighted = [WeightedContext(each.context, origin=(number, 0)) for number, each in enumerate(looked)]
+        shares = together and can_share_prompts(self._device, torch.float32)
+        parts = [[each] for each in weighted]
+        if together:
+            parts = cut(loads_of(weighted, self.spec.image_token_id, share_prompts=shares), MAX_TOKENS)
+        batches = [self._packed(part, shares) for part in parts]
+        columns = read_back(rollouts, batches, [self._read(batch).cpu() for batch in batches])
+        return [torch.tensor([columns[number, 0][row + 1] for row in each.rows]) for number, each in enumerate(looked)]
+
+    def passed(self, looked: Looked) -> Passed:
+        """What passes through all chunks of all stages; without the tower where tensor-parallel ranks share the pictures out."""
+        mine: Passed = {}
+        with ExitStack() as closing:
+            parts = [closing.enter_context(watched(self.probes(number, chunk))) for number, chunk in enumerate(self.chunks)]
+            self._read(self._packed([WeightedContext(looked.context)], False))
+        for part in parts:
+            mine |= part
+        everyones = gather(mine if self.layout.tp_rank == 0 and self.layout.dp_rank == 0 else {})
+        length = len(looked.context.token_ids)
+        return {name: tensor if is_of_tower(name) else tensor[:length] for each in everyones for name, tensor in each.items()}
+
+    def _packed(self, weighted: Sequence[WeightedContext], shares: bool) -> Batch:
+        multiple = self.layout.tp if self.layout.sequence_parallel else 1
+        how = {"image_token_id": self.spec.image_token_id, "positions": self.spec.positions, "share_prompts": shares}
+        return pack(weighted, **how, multiple_of=multiple, device=self._device)
+
+    @on_cpu_too
+    @torch.no_grad()
+    def _read(self, batch: Batch) -> torch.Tensor:
+        """Logprob of each target [T]; 0 where the mask is."""
+        rows_R, logprob_T = batch.mask_T.nonzero()[:, 0], batch.weight_T.new_zeros(batch.num_tokens)
+        peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
+        for chunk in self.chunks:
+            if chunk.pre_process:
+                batch = with_patches(batch, self._patches, self.layout, like=next(chunk.parameters()))
+            else:
+                chunk.set_input_tensor(self._received(batch, peers[place - 1]))
+            hidden = chunk(batch, rows_R)
+            if chunk.post_process:
+                logprob_T[rows_R] = self.distribution(chunk.head, hidden, batch.target_T[rows_R])[0]
+            elif self.layout.pp > 1:
+                dist.send(hidden.contiguous(), peers[(place + 1) % len(peers)], group=self.layout.pp_group)
+        if self.layout.pp > 1:
+            dist.broadcast(logprob_T, src=self.layout.last_stage_rank, group=self.layout.pp_group)
+        return logprob_T
+
+    def _received(self, batch: Batch, source: int) -> torch.Tensor:
+        cut = self.layout.tp if self.layout.sequence_parallel else 1
+        hidden = torch.empty(batch.num_tokens // cut, 1, self.spec.hidden_size, device=self._device)
+        dist.recv(hidden, source, group=self.layout.pp_group)
+        return hidden
+
+    def probes(self, number: int, chunk: Chunk) -> Probes:
+        per_chunk = self.spec.num_layers // (self.layout.pp * self.layout.vpp)
+        return Probes(
+            tower=chunk.vision if self.layout.tp == 1 else None,
+            rotary=chunk.language.rotary_pos_emb,
+            layers=chunk.language.decoder.layers, attention="self_attention",
+            first_layer=per_chunk * (number * self.layout.pp + self.layout.pp_rank),
+            norm=chunk.language.decoder.final_layernorm if chunk.post_process else None,
+            hidden=partial(whole_sequence, layout=self.layout), angles=lambda value: plain(value)[:, 0, 0].cos(),
+        )  # fmt: skip
+
+
+def whole_sequence(value: object, *, layout: Layout) -> torch.Tensor:
+    """Hidden states [T, H] of all of a sequence that tensor-parallel ranks may have parts of."""
+    part = plain(value)[:, 0]
+    if not layout.sequence_parallel:
+        return part
+    everyones = [torch.empty_like(part) for _ in range(layout.tp)]
+    dist.all_gather(everyones, part.contiguous(), group=layout.tp_group)
+    return torch.cat(everyones)

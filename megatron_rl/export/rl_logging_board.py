@@ -1,0 +1,73 @@
+"""Recorded rollouts for RL Logging Board: a JSON line a scored rollout, token by token, in files of a bounded size.
+
+    OUT/rollout_data_rank0.jsonl, rollout_data_rank0.1.jsonl, ...
+Its fields are those that the board reads. The tokens are the sampled ones, of all turns; their rewards sum to the rollout's: what a turn
+gained lies on its last token, what the outcome was worth on the last of all. `ground_truth` is the recorded reference answer.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from megatron_rl.io.jsonl import replace_bytes, to_line
+from megatron_rl.observe.rollout_store import read_rollouts, step_of, steps
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Rollout
+
+MIB = 1 << 20
+
+
+def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
+    """Rollouts of the steps from first_step on; how many. ValueError: a step is damaged, or nothing is recorded."""
+    paths = [path for path in steps(folder) if step_of(path) >= first_step]
+    if not paths:
+        raise ValueError(f"{folder}: holds no step from {first_step} on that run.record=all wrote")
+    out.mkdir(parents=True, exist_ok=True)
+    word, number, num, held = cache(lambda token: renderer.tokenizer.decode([token])), 0, 0, bytearray()
+    for path in paths:
+        for rollout in read_rollouts(path, pictures=False):
+            if rollout.reward is None or not rollout.num_sampled:
+                continue
+            line = to_line(_line(rollout, step_of(path), renderer, word)).encode() + b"\n"
+            if held and len(held) + len(line) > file_mib * MIB:
+                replace_bytes(_name(out, number), bytes(held))
+                number, held = number + 1, bytearray()
+            held += line
+            num += 1
+    replace_bytes(_name(out, number), bytes(held))
+    for stale in {*out.glob("rollout_data_rank0.*.jsonl")} - {_name(out, each) for each in range(number + 1)}:
+        stale.unlink()
+    return num
+
+
+def _name(out: Path, number: int) -> Path:
+    return out / f"rollout_data_rank0{f'.{number}' if number else ''}.jsonl"
+
+
+def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int], str]) -> dict[str, object]:
+    sampled = list(_sampled(rollout))
+    first = rollout.contexts[0]
+    ids, logprobs, values, rewards = ([each[part] for each in sampled] for part in range(4))
+    rewards[-1] += rollout.outcome
+    line = {
+        "step": step,
+        "prompt": renderer.tokenizer.decode(first.token_ids[: first.loss_mask.index(1)]),
+        "response": "\n".join(turn.text for turn in rollout.turns),
+        "response_tokens": [word(token) for token in ids],
+        "logprobs": logprobs,
+        "token_rewards": rewards,
+        "reward": rollout.reward,
+        "example": rollout.example_id,
+        "ground_truth": rollout.answer,
+        "end": str(rollout.end),
+    }
+    return line if None in values else {**line, "values": values}
+
+
+def _sampled(rollout: Rollout) -> Iterator[tuple[int, float, float | None, float]]:
+    """Of every sampled token: itself, the engine's logprob, a critic's value where there is one, and its reward but for the outcome."""
+    for turn in rollout.turns:
+        context, (first, last) = rollout.contexts[turn.context], turn.span
+        for place in range(first, last):
+            value = context.values[place] if context.values else None
+            yield context.token_ids[place], context.engine_logprobs[place], value, turn.gain if place == last - 1 else 0.0

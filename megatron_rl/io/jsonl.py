@@ -1,0 +1,125 @@
+"""Strict JSON lines, one record a line; and files of JSON that others wrote.
+
+Numbers that JSON lacks travel as the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatron_rl.io.bounded_files import open_regular, read_bytes
+
+MAX_LINE_BYTES = 64 << 20
+"""A rollout of a million tokens has 40 MB."""
+MAX_LINES_BYTES = 1 << 30
+"""Limit of a file of lines that is read as a whole."""
+DEEPEST = 64
+"""Objects and lists within one another, in a file of settings or names."""
+LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+BROKEN_DISK = "the disk has an error (dmesg says which): check it and mount it anew, or choose another folder"
+"""The remedy of a write that fails, and of one that the kernel refuses because others have failed."""
+
+
+def to_line(record: object) -> str:
+    """One line without its newline, in plain ASCII. Example: {"a": nan, "b": [1, -inf]} -> '{"a": "NaN", "b": [1, "-Infinity"]}'."""
+    return json.dumps(_strict(record), allow_nan=False)
+
+
+def to_number(value: float | str) -> float:
+    """A number as it was before `to_line`: "NaN", "Infinity" and "-Infinity" become floats again. ValueError: it is none."""
+    number = LACKING.get(value) if isinstance(value, str) else value
+    if not isinstance(number, int | float) or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
+        raise ValueError(f"{str(value)[:40]!r} is no number")
+    return number
+
+
+def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: int = MAX_LINES_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Yield each complete line with its number, from 1. A last line without a newline was cut off by a kill, or is being written: it is
+    left out.
+
+    ValueError, with file and line: a line, or all of them together, have more bytes than they may.
+    """
+    left = at_most
+    try:
+        opened = open_regular(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    with opened as file:
+        for number, line in enumerate(iter(lambda: file.readline(max_line_bytes), b""), 1):
+            left -= len(line)
+            if left < 0:
+                raise ValueError(f"{path} line {number}: the file has more than {at_most} bytes")
+            if line.endswith(b"\n"):
+                yield number, line
+            elif len(line) == max_line_bytes:
+                raise ValueError(f"{path} line {number}: has more than {max_line_bytes} bytes")
+
+
+def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> list[dict]:
+    """Return the records of `iterate_lines`. ValueError, with file and line: one is not JSON, too, or it is no regular file."""
+    records = []
+    for number, line in iterate_lines(path, max_line_bytes=max_line_bytes):
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
+    return records
+
+
+def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
+    """What a stranger's file holds. OSError: it cannot be read.
+
+    ValueError, in words that follow a file's name: more than `at_most` bytes, no JSON, or deeper than DEEPEST (what goes through it
+    by recursion survives that).
+    """
+    content = read_bytes(path, at_most=at_most)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON: {error}") from error
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [item for part in level if isinstance(part, dict | list) for item in (part.values() if isinstance(part, dict) else part)]
+        if not level:
+            return found
+    raise ValueError(f"is nested deeper than {DEEPEST}")
+
+
+def unwritten(key: str, path: Path, error: OSError) -> str:
+    """Return the line of an error that a setting's folder, or file, could not be written."""
+    is_broken = any(os.strerror(number) in str(error) for number in (errno.EIO, errno.EROFS))
+    remedy = BROKEN_DISK if is_broken else "free space or choose another folder"
+    return f"{key}={path}: could not be written ({error}); {remedy}"
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write a file so that it is the old one or the new one whenever the program dies; on a full disk OSError, and the old one alone."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def replace_lines(path: Path, records: Iterable[object]) -> None:
+    """Write a whole file of records; see `replace_bytes`."""
+    replace_bytes(path, "".join(to_line(record) + "\n" for record in records).encode("ascii"))
+
+
+def _strict(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value

@@ -1,0 +1,191 @@
+"""The one codec of a rollout: `to_record` makes plain JSON values of it, and `from_record` the same rollout of them, bit for bit.
+
+What travels is read off types.py: every field of Rollout, Context, Turn, ToolCall and Verdict under its own name, so that a field that is
+added there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller hands in; their
+patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes a record; NaN and infinities are strings in the line.
+
+    {"version": 6, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
+     "contexts": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}], "turns": [{"context": 0, "span": [2, 3], ...}]}
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from operator import index
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
+
+from megatron_rl.io.jsonl import LACKING
+from megatron_rl.types import ATTACHED, Context, Image, Rollout, ToolCall, Turn, Verdict
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+VERSION = 6
+"""Of the fields and their meaning. A record of another version is refused."""
+KEY = re.compile(r"[0-9A-Za-z]{1,64}")
+"""A valid key of an image, which names a file."""
+MAX_PATCHES = 1 << 24
+"""Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
+FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, Context, Turn, ToolCall, Verdict)}
+"""Of the records that travel: names and annotations."""
+
+
+def to_record(rollout: Rollout, store: Callable[[Image], str]) -> dict[str, Any]:
+    """A rollout as JSON values, and floats that JSON lacks. `store` keeps a picture and names it: once for each distinct image."""
+    images: dict[str, Image] = {}
+    fields = _write(Rollout, rollout, images)
+    pictures = {key: {"name": store(image), "grid": list(image.grid), "merge": image.merge} for key, image in images.items()}
+    return {"version": VERSION, "images": pictures, **fields}
+
+
+def from_record(record: object, load: Callable[[str], "Picture | None"]) -> Rollout:
+    """The rollout that was given to `to_record`, but for Image.patch_PC, which is None. `load` gives the picture of a name, or None for
+    a reader who needs none.
+
+    ValueError, in one line: the record is damaged, or of another version. What it says is believed as little as any file of a stranger.
+    """
+    _require(isinstance(record, dict), "record", record, "not an object")
+    _require(record.get("version") == VERSION, "version", record.get("version"), f"this program reads {VERSION}")
+    images = _read_images(record.get("images"), load)
+    fields = {name: value for name, value in record.items() if name not in ("version", "images")}
+    rollout = _read(Rollout, fields, "rollout", images)
+    for number, context in enumerate(rollout.contexts):
+        _check_context(context, f"contexts[{number}]")
+    for number, turn in enumerate(rollout.turns):
+        _check_turn(turn, rollout.contexts, f"turns[{number}]")
+    return rollout
+
+
+def _write(kind: Any, value: Any, images: dict[str, Image]) -> Any:
+    """A value whose annotation is `kind` as JSON; images are handed in by key."""
+    parts = get_args(kind)
+    if kind in FIELDS:
+        return {name: _write(part, getattr(value, name), images) for name, part in FIELDS[kind].items()}
+    if kind is Image:
+        images.setdefault(value.key, value)
+        return value.key
+    if kind in _WRITTEN:
+        return _WRITTEN[kind](value)
+    if get_origin(kind) is dict:
+        return {str(key): _write(parts[1], each, images) for key, each in value.items()}
+    if get_origin(kind) is list and parts[0] in _WRITTEN:  # thousands of tokens
+        return list(map(_WRITTEN[parts[0]], value))
+    if get_origin(kind) is list:
+        return [_write(parts[0], each, images) for each in value]
+    if get_origin(kind) is tuple:
+        return [_write(part, each, images) for part, each in zip(parts, value, strict=True)]
+    if NoneType in parts:
+        return None if value is None else _write(parts[0], value, images)
+    assert issubclass(kind, StrEnum), f"io/rollout_codec.py does not know how {kind} travels"
+    return str(value)
+
+
+def _read(kind: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
+    """What `_write` was given. ValueError: `value` cannot be one of that kind."""
+    parts = get_args(kind)
+    if kind in FIELDS:
+        return _read_fields(kind, value, where, images)
+    if kind is Image:
+        _require(isinstance(value, str) and value in images, where, value, "none of the record's images")
+        return images[value]
+    if kind in _READ:
+        return _READ[kind](value, where)
+    if get_origin(kind) is dict:
+        _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), where, value, "not named values")
+        return {key: _read(parts[1], each, f"{where}[{reprlib.repr(key)}]", images) for key, each in value.items()}
+    if get_origin(kind) is list:
+        _require(isinstance(value, list), where, value, "not a list")
+        if parts[0] in _READ:
+            return [_READ[parts[0]](each, where) for each in value]
+        return [_read(parts[0], each, f"{where}[{number}]", images) for number, each in enumerate(value)]
+    if get_origin(kind) is tuple:
+        _require(isinstance(value, list) and len(value) == len(parts), where, value, f"not {len(parts)} values")
+        return tuple(_read(part, each, where, images) for part, each in zip(parts, value, strict=True))
+    if NoneType in parts:
+        return None if value is None else _read(parts[0], value, where, images)
+    names = [each.value for each in kind]
+    _require(isinstance(value, str) and value in names, where, value, f"none of {', '.join(names)}")
+    return kind(value)
+
+
+def _read_fields(kind: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
+    fields = FIELDS[kind]
+    _require(isinstance(value, dict), where, value, "not an object")
+    for names, why in ((fields.keys() - value.keys(), "lacking"), (value.keys() - fields.keys(), "no such field")):
+        _require(not names, where, sorted(map(str, names)), why)
+    return kind(**{name: _read(part, value[name], f"{where}.{name}", images) for name, part in fields.items()})
+
+
+def _read_images(value: Any, load: Callable[[str], "Picture | None"]) -> dict[str, Image]:
+    _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), "images", value, "not named pictures")
+    images = {}
+    for key, each in value.items():
+        where = f"images[{reprlib.repr(key)}]"
+        _require(KEY.fullmatch(key) is not None, "images", key, "no key of a picture")
+        _require(isinstance(each, dict) and each.keys() == {"name", "grid", "merge"}, where, each, "not a name, a grid and a merge")
+        grid = _read(tuple[int, int, int], each["grid"], where, {})
+        _require(min(grid) > 0 and math.prod(grid) <= MAX_PATCHES, where, each["grid"], "no grid of patches")
+        merge = _read(int, each["merge"], where, {})
+        _require(merge > 0 and not any(side % merge for side in grid[1:]), where, merge, "does not merge that grid")
+        images[key] = Image(picture=load(_text(each["name"], where)), patch_PC=None, grid=grid, key=key, merge=merge)
+    return images
+
+
+def _check_context(context: Context, where: str) -> None:
+    length = len(context.token_ids)
+    for name in FIELDS[Context].keys() - {"images"}:
+        column = getattr(context, name)
+        is_aligned = len(column) == length or (name in ATTACHED and not column)
+        _require(is_aligned, f"{where}.{name}", len(column), f"not as many as the {length} tokens")
+    _require(min(context.token_ids, default=0) >= 0, f"{where}.token_ids", context.token_ids, "tokens below 0")
+    _require({0, 1}.issuperset(context.loss_mask), f"{where}.loss_mask", context.loss_mask, "not 0 and 1")
+
+
+def _check_turn(turn: Turn, contexts: list[Context], where: str) -> None:
+    _require(0 <= turn.context < len(contexts), f"{where}.context", turn.context, f"none of {len(contexts)} contexts")
+    (start, stop), length = turn.span, len(contexts[turn.context].token_ids)
+    _require(0 <= start <= stop <= length, f"{where}.span", turn.span, f"not within the {length} tokens of its context")
+    _require(turn.action is None or start <= turn.action < stop, f"{where}.action", turn.action, f"not within the span {turn.span}")
+
+
+def _integer(value: Any, where: str) -> int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        _refuse(where, value, "no integer of 64 bits")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is str and value in LACKING:
+        return LACKING[value]
+    if type(value) is not int or abs(value) > 1 << 53:
+        _refuse(where, value, "no number")
+    return float(value)
+
+
+def _text(value: Any, where: str) -> str:
+    _require(isinstance(value, str), where, value, "no text")
+    return value
+
+
+def _truth(value: Any, where: str) -> bool:
+    _require(isinstance(value, bool), where, value, "neither true nor false")
+    return value
+
+
+def _require(is_well: bool, where: str, value: object, why: str) -> None:
+    if not is_well:
+        _refuse(where, value, why)
+
+
+def _refuse(where: str, value: object, why: str) -> NoReturn:
+    raise ValueError(f"rollout record: {where}: {reprlib.repr(value)}: {why}")
+
+
+_WRITTEN: Mapping[Any, Callable[[Any], Any]] = {int: index, float: float, str: str, bool: bool}
+"""What a user's own environment or reward left where one of these was meant becomes one: a number of numpy's, say."""
+_READ: Mapping[Any, Callable[[Any, str], Any]] = {int: _integer, float: _number, str: _text, bool: _truth}

@@ -1,0 +1,90 @@
+"""A run as a Slurm job: its script and its settings are written into the run folder, and the script is submitted (launch/submit.py).
+
+    RUN/job.sbatch    the script: what it asks Slurm for, and launch/slurm/train.sbatch with the run's words
+    RUN/job.yaml      every setting that the words made when it was submitted
+    RUN/logs          attempt_N of each attempt, latest, and slurm-JOB.out, what the job itself said
+Nothing is written before the words are settings, and the folder can take them.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from megatron_rl.config import Settings
+from megatron_rl.io.bounded_files import printable
+from megatron_rl.io.jsonl import replace_bytes
+from megatron_rl.launcher.compose import composed
+from megatron_rl.run.directory import look
+from megatron_rl.run.process import LOGS
+from megatron_rl.run.record import writing
+from megatron_rl.run.status import is_running
+
+SCRIPT, STORED = "job.sbatch", "job.yaml"
+TRAIN = "launch/slurm/train.sbatch"
+
+
+def script_of(settings: Settings, words: Sequence[str], further: Sequence[str]) -> str:
+    """The text of the job's script, which works in this folder; `further` words are sbatch's, and the last ones count."""
+    if not Path(TRAIN).is_file():
+        raise ValueError(f"{Path.cwd()}: has no {TRAIN}; submit from the folder that holds launch/")
+    slurm, folder = settings.slurm, Path(settings.run.dir).absolute()
+    asked = [f"--job-name={folder.name}", f"--chdir={Path.cwd()}", f"--output={folder / LOGS / 'slurm-%j.out'}", f"--nodes={slurm.nodes}"]
+    asked += ["--ntasks-per-node=1", "--requeue" if slurm.requeue else "--no-requeue", "--open-mode=append"]
+    asked += [f"--gpus-per-node={slurm.gpus}"] if slurm.gpus else []
+    asked += [f"--time={slurm.time}"] if slurm.time else []
+    asked += [f"--signal=B:USR1@{slurm.signal_s}"]
+    train = ["bash", TRAIN, *(["--requeue"] if slurm.requeue else []), f"--logs={folder / LOGS}"]
+    train += [f"--nproc_per_node={slurm.processes}"] if slurm.processes else []
+    lines = [f"#SBATCH {shlex.quote(word)}" for word in [*asked, *slurm.sbatch, *further]]
+    return "\n".join(["#!/usr/bin/env bash", *lines, f"exec {shlex.join([*train, *words])}", ""])
+
+
+def prepare(settings: Settings, script: str) -> Path:
+    """Write script and settings; returns the script. ValueError: the run folder holds what does not go on with these settings."""
+    folder = Path(settings.run.dir)
+    stand = look(folder, settings)
+    if is_running(folder):
+        raise ValueError(f"run.dir={folder}: a run is under way in it; choose another folder")
+    if not settings.run.overwrite and (stand.refusal or stand.is_finished):
+        why = stand.refusal or "holds a finished run"
+        raise ValueError(f"run.dir={folder}: {why}; run.overwrite=true moves it aside, or choose another folder")
+    with writing(folder):
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        replace_bytes(folder / STORED, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
+        replace_bytes(folder / SCRIPT, script.encode())
+    return folder / SCRIPT
+
+
+def submit(script: Path) -> str:
+    """The job's number. ValueError: Slurm does not take it, or there is none."""
+    try:
+        told = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"sbatch: is not here; submit {script} from a login node of the cluster") from error
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"sbatch: {' '.join(error.stderr.split()).removeprefix('sbatch: error: ')} ({script})") from error
+    return told.stdout.strip().partition(";")[0]
+
+
+def submit_main(arguments: Sequence[str]) -> int:
+    words, further = list(arguments), []
+    if "--" in words:
+        words, further = words[: words.index("--")], words[words.index("--") + 1 :]
+    parser = argparse.ArgumentParser(prog="submit.py", description="Submit a run as a Slurm job (docs/cluster.md).")
+    parser.add_argument("--dry-run", action="store_true", help="write script and settings, submit nothing")
+    parser.add_argument("words", nargs="+", metavar="KEY=VALUE", help="launch/train.py's, slurm.KEY=VALUE; then -- and sbatch's own")
+    options = parser.parse_intermixed_args(words)
+    try:
+        settings = composed(options.words)
+        script = prepare(settings, script_of(settings, options.words, further))
+        print(script if options.dry_run else f"job {submit(script)}: {script}; its words: {script.parent / LOGS}")
+    except (ValueError, OSError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    return 0

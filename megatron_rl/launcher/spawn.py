@@ -1,0 +1,133 @@
+"""torchrun without its page: the same arguments, processes that are asked to stop instead of ended, and their word as the last one.
+
+torchrun (torch 2.13.0, distributed/elastic/multiprocessing/api.py) answers a signal by leaving its loop: it passes the signal on, waits
+shutdown_timeout, and dies of a SignalException, whatever the processes did. Here the signals of SIGNALS are passed on by handlers of our
+own, and torch's agent goes on watching: it sees how the processes end.
+"""
+
+import logging
+import math
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+import psutil
+import torch
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import determine_local_world_size, parse_args, run
+
+from megatron_rl.config import RunSettings
+from megatron_rl.distributed.world import first_line, raise_file_limit
+from megatron_rl.run.shutdown import AGAIN_S, CLOSING_S, SIGNALS, START_S, HardEnd, SignalDeadline, hearing
+
+AT_ONCE_S = 5
+"""After a second SIGINT, or another signal AGAIN_S after the first."""
+
+
+class Processes:
+    """What this process has started, and whether it was told to stop them."""
+
+    def __init__(self, *, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._heard: list[int] = []
+        self._first = 0.0
+        self._has_processes = False
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on. Who does not end in time is killed."""
+        children = psutil.Process().children()
+        if not children:
+            raise SystemExit(128 + number)
+        if not self._heard:
+            signal.setitimer(signal.ITIMER_REAL, self._patience_s)
+        if number == signal.SIGINT in self._heard or (self._heard and time.monotonic() - self._first >= AGAIN_S):
+            signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
+        self._first = self._first if self._heard else time.monotonic()
+        self._heard.append(number)
+        _tell(children, number)
+
+    def hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
+        """While it waits for other nodes it has no processes, and hears nothing by itself (run/shutdown.py). Who had some knows their
+        end."""
+        number, first = heard[0]
+        self._has_processes |= bool(psutil.Process().children())
+        line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
+        return HardEnd(math.inf if self._has_processes else first + START_S / 2, line, 128 + number)
+
+    def kill(self, number: int, frame: FrameType | None) -> None:
+        _tell(psutil.Process().children(), signal.SIGKILL)
+
+    def code(self, exitcode: int) -> int:
+        """As a shell tells it. A process that died of the signal itself had not yet begun: it can be started again."""
+        if -exitcode in self._heard:
+            return os.EX_TEMPFAIL
+        return exitcode if exitcode >= 0 else 128 - exitcode
+
+
+def spawn(arguments: Sequence[str]) -> int:
+    """Start the processes and wait for their end. Returns the exit code."""
+    try:
+        raise_file_limit()
+    except ValueError as error:
+        print(f"error: {error}", flush=True)
+        return 1
+    given = parse_args(list(arguments))
+    num_processes = determine_local_world_size(given.nproc_per_node)
+    num_threads = threads(len(os.sched_getaffinity(0)), num_processes=num_processes, num_gpus=torch.cuda.device_count())
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    logging.disable(logging.CRITICAL)  # torch's own report of what the processes report themselves
+    given.signals_to_handle = "SIGHUP,SIGQUIT"
+    patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSING_S
+    processes = Processes(patience_s=patience_s)
+    handlers = {**dict.fromkeys(SIGNALS, processes.hear), signal.SIGALRM: processes.kill}
+    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, hearing(handlers), SignalDeadline(processes.hard_end):
+        given.log_dir = given.log_dir or logs
+        try:
+            run(given)
+        except ChildFailedError as failed:
+            rank, first = failed.get_first_failure()
+            code = processes.code(first.exitcode)
+            if first.exitcode < 0 and code != os.EX_TEMPFAIL:
+                print(
+                    f"error: rank {rank} was ended by {signal.Signals(-first.exitcode).name}; was memory short, or did someone?", flush=True
+                )
+            return code
+        except SignalException as ended:
+            return 128 + ended.sigval
+        except (DistError, RendezvousError) as apart:
+            where = given.rdzv_endpoint and f"--rdzv_endpoint={given.rdzv_endpoint}"
+            where = where or f"--master_addr={given.master_addr} --master_port={given.master_port}"
+            remedy = "start it on every node with this address of the first one; a port that is taken needs another"
+            print(f"error: {where}: the launchers of {given.nnodes} nodes did not meet ({first_line(apart)}); {remedy}", flush=True)
+            return 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return 0
+
+
+def threads(num_cores: int, *, num_processes: int, num_gpus: int) -> int:
+    """OMP_NUM_THREADS of a process: its part of the cores beside a GPU. Without one it is 1: vLLM on a CPU is far slower with two."""
+    return max(1, num_cores // num_processes) if num_gpus else 1
+
+
+def grace_s(overrides: Sequence[str]) -> float:
+    """run.grace_s of a command line, where it is given there; what is not a number is told by the run."""
+    given = [override.partition("=")[2] for override in overrides if override.startswith("run.grace_s=")]
+    try:
+        return float(given[-1]) if given else RunSettings().grace_s
+    except ValueError:
+        return 0.0
+
+
+def _tell(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,175 @@
+"""The runs of a sweep (launcher/sweep_file.py): shown, played here, or one of them as a task of a Slurm array (launch/sweep.py).
+
+All are composed before any begins. What is finished is left alone; what was stopped, or failed, goes on where its folder says
+(run/directory.py).
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_rl.config import Settings
+from megatron_rl.io.bounded_files import printable
+from megatron_rl.launcher.compose import composed
+from megatron_rl.launcher.sweep_file import Sweep, Task, read_sweep
+from megatron_rl.run.directory import look
+from megatron_rl.run.process import LOGS, Attempt, Hearing, new_output, requeue, require_job
+from megatron_rl.run.status import is_running, see
+
+_LOOK_S = 0.2
+
+
+@dataclass(slots=True, frozen=True)
+class Launch:
+    """How a run is started."""
+
+    folder: Path
+    """launch/ of the tree: train.py, spawn.py, slurm/."""
+
+    def command(self, overrides: Sequence[str], *, processes: int, environment: Mapping[str, str]) -> list[str]:
+        """On the nodes of this Slurm job where it has several, else here."""
+        if int(environment.get("SLURM_NNODES", 1)) > 1:
+            given = [f"--nproc_per_node={processes}"] if processes else []
+            return ["bash", str(self.folder / "slurm" / "nodes.sh"), *given, *overrides]
+        num = processes or int(environment.get("SLURM_GPUS_ON_NODE", 1))
+        alone = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(num)]
+        return [sys.executable, str(self.folder / "spawn.py"), *alone, str(self.folder / "train.py"), *overrides]
+
+
+def all_composed(tasks: Sequence[Task]) -> list[Settings]:
+    """Their settings, checked. ValueError: a line for each mistake, with the first task that has it."""
+    found: list[Settings] = []
+    wrong: dict[str, int] = {}
+    for task in tasks:
+        try:
+            found.append(composed(task.overrides))
+        except ValueError as error:
+            wrong.setdefault(str(error), task.index)
+    if wrong:
+        raise ValueError("\n".join(f"{line} (task {index})" for line, index in wrong.items()))
+    return found
+
+
+def left_to_do(tasks: Sequence[Task], settings: Sequence[Settings]) -> list[Task]:
+    """Those that are not finished. ValueError: a line for each folder that holds something else, or is in use."""
+    stands = [look(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
+    refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
+    refused += [(task.folder, "a run is under way in it") for task in tasks if is_running(task.folder)]
+    if refused:
+        raise ValueError("\n".join(f"run.dir={folder}: {why}; choose another folder, or move it away" for folder, why in refused))
+    return [task for task, stand in zip(tasks, stands, strict=True) if not stand.is_finished]
+
+
+def show(sweep: Sweep) -> None:
+    width = max(len(str(task.folder)) for task in sweep.tasks)
+    for task in sweep.tasks:
+        print(f"{task.index:>3}  {see(task.folder).state:8}  {task.folder!s:{width}}  {' '.join(task.overrides[:-1])}")
+    print(f"sbatch --array=0-{len(sweep.tasks) - 1} launch/slurm/sweep.sbatch {sweep.path}")
+
+
+class Player:
+    """Plays tasks, so many at once, and says a line of each that ends."""
+
+    def __init__(self, sweep: Sweep, launch: Launch, *, num: int) -> None:
+        self._sweep, self._launch, self._num = sweep, launch, num
+        self._running: dict[Attempt, Task] = {}
+        self.codes: list[int] = []
+        is_terminal = sys.stdout.isatty()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console()) if is_terminal and num > 1 else None
+
+    def play(self, tasks: Sequence[Task], *, at_once: int, hearing: Hearing) -> None:
+        """Until all have ended; once this process is asked to stop, none begins."""
+        waiting = list(tasks)
+        with self._bar or nullcontext():
+            shown = self._bar.add_task("sweep", total=self._num, completed=self._num - len(tasks)) if self._bar else None
+            while (waiting and not hearing.heard) or self._running:
+                while waiting and len(self._running) < at_once and not hearing.heard:
+                    self._begin(waiting.pop(0), hearing)
+                time.sleep(_LOOK_S)
+                for attempt in [attempt for attempt in self._running if attempt.poll() is not None]:
+                    self._end(attempt, hearing)
+                    if self._bar:
+                        self._bar.advance(shown)
+        if waiting:
+            self.codes.append(os.EX_TEMPFAIL)
+
+    def _begin(self, task: Task, hearing: Hearing) -> None:
+        command = self._launch.command(task.overrides, processes=self._sweep.processes, environment=os.environ)
+        output = new_output(task.folder / LOGS)
+        self._tell(f"{task.index:>3}  begins: {output}")
+        attempt = Attempt(command, output=output)
+        self._running[attempt] = task
+        hearing.attempts.append(attempt)
+        if hearing.heard:  # in between
+            attempt.tell(signal.SIGUSR1)
+
+    def _end(self, attempt: Attempt, hearing: Hearing) -> None:
+        task = self._running.pop(attempt)
+        hearing.attempts.remove(attempt)
+        self.codes.append(attempt.poll())
+        self._tell(f"{task.index:>3}  {attempt.last_line() or f'ended with code {attempt.poll()}'}  ({task.folder})")
+
+    def _tell(self, line: str) -> None:
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+
+def play(sweep: Sweep, tasks: Sequence[Task], launch: Launch, *, at_once: int, requeues: bool = False) -> int:
+    """0: all are finished. Else the highest exit code."""
+    with Hearing() as hearing:
+        settings = all_composed(sweep.tasks)
+        todo = left_to_do(tasks, [settings[task.index] for task in tasks])
+        for task in tasks:
+            if task not in todo:
+                print(f"{task.index:>3}  is finished  ({task.folder})", flush=True)
+        player = Player(sweep, launch, num=len(tasks))
+        player.play(todo, at_once=at_once, hearing=hearing)
+        code = max(player.codes, default=0)
+        if requeues and code:
+            requeue(hearing.heard)
+    return code
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sweep.py", description="Many runs from one yaml (docs/cluster.md).")
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.YAML", help="overrides, and a grid, a list or random draws")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--print", action="store_true", dest="shows", help="show the tasks, and how their folders stand")
+    what.add_argument("--local", type=int, metavar="N", help="play all here, N at a time")
+    what.add_argument("--task", type=int, metavar="I", help="play one: what launch/slurm/sweep.sbatch does")
+    parser.add_argument("--requeue", action="store_true", help="in a Slurm job: go back into the queue when SIGUSR1 stopped the run")
+    options = parser.parse_args(arguments)
+    if options.local is not None and options.local < 1:
+        parser.error(f"--local={options.local}: play at least 1 at a time")
+    return options
+
+
+def sweep_main(arguments: Sequence[str], *, launch: Path) -> int:
+    """What launch/sweep.py does: a mistake is a line, and nothing is started."""
+    options = options_of(arguments)
+    try:
+        if options.requeue:
+            require_job()
+        sweep = read_sweep(options.sweep)
+        if options.shows:
+            all_composed(sweep.tasks)
+            show(sweep)
+            return 0
+        tasks = sweep.tasks if options.task is None else [sweep.task(options.task)]
+        return play(sweep, tasks, Launch(launch), at_once=options.local or 1, requeues=options.requeue)
+    except (ValueError, OSError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {printable(line)}", file=sys.stderr, flush=True)
+        return 1

@@ -1,0 +1,51 @@
+"""The plan of what a step's pictures take on the host, on a rank, if every episode has as many and as large as it may and groups are dealt
+evenly (an engine that is faster may take more: rollout/load_balancer.py).
+
+While engines roll out: each picture as Pillow has it, and the patches that vLLM is given, until its episode is over. While the policy is
+trained: what is shown to other ranks and what they show (distributed/image_exchange.py), and the patches of the micro-batches that run and
+come next (policy/patches.py). In both the renderer remembers pictures of any step. Pictures as they are stored are counted once an
+episode, as large as what is shown: while an engine computes a step, threads render all of a round, and none of its episodes can let go.
+Not counted: what is larger of them, the episodes of an evaluation, and what a task of the user's own keeps.
+"""
+
+from megatron_rl.config import Settings
+from megatron_rl.models.model_spec import ModelSpec
+
+KEPT = 4
+"""Bytes of a pixel in a Pillow picture, whose colors lie in words of 32 bits."""
+SENT = 3
+"""Bytes of a pixel where ranks show it to each other."""
+AHEAD = 2
+"""Micro-batches whose patches exist at once: the one that runs, and the next."""
+MAKING, THREADS = 15, 4
+"""Bytes of a pixel beside picture and patches while these are made (measured: 43 with them), and pictures that are made at once."""
+RENDERER_BYTES = 1 << 30
+"""Of pictures with their patches that the renderer remembers (rollout/renderer.py)."""
+ENGINE_PATCHES = 1 << 20
+"""That the engine remembers until it sleeps (rollout/vllm/engine_core.py)."""
+
+
+def pictures(model: ModelSpec, settings: Settings, *, world_size: int) -> int:
+    """Bytes of one rank, which leads an engine."""
+    vision, batch, select = model.vision, settings.batch, settings.select
+    token_pixels = (vision.patch * vision.merge) ** 2
+    of_patches = 4 * vision.channels * vision.temporal_patch  # fp32
+    episode = settings.engine.max_images * settings.model.max_pixels
+    episode = min(episode, settings.task.max_pixels or episode, settings.engine.max_model_len * token_pixels)
+    largest = min(settings.model.max_pixels, episode)
+    num_engines = max(1, world_size // settings.engine.tp)
+    round_pixels = episode * batch.group_size * -(-batch.prompts_per_step // num_engines)
+    step_pixels = round_pixels * select.max_generations
+    trained = batch.prompts_per_step * batch.group_size * (1 if select.rank_by_std else select.max_generations)
+    share = episode * -(-trained // world_size)
+    seen = step_pixels + (share if world_size > 1 else 0)
+    shown = 0 if world_size == 1 else SENT * (min(step_pixels, share * settings.engine.tp) + share)
+    micro_batch = min(share, max(batch.micro_batch_tokens * token_pixels, episode))
+    engine_bytes = ENGINE_PATCHES * vision.patch_numbers * 4
+    earlier = min(engine_bytes, of_patches * (step_pixels - round_pixels))  # rounds, whose patches the engine remembers
+    before = min(RENDERER_BYTES, (KEPT + of_patches) * (settings.run.steps - 1) * seen)  # steps, of which the renderer remembers some
+    rolling_out = (KEPT + of_patches) * round_pixels + earlier + before + MAKING * THREADS * largest
+    remembered = min(RENDERER_BYTES, (KEPT + of_patches) * settings.run.steps * seen)
+    training = remembered + shown + AHEAD * of_patches * micro_batch + MAKING * largest
+    under_way = settings.run.max_staleness * round_pixels  # of episodes that go on over an update, patches and all
+    return KEPT * step_pixels + (KEPT + of_patches) * under_way + max(rolling_out, training)

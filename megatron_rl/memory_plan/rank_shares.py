@@ -1,0 +1,140 @@
+"""What each rank of a layout would hold, counted on the real model: built on the meta device in a world that is made up.
+
+Every (tensor, pipeline) share is built as the first of its data-parallel replicas, whose part of the optimizer is the fullest.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_rl.compat.megatron_cpu import megatron_without_memory
+from megatron_rl.config import LoraSettings, Settings
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.policy.optimizer import build_optimizer, with_gradients
+from megatron_rl.policy.parallel import Layout, build_layout
+from megatron_rl.policy.transformer import Heads, build_chunks
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Footprint:
+    """Bytes behind a rank's share for as long as it trains."""
+
+    parameters: int
+    gradients: int
+    """fp32, whatever the parameters are; padded as Megatron pads them."""
+    main: int
+    """fp32 weights of this data-parallel rank's part of the optimizer; 0 where the parameters are fp32 themselves."""
+    moments: int
+    """Adam's two, of the same part."""
+
+    def __add__(self, other: "Footprint") -> "Footprint":
+        sizes = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return Footprint(**sizes)
+
+
+NOTHING = Footprint(parameters=0, gradients=0, main=0, moments=0)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Share:
+    tp_rank: int
+    pp_rank: int
+    num_parameters: int
+    num_trained: int
+    policy: Footprint
+    pinned: int
+    """Bytes of page-locked main memory where its optimizer is on the host: copies of main weights and of gradients, fp32, each of which
+    torch rounds up to a power of two (2.13, ATen/core/CachingHostAllocator.h, allocate)."""
+    critic: Footprint = NOTHING
+    """Of one with a trunk of its own."""
+
+    @property
+    def held(self) -> Footprint:
+        return self.policy + self.critic
+
+
+def shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> list[Share]:
+    """One for each rank of the first data-parallel replica, stage by stage. has_values: the algorithm needs a critic."""
+    assert not dist.is_initialized(), "a plan makes up its own world"
+    parallel = settings.parallel
+    found = []
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tp):
+            # Megatron numbers tensor-parallel ranks first, then data-parallel, then stages (parallel_state.py, order "tp-cp-ep-dp-pp").
+            with imagined_world(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
+                found.append(_share(model, settings, has_values=has_values))
+            assert (found[-1].tp_rank, found[-1].pp_rank) == (tp_rank, pp_rank), found[-1]
+    return found
+
+
+@contextmanager
+def imagined_world(rank: int, *, size: int) -> Iterator[None]:
+    """A process group whose other members do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _share(model: ModelSpec, settings: Settings, *, has_values: bool) -> Share:
+    layout, critic = build_layout(settings.parallel, seed=0), settings.critic
+    values = {"value_sizes": critic.head_sizes, "normalizes": critic.normalize_returns} if has_values else {}
+    is_own = has_values and critic.trunk == "own"
+    with megatron_without_memory():
+        policy, footprint, pinned = _network(model, settings, layout, lora=settings.lora, heads=Heads(**({} if is_own else values)))
+        own, own_footprint, own_pinned = nn.ModuleList(), NOTHING, 0
+        if is_own:
+            own, own_footprint, own_pinned = _network(
+                critic_spec(model, settings), settings, layout, lora=critic.lora, heads=Heads(speaks=False, **values)
+            )
+    parameters = [*policy.parameters(), *own.parameters()]
+    return Share(
+        tp_rank=layout.tp_rank,
+        pp_rank=layout.pp_rank,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        policy=footprint,
+        pinned=pinned + own_pinned,
+        critic=own_footprint,
+    )
+
+
+def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
+    """Of the trunk of a critic's own: the policy's, unless another is named."""
+    return known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
+
+
+def _network(
+    model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: Heads
+) -> tuple[nn.ModuleList, Footprint, int]:
+    """A network, what it holds, and what its optimizer would pin."""
+    chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
+    parallel = with_gradients(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_reductions)
+    optimizer = build_optimizer(settings.optim, parallel, offload=False)
+    stepped = [4 * p.numel() for group in optimizer.param_groups for p in group["params"]]
+    return chunks, held_by(parallel, optimizer), 2 * sum(1 << (size - 1).bit_length() for size in stepped)
+
+
+def held_by(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Footprint:
+    """Of a model with or without memory behind it; parameters that share a buffer are counted with the whole buffer, once."""
+    parameters = {storage._cdata: storage.nbytes() for chunk in chunks for p in chunk.parameters() for storage in [p.untyped_storage()]}
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    parts = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {p.untyped_storage()._cdata: p for p in parts}
+    return Footprint(
+        parameters=sum(parameters.values()),
+        gradients=sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        main=sum(p.untyped_storage().nbytes() for storage, p in own.items() if storage not in parameters),
+        moments=sum(2 * 4 * p.numel() for p in parts),
+    )

@@ -1,0 +1,94 @@
+"""The released sizes of each family, for what needs no weights: plans of memory, folders of random weights."""
+
+from pathlib import Path
+
+from megatron_rl.models.hf_config import parse_spec, read_spec
+from megatron_rl.models.model_spec import ModelSpec
+
+_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_TABLE = {
+    "qwen2_5_vl": {
+        "3B": (2048, 11008, 36, 16, 2), "7B": (3584, 18944, 28, 28, 4), "32B": (5120, 27648, 64, 40, 8), "72B": (8192, 29568, 80, 64, 8),
+    },
+    "qwen2_vl": {"2B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4), "72B": (8192, 29568, 80, 64, 8)},
+    "qwen3_vl": {
+        "2B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8), "8B": (4096, 12288, 36, 32, 8), "32B": (5120, 25600, 64, 64, 8),
+    },
+}  # fmt: skip
+SIZES = {
+    family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
+}  # fmt: skip
+"""By model_type and size: the language model's."""
+_NAMED = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL"}
+HUB_IDS = {f"Qwen/{_NAMED[family]}-{size}-Instruct": (family, size) for family, sizes in SIZES.items() for size in sizes}
+"""(model_type, size) by the name on the hub."""
+_SPOKEN = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
+_MERGED = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+def released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
+    """A config.json as it was released: flat, with the spellings of transformers 4.41; of Qwen3-VL nested, with those of 4.57."""
+    return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](size, SIZES[family][size])
+
+
+def _qwen2_5_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
+    vision = {
+        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "num_heads": 16, "in_chans": 3,
+        "intermediate_size": 3420 if size in ("3B", "7B") else 3456, "out_hidden_size": sizes["hidden_size"],
+        "patch_size": 14, "spatial_patch_size": 14, "window_size": 112, **_MERGED,
+        "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+    }  # fmt: skip
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", **_language_of_qwen2(sizes),
+        "vocab_size": 151936 if size == "3B" else 152064, "tie_word_embeddings": size == "3B",
+        "max_position_embeddings": 128000, "vision_config": vision,
+    }  # fmt: skip
+
+
+def _qwen2_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
+    vision = {
+        "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": sizes["hidden_size"],
+        "patch_size": 14, "spatial_patch_size": 14, **_MERGED,
+    }  # fmt: skip
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", **_language_of_qwen2(sizes),
+        "vocab_size": 151936 if size == "2B" else 152064, "tie_word_embeddings": size == "2B",
+        "max_position_embeddings": 32768, "vision_config": vision,
+    }  # fmt: skip
+
+
+def _language_of_qwen2(sizes: dict[str, int]) -> dict[str, object]:
+    pairs = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
+    spatial = 3 * pairs // 8
+    return {
+        **sizes, **_SPOKEN, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [pairs - 2 * spatial, spatial, spatial]}, "use_sliding_window": False,
+    }  # fmt: skip
+
+
+def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
+    is_small = size in ("2B", "4B")
+    tower = (24, 1024, 4096, [5, 11, 17]) if is_small else (27, 1152, 4304, [8, 16, 24])
+    vision = {
+        **dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True)), **_MERGED,
+        "model_type": "qwen3_vl", "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "num_heads": 16, "num_position_embeddings": 2304,
+        "out_hidden_size": sizes["hidden_size"], "patch_size": 16,
+    }  # fmt: skip
+    text = {
+        **sizes, "model_type": "qwen3_vl_text", "head_dim": 128, "attention_bias": False, "dtype": "bfloat16", "hidden_act": "silu",
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "vocab_size": 151936,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "bos_token_id": 151643, "eos_token_id": 151645, "tie_word_embeddings": is_small,
+    }  # fmt: skip
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", **_SPOKEN, "tie_word_embeddings": is_small,
+        "text_config": text, "vision_config": vision,
+    }  # fmt: skip
+
+
+def known_spec(path: str, *, key: str = "model.path") -> ModelSpec:
+    """Of a model folder, or of a released model by its name on the hub, which need not be here. ValueError under the setting's name."""
+    if path in HUB_IDS and not Path(path).exists():
+        family, size = HUB_IDS[path]
+        return parse_spec(released_config(size, family=family), folder=path, key=key)
+    return read_spec(path, key=key)

@@ -1,0 +1,187 @@
+"""What happened in a step, as metrics: of its episodes, and of its updates. docs/algorithm.md explains each."""
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_rl.algo.filtering import REASONS, kept_groups
+from megatron_rl.types import End, Rollout, Status
+
+MANY_SOURCES = 32
+"""Of a step: those with the fewest rollouts are told together, as `others`."""
+
+
+def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]:
+    """What happened in a step's episodes, over those that were scored. `rounds` of prompts were rolled out."""
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    groups, moving = credited_groups(rollouts)
+    metrics = {
+        "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
+        "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
+        "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
+        **_lengths(scored),
+        "rollout/degenerate_groups": len(groups - moving) / max(len(groups), 1),
+        "rollout/nothing_learned": float(not moving),
+        "rollout/failed_fraction": (len(rollouts) - len(scored)) / len(rollouts),
+        "rollout/rounds": float(rounds),
+        "rollout/kept_groups": float(len(kept_groups(rollouts))),
+    }
+    metrics |= {f"rollout/dropped_{reason}": float(sum(rollout.dropped == reason for rollout in rollouts)) for reason in REASONS}
+    calls = [turn.call for rollout in scored for turn in rollout.turns if turn.call is not None]
+    metrics["rollout/tool_use"] = statistics.fmean(rollout.used_tool for rollout in scored)
+    metrics["rollout/tool_calls"] = len(calls) / len(scored)
+    metrics["rollout/tool_errors"] = sum(bool(call.error) for call in calls) / max(len(calls), 1)
+    metrics["time/episode"] = statistics.fmean(rollout.wall_s for rollout in scored)
+    metrics["time/episode_max"] = max(rollout.wall_s for rollout in scored)
+    metrics["time/episode_environment"] = statistics.fmean(rollout.environment_s for rollout in scored)
+    metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
+    metrics |= {f"reward/{name}": value for name, value in _rewards(scored).items()}
+    for source, members in by_source(scored).items():
+        metrics[f"source/{source}/reward"] = statistics.fmean(rollout.reward for rollout in members)
+        metrics |= {f"source/{source}/{name}": value for name, value in _rewards(members).items()}
+    for status in Status:
+        metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
+    for end in End:
+        metrics[f"rollout/end_{end}"] = float(sum(rollout.end is end for rollout in rollouts))
+    return metrics
+
+
+def _lengths(scored: Sequence[Rollout]) -> dict[str, float]:
+    """In tokens."""
+    replies = [turn.span[1] - turn.span[0] for rollout in scored for turn in rollout.turns]
+    contexts = [len(context.token_ids) for rollout in scored for context in rollout.contexts]
+    sampled = [rollout.num_sampled for rollout in scored]
+    return {
+        "rollout/sampled_tokens": float(sum(sampled)),
+        "rollout/episode_tokens": statistics.fmean(sampled),
+        "rollout/episode_tokens_max": float(max(sampled)),
+        "rollout/reply_tokens": statistics.fmean(replies) if replies else 0.0,
+        "rollout/reply_tokens_max": float(max(replies, default=0)),
+        "rollout/context_tokens": statistics.fmean(contexts) if contexts else 0.0,
+        "rollout/context_tokens_max": float(max(contexts, default=0)),
+    }
+
+
+def by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts whose data source is named, by a word for it that can stand in a metric's name."""
+    named = [(re.sub(r"[^\w.+-]", "_", rollout.source, flags=re.ASCII)[:64], rollout) for rollout in scored if rollout.source]
+    frequent = {name for name, _ in Counter(name for name, _ in named).most_common(MANY_SOURCES)}
+    found: dict[str, list[Rollout]] = {}
+    for name, rollout in named:
+        found.setdefault(name if name in frequent else "others", []).append(rollout)
+    return found
+
+
+def _rewards(scored: Sequence[Rollout]) -> dict[str, float]:
+    """Means of the parts, each over the rollouts that it has an opinion on."""
+    names = dict.fromkeys(name for rollout in scored for name in rollout.rewards)
+    return {name: statistics.fmean(rollout.rewards[name] for rollout in scored if name in rollout.rewards) for name in names}
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int) -> dict[str, float]:
+    """How old what a step trains on is: updates that its weights have made since each rollout's oldest token. num_stale episodes were given
+    up before it, as too old."""
+    trained = [rollout for rollout in rollouts if rollout.is_trained_on and rollout.num_sampled]
+    ages = [step - rollout.oldest_version for rollout in trained]
+    versions = [len({each for context in rollout.contexts for each in context.versions if each >= 0}) for rollout in trained]
+    return {
+        "rollout/staleness": statistics.fmean(ages) if ages else 0.0,
+        "rollout/staleness_max": float(max(ages, default=0)),
+        "rollout/versions": statistics.fmean(versions) if versions else 0.0,
+        "rollout/dropped_stale": float(num_stale),
+        "rollout/stale_fraction": num_stale / (len(rollouts) + num_stale),
+    }
+
+
+class Worked:
+    """Seconds that an engine has worked, from one question to the next."""
+
+    def __init__(self) -> None:
+        self._busy_s: Callable[[], float] = lambda: 0.0
+        self._before: float | None = None
+
+    def begin(self, busy_s: Callable[[], float]) -> float:
+        """What `busy_s` says now; the first time that it is told, counting begins."""
+        self._busy_s, busy = busy_s, busy_s()
+        self._before = busy if self._before is None else self._before
+        return busy
+
+    def since_last(self) -> float:
+        before, self._before = self._before, self._busy_s()
+        return self._before - (before or 0.0)
+
+
+def idle(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
+    """The shares of a step (Spans.take) in which this process's engine had nothing to do, and in which its trainer waited for rollouts.
+    busy_s: what the engine worked from the last step's end to this one's, updates and evaluations included."""
+    waited, total = times.get("time/engine", 0.0) + times.get("time/environment", 0.0), times["time/total"]
+    return {"engine/idle_fraction": 1 - busy_s / total, "trainer/idle_fraction": waited / total}
+
+
+def credited_groups(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
+    """Groups that could be credited, and those of them that were: whose members are not all alike."""
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    moving = {rollout.group for rollout in scored for context in rollout.contexts if any(context.advantages)}
+    return {rollout.group for rollout in scored if rollout.dropped != "alone"}, moving
+
+
+def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """One step's metrics from its updates: means, and maxima where the name says so.
+
+    The gap between engine and trainer is that of the first update, whose weights sampled; so is policy/first_ratio, which must be 1. It
+    is left out where a step makes one update, whose old logprobs are its own. Empty where every rollout of the step was dropped. Where
+    tokens of earlier weights are among them (engine/current_fraction) the gap is that of the others.
+    """
+    if not updates:
+        return {}
+    updates = [with_effective_size(update) for update in updates]
+    first = updates[0]
+    values = {name: [update[name] for update in updates] for name in first}
+    merged = {name: _largest(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
+    if "policy/ratio" not in first:  # a critic alone was trained
+        return merged
+    ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
+    gaps = {name: value for name, value in first.items() if name.startswith("engine/logprob_gap")}
+    gaps |= {"engine/logprob_gap": mean_abs_diff(first)} if "engine/logprob_gap" in gaps else {}
+    return {**merged, **ratio, **gaps}
+
+
+def mean_abs_diff(update: Mapping[str, float]) -> float:
+    """Return the mean engine/logprob_gap over the tokens that the current weights sampled, 0 without any.
+
+    An update's own mean is over all its tokens, of which those of older weights count 0.
+    """
+    return update["engine/logprob_gap"] / (update.get("engine/current_fraction", 1.0) or 1.0)
+
+
+def with_effective_size(update: Mapping[str, float]) -> dict[str, float]:
+    """In place of the mean square of the tokens' weights: (sum w)^2 / (n sum w^2), the share of the tokens that would say as much if all
+    weighed the same. 1 where they do, 0 where all are masked. Of stale tokens that nothing corrects, by the weights that would be right."""
+    metrics = dict(update)
+    corrected, square = metrics.get("engine/correction"), metrics.pop("engine/correction_squared", None)
+    importance, squared = metrics.pop("engine/importance", None), metrics.pop("engine/importance_squared", None)
+    mean, square = (corrected, square) if square is not None else (importance, squared)
+    if square is not None:
+        metrics["engine/effective_sample_size"] = mean**2 / square if square > 0 else 0.0
+    return metrics
+
+
+def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str, float]:
+    """What a critic expected of a step's actions, and what they earned. explained_variance = 1 - var(return - value) / var(return): 1 for a
+    critic that knows, 0 for one that says the mean; left out where all returns are equal. Empty where nothing was trained on."""
+    if not returns:
+        return {}
+    errors = [earned - value for value, earned in zip(values, returns, strict=True)]
+    metrics = {
+        "value/mean": statistics.fmean(values),
+        "value/return": statistics.fmean(returns),
+        "value/error": math.sqrt(statistics.fmean(error * error for error in errors)),
+    }
+    spread = statistics.pvariance(returns)
+    return metrics | ({"value/explained_variance": 1.0 - statistics.pvariance(errors) / spread} if spread > 0 else {})
+
+
+def _largest(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)

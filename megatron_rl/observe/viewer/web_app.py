@@ -1,0 +1,276 @@
+"""The page's server: a few questions about files, answered as JSON, and pictures. It writes nothing and runs nothing.
+
+What a model wrote is data all the way: the page puts it on the screen as text (static/ has no innerHTML), and its policy for content lets
+no script run but its own files.
+"""
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Annotated, Any, Literal
+
+import pyarrow.compute as pc
+from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi.staticfiles import StaticFiles
+from pydantic import Field
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from megatron_rl.io.bounded_files import is_regular
+from megatron_rl.io.rollout_codec import KEY
+from megatron_rl.observe.viewer.store import COLUMNS, Filters, Folder, page_of, readable
+from megatron_rl.observe.viewer.token_access import TokenAccess
+from megatron_rl.observe.viewer.token_decoder import TokenDecoder
+from megatron_rl.types import ATTACHED, Context, Image, Rollout, Turn
+
+STATIC = Path(__file__).parent / "static"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+OTHER_SITES = ("cross-site", "same-site")
+"""Of Sec-Fetch-Site, which browsers send: the page that asks is another one's. A link that is followed leads to this page."""
+SORTED_BY = tuple(name for name in COLUMNS if name not in ("tools", "said"))
+MOST_ROWS = 500
+TOKENIZER = "tokenizer.json"
+PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
+
+
+class Page(Filters):
+    """A page of the table of rollouts."""
+
+    run: str
+    sort: Literal[SORTED_BY] = "step"
+    descending: bool = False
+    offset: int = Field(0, ge=0)
+    limit: int = Field(50, ge=1, le=MOST_ROWS)
+
+
+def create_app(folders: Mapping[str, Folder], *, hosts: list[str], token: str = "") -> FastAPI:
+    """Return the page's application.
+
+    Args:
+        hosts: Names under which the page may be asked for: another one is a web page of a stranger's that points here.
+        token: What every request must know; empty where only this machine reaches the page.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    if token:
+        app.add_middleware(TokenAccess, token=token)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    decoders = _Decoders()
+
+    app.middleware("http")(_guarded)
+    app.exception_handler(MemoryError)(_out_of_memory)
+
+    def folder(run: str) -> Folder:
+        if run not in folders:
+            raise HTTPException(404, f"no run of this name: {run[:80]!r}")
+        return folders[run]
+
+    @app.get("/api/runs")
+    def runs() -> list[dict[str, Any]]:
+        return [_about(name, each) for name, each in folders.items()]
+
+    @app.get("/api/curves")
+    def curves(run: str) -> list[dict[str, float | None]]:
+        return [{name: _finite(value) for name, value in line.items()} for line in folder(run).metrics()]
+
+    @app.get("/api/rollouts")
+    def rollouts(asked: Annotated[Page, Query()]) -> dict[str, Any]:
+        return _page(asked, folder(asked.run))
+
+    @app.get("/api/group")
+    def group(run: str, step: int, group: int) -> dict[str, Any]:
+        return _group(_asked(lambda: folder(run).rollouts(step, lambda row: row["group"] == group)))
+
+    @app.get("/api/episode")
+    def episode(run: str, step: int, place: int) -> dict[str, Any]:
+        return _plain(_told(folder(run), step, place, decoders))
+
+    @app.get("/picture/{run:path}/{key}.png")
+    def picture(run: str, key: str) -> Response:
+        content = folder(run).picture(key) if KEY.fullmatch(key) else None
+        if content is None:
+            raise HTTPException(404, "no such picture")
+        return Response(content, media_type="image/png")
+
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    return app
+
+
+def _page(asked: Page, folder: Folder) -> dict[str, Any]:
+    table = asked.of(folder)
+    rows = page_of(table, sort=asked.sort, descending=asked.descending, offset=asked.offset, limit=asked.limit)
+    return {"total": table.num_rows, "rows": [_plain(row) for row in rows], "skipped": folder.skipped}
+
+
+def _group(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
+    """Return the members of a group with mean and deviation of their rewards."""
+    rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
+    figures = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
+    return _plain({**figures, "members": [_member(place, rollout) for place, rollout in members]})
+
+
+class _Decoders:
+    """The tokenizer of each run: that of the model that the run began with, or of what it left. A file that has changed is read again."""
+
+    def __init__(self) -> None:
+        self._found: dict[Path, tuple[tuple[Path, int, int], TokenDecoder]] = {}
+
+    def of(self, folder: Folder) -> TokenDecoder | None:
+        final, model = folder.path / "final", folder.model()
+        file = next((each for each in (Path(model or final) / TOKENIZER, final / TOKENIZER) if is_regular(each)), None)
+        if file is None:
+            return None
+        stamp = (file, file.stat().st_mtime_ns, file.stat().st_size)
+        if folder.path not in self._found or self._found[folder.path][0] != stamp:
+            if folder.path in self._found:
+                self._found.pop(folder.path)[1].close()
+            self._found[folder.path] = (stamp, TokenDecoder(file))
+        return self._found[folder.path][1]
+
+
+def _told(folder: Folder, step: int, place: int, decoders: _Decoders) -> dict[str, Any]:
+    """An episode, who is beside it, and which of its pictures are missing."""
+    found = _asked(lambda: folder.rollouts(step, lambda row: row["place"] == place))
+    if not found:
+        raise HTTPException(404, f"step {step} has no rollout {place}")
+    shown = _episode(found[0][1], decoders.of(folder))
+    before, after = folder.beside(step, place)
+    keys = [image.key for part in (*found[0][1].contexts, *found[0][1].turns) for image in part.images]
+    return {**shown, "before": before, "after": after, "missing": folder.missing(keys)}
+
+
+async def _guarded(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+    is_embedded = request.headers.get("sec-fetch-site") in OTHER_SITES and request.headers.get("sec-fetch-mode") != "navigate"
+    response = Response("requests of other pages are not answered", 403) if is_embedded else await call(request)
+    response.headers.update(HEADERS)
+    return response
+
+
+def _out_of_memory(request: Request, error: Exception) -> Response:
+    return Response("reading this takes more memory than --memory-gb", 503, headers=HEADERS)
+
+
+def _asked(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rollout]]:
+    try:
+        return read()
+    except (ValueError, OSError, KeyError) as error:
+        raise HTTPException(404, " ".join(str(error).split())[:400]) from error
+
+
+def _about(name: str, folder: Folder) -> dict[str, Any]:
+    table, metrics = folder.table(), folder.metrics()
+    ends, sources = (sorted(filter(None, pc.unique(table[name]).to_pylist())) for name in ("end", "source"))
+    tools = sorted(pc.unique(pc.list_flatten(table["tools"])).to_pylist())
+    last = max((int(line["step"]) for line in metrics), default=None)
+    choices = {"ends": ends, "tools": tools, "sources": sources[:MOST_ROWS]}
+    return {"name": name, "rollouts": table.num_rows, "last_step": last, **choices, "skipped": folder.skipped}
+
+
+def _member(place: int, rollout: Rollout) -> dict[str, Any]:
+    sampled = [
+        advantage
+        for context in rollout.contexts
+        if context.advantages
+        for advantage, mask in zip(context.advantages, context.loss_mask, strict=True)
+        if mask
+    ]
+    return {
+        "place": place, "sample": rollout.sample, "reward": rollout.reward, "rewards": rollout.rewards, "status": str(rollout.status),
+        "end": str(rollout.end), "dropped": rollout.dropped, "reason": rollout.reason,
+        "advantage": fmean(sampled) if sampled else None, "turns": [_turn(turn) for turn in rollout.turns],
+    }  # fmt: skip
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    call = turn.call and {name: getattr(turn.call, name) for name in ("tool", "source", "text", "error", "frame")}
+    return {
+        "text": turn.text, "reward": turn.reward, "score": turn.score, "gain": turn.gain, "call": call, "context": turn.context,
+        "reply_s": turn.reply_s, "environment_s": turn.environment_s,
+        "span": list(turn.span), "images": [_image(image) for image in turn.images],
+    }  # fmt: skip
+
+
+def _image(image: Image) -> dict[str, Any]:
+    return {"key": image.key, "tokens": image.num_tokens, "grid": list(image.grid)}
+
+
+def _episode(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str, Any]:
+    prompt, texts, no_words = _words(rollout, decoder)
+    plain = (
+        "task",
+        "example_id",
+        "source",
+        "question",
+        "answer",
+        "extra",
+        "group",
+        "sample",
+        "reason",
+        "reward",
+        "outcome",
+        "dropped",
+        "rewards",
+    )
+    seconds = ("wall_s", "environment_s", "scoring_s")
+    return {
+        **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status), "end": str(rollout.end),
+        "verdicts": [asdict(each) for each in rollout.verdicts],
+        "turns": [_turn(turn) for turn in rollout.turns], "contexts": [_context(context, texts) for context in rollout.contexts],
+        "no_words": no_words, "prompt": prompt,
+        "first": [_image(image) for image in _first_shown(rollout)],
+    }  # fmt: skip
+
+
+def _words(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[int, str], str]:
+    """Return what the policy read before its first reply, a picture's places as one; the text of each token; or why there is neither."""
+    if decoder is None:
+        return "", {}, "no tokenizer is at hand"
+    stop = rollout.turns[0].span[0] if rollout.turns else None
+    first = rollout.contexts[0].token_ids[:stop] if rollout.contexts else []
+    tokens = sorted({token for context in rollout.contexts for token in context.token_ids})
+    try:
+        words, *texts = decoder.decode([first, *([token] for token in tokens)])
+    except ValueError as error:
+        return "", {}, str(error)
+    prompt = PADS.sub(lambda found: f"{found[1]} \u00d7 {len(found[0]) // len(found[1])} ", words)
+    return prompt, dict(zip(tokens, texts, strict=True)), ""
+
+
+def _first_shown(rollout: Rollout) -> list[Image]:
+    """The pictures of the first prompt: those of its context that no turn has brought."""
+    if not rollout.contexts:
+        return []
+    stayed = [turn for turn, after in pairwise(rollout.turns) if turn.context == after.context == 0]
+    images = rollout.contexts[0].images
+    return images[: len(images) - sum(len(turn.images) for turn in stayed)]
+
+
+def _context(context: Context, texts: Mapping[int, str]) -> dict[str, Any]:
+    """Tokens with their columns; without their texts they are numbers."""
+    columns = {name: getattr(context, name) for name in ("loss_mask", "engine_logprobs", "versions", *ATTACHED) if getattr(context, name)}
+    return {
+        "tokens": [texts.get(token, str(token)) for token in context.token_ids],
+        "columns": columns,
+        "images": [_image(image) for image in context.images],
+    }
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinities: the page is told null."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return readable(_finite(value))

@@ -1,0 +1,92 @@
+"""What the losses of an update's micro-batches told, from the device to every rank: sums, maxima, histograms, and what is not finite."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.io.histogram import quantile
+from megatron_rl.types import LossMetrics, NotFinite
+
+Numbers = dict[str, dict[str, Any]]
+"""LossMetrics on the host: each of its fields by name, of floats; `histograms` of lists of counts."""
+
+
+def read_numbers(collected: Sequence[LossMetrics]) -> list[Numbers]:
+    """One wait for the device, however many micro-batches and numbers there are."""
+    tables = [{each.name: getattr(metrics, each.name) for each in fields(metrics)} for metrics in collected]
+    tensors = [number for table in tables for named in table.values() for number in named.values() if isinstance(number, torch.Tensor)]
+    known = iter(torch.cat([tensor.double().reshape(-1) for tensor in tensors]).tolist() if tensors else [])
+
+    def on_host(number: torch.Tensor | float) -> float | list[float]:
+        if not isinstance(number, torch.Tensor):
+            return number
+        return next(known) if number.dim() == 0 else list(islice(known, number.numel()))
+
+    return [{what: {name: on_host(number) for name, number in named.items()} for what, named in table.items()} for table in tables]
+
+
+def trouble_in(collected: Sequence[Numbers]) -> str:
+    """The first tensor of the first micro-batch that is not finite, or ''."""
+    for number, metrics in enumerate(collected):
+        for name, is_finite in metrics["checks"].items():
+            if not is_finite:
+                return f"micro-batch {number}: {name} is not finite"
+        if not math.isfinite(metrics["losses"]["loss"]):
+            return f"micro-batch {number}: the loss is {metrics['losses']['loss']}"
+    return ""
+
+
+def reduce_numbers(collected: Sequence[Numbers], *, trouble: str) -> dict[str, float]:
+    """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has
+    trouble."""
+    sums: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for metrics in collected:
+        _add(sums, metrics["sums"])
+        _add(losses, metrics["losses"])
+        _raise(maxima, metrics["maxima"])
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (sums, losses, maxima, _histograms(collected), trouble))
+    for rank, (*_, theirs) in enumerate(gathered):
+        if theirs:
+            raise NotFinite(f"rank {rank}, {theirs}")
+    sums, losses, maxima = {}, {}, {}
+    histograms: dict[str, Counter[int]] = {}
+    for their_sums, their_losses, their_maxima, their_histograms, _ in gathered:
+        _add(sums, their_sums)
+        _add(losses, their_losses)
+        _raise(maxima, their_maxima)
+        for name, counts in their_histograms.items():
+            histograms.setdefault(name, Counter()).update(counts)
+    p99 = {f"{name}_p99": min(quantile(counts, 99), maxima[f"{name}_max"]) for name, counts in histograms.items()}
+    tokens, denominator = sums.pop("tokens"), max(sums.pop("denominator"), 1.0)
+    means = {name: value / max(tokens, 1.0) for name, value in sums.items()}
+    return {**{name: value / denominator for name, value in losses.items()}, "tokens": tokens, **means, **p99, **maxima}
+
+
+def _histograms(collected: Sequence[Numbers]) -> dict[str, dict[int, int]]:
+    """Of all micro-batches together: {name: {bin: its count}} of the bins that hold any."""
+    counts: dict[str, Counter[int]] = {}
+    for numbers in collected:
+        for name, bins in numbers["histograms"].items():
+            counts.setdefault(name, Counter()).update({place: int(count) for place, count in enumerate(bins) if count})
+    return {name: dict(each) for name, each in counts.items()}
+
+
+def _add(sums: dict[str, float], more: dict[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0.0) + value
+
+
+def _raise(maxima: dict[str, float], more: dict[str, float]) -> None:
+    """Keep the larger; NaN stays whichever side it comes from."""
+    for name, value in more.items():
+        known = maxima.get(name, value)
+        maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

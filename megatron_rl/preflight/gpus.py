@@ -1,0 +1,120 @@
+"""The GPUs of a node as its driver and torch show them, and why a run cannot start on them: a line each, before anything is loaded."""
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import Settings
+from megatron_rl.distributed.world import World, is_slice
+
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Written by NVIDIA's kernel module, on the host and in its containers."""
+NEEDS_DRIVER = {"12": 525, "13": 580}
+"""The oldest driver for each CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility)."""
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_BYTES = 256 << 20
+"""What NCCL may take in /dev/shm for each rank of a node."""
+SHARED_LEAST = 64 << 20
+"""Less than this for a rank, and NCCL does not start: its segments have 10 to 33 MB, a few a rank. A container without --shm-size has 64 MB
+for all of them; the 1 GB that NVIDIA's containers ask for is twice what eight ranks need at least."""
+HIDDEN = ("", "-1")
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU: a run on the CPU is meant."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Gpu:
+    name: str
+    """As torch tells it. Example: NVIDIA H100 80GB HBM3"""
+    memory: int
+    """Bytes in all, of a slice its own."""
+
+
+def seen() -> list[Gpu]:
+    """Those that torch sees, in CUDA's order."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Gpu(name=device.name, memory=device.total_memory) for device in found]
+
+
+def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | OSError) -> None:
+    """ValueError: a run cannot start on this node's GPUs. `needed` are the plan's bytes on the fullest, 0 where there is no plan; or why
+    none could be made, which is raised where the GPUs go together: of a slice, or of the smallest of two kinds, a plan says what is wrong
+    with another thing."""
+    devices, driver = seen(), driver_of(DRIVER)
+    troubles = []
+    if driver and torch.version.cuda and settings.engine.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN:
+        troubles.append(trouble_of(driver, torch.version.cuda, num_devices=len(devices)))
+    if world.device.type == "cuda":
+        mine = devices[: world.local_size]
+        troubles += misfits(settings, mine, num_ranks=world.size)
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        small = too_small(settings, mine, needed=needed) if isinstance(needed, int) else ""
+        troubles += [small, lack_of_shared_memory(free, len(mine), each=SHARED_LEAST)]
+    told = next(filter(None, troubles), "")
+    if told:
+        raise ValueError(told)
+    if not isinstance(needed, int):
+        raise needed
+
+
+def misfits(settings: Settings, mine: Sequence[Gpu], *, num_ranks: int) -> list[str]:
+    """What does not go together: the GPUs of a node, one a rank; they and the layout of a job of `num_ranks`."""
+    visible, found = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}", []
+    slices = [gpu.name for gpu in mine if is_slice(gpu.name)]
+    if slices and num_ranks > 1:
+        remedy = "NCCL needs whole ones; start one process, or switch MIG off (nvidia-smi -mig 0)"
+        found.append(f"{visible}: {slices[0]} is a slice of a GPU, and {remedy}")
+    kinds = Counter(gpu.name for gpu in mine)
+    if len(kinds) > 1:
+        told = " and ".join(f"{count} {name}" for name, count in kinds.items())
+        found.append(f"{visible}: this node has {told}, and all ranks hold the same; name the GPUs of one kind")
+    tp = settings.parallel.tp
+    if num_ranks > len(mine) and len(mine) % tp:
+        fitting = ", ".join(str(size) for size in (1, 2, 4, 8, 16) if len(mine) % size == 0)
+        found.append(f"parallel.tp={tp}: would cut layers across nodes of {len(mine)} GPUs; use one of {fitting}, or parallel.pp")
+    return found
+
+
+def too_small(settings: Settings, mine: Sequence[Gpu], *, needed: int) -> str:
+    """`engine.gpu_memory_utilization=0.9: ...` where a GPU is smaller than the plan; '' where none is."""
+    index, gpu = min(enumerate(mine), key=lambda each: each[1].memory)
+    if gpu.memory >= needed:
+        return ""
+    remedy = "lower it, or what run.dry=true shows beside the engine (batch.micro_batch_tokens, parallel.offload_*), or raise parallel.tp"
+    lacks = f"GPU {index} ({gpu.name}) has {gpu.memory / 1e9:.1f} GB, and the plan needs {needed / 1e9:.1f}"
+    return f"engine.gpu_memory_utilization={settings.engine.gpu_memory_utilization}: {lacks}; {remedy}"
+
+
+def lack_of_shared_memory(free: int, num_ranks: int, *, each: int) -> str:
+    """`/dev/shm: ...` where the ranks of a node have less than `each` there; NCCL_SHM_DISABLE=1 lets NCCL do without."""
+    if num_ranks == 1 or free >= each * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
+        return ""
+    remedy = f"NCCL may need {SHARED_BYTES * num_ranks / 2**30:.1f}; start the container with --shm-size, or --ipc=host"
+    return f"{SHARED_MEMORY}: {free / 2**30:.2f} GiB are free, {remedy}"
+
+
+def driver_of(file: Path) -> str:
+    """The version of NVIDIA's driver; '' where there is none. Example: 580.65.06"""
+    try:
+        found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", file.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def trouble_of(driver: str, built: str | None, *, num_devices: int) -> str:
+    """Why torch sees no GPU though there is a driver; '' where it sees one."""
+    if num_devices:
+        return ""
+    if built is None:
+        return f"torch={torch.__version__}: is built for CPUs, and this machine has NVIDIA's driver {driver}; bash launch/install.sh"
+    needed = NEEDS_DRIVER.get(built.split(".")[0], 0)
+    if int(driver.split(".")[0]) < needed:
+        return f"driver={driver}: is too old for torch's CUDA {built}; install {needed} or newer"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"CUDA_VISIBLE_DEVICES={visible}: torch sees no GPU, and driver {driver} is there; nvidia-smi says more, and -1 means the CPU"

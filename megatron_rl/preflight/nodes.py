@@ -1,0 +1,118 @@
+"""Several nodes: what all of them must see alike, and what must not span them, looked at before anything is built (docs/running.md).
+
+A node is what one launcher has started. Files are asked for by names that nobody asked for before: no network disk answers from its cache.
+"""
+
+import hashlib
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import Settings, require
+from megatron_rl.distributed.world import World, gather, on_main_rank
+from megatron_rl.io.bounded_files import read_bytes
+from megatron_rl.run.record import writing
+
+MAX_CONFIG_BYTES = 16 << 20
+SHARED = "put it on a folder that all nodes share"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class View:
+    """What a node's first process sees."""
+
+    host: str
+    node: int
+    num_processes: int
+    run_dir: str = ""
+    """Why the run folder is not the one that rank 0 writes into."""
+    files: Mapping[str, Mapping[str, object]]
+    """By setting: {file: what tells it from another} of all that is there."""
+    sees_cache: bool = False
+    """Whether the judge's cache lies where rank 0 has it."""
+
+    def __str__(self) -> str:
+        return f"node {self.node} ({self.host})"
+
+
+def check_nodes(settings: Settings, world: World) -> None:
+    """ValueError on every rank: a node does not fit, or lacks something. All ranks together, while rank 0 holds the run folder."""
+    if world.num_nodes == 1:
+        return
+    nonce = on_main_rank(lambda: uuid.uuid4().hex)
+    with writing(Path(settings.run.dir)):
+        on_main_rank(lambda: [mark.touch() for mark in marks(settings, nonce)])
+    try:
+        views = gather(look(settings, world, nonce) if world.is_first_here else None)
+    finally:
+        on_main_rank(lambda: [mark.unlink(missing_ok=True) for mark in marks(settings, nonce)])
+    require_alike(settings, [view for view in views if view is not None])
+
+
+def marks(settings: Settings, nonce: str) -> list[Path]:
+    """What rank 0 leaves for the others to find: in the run folder, and beside a judge's cache that is written."""
+    cache = Path(settings.task.judge.cache)
+    beside = [cache.with_name(f".node_{nonce}")] if cache.name and settings.task.judge.urls and cache.parent.is_dir() else []
+    return [Path(settings.run.dir) / f".node_{nonce}", *beside]
+
+
+def look(settings: Settings, world: World, nonce: str) -> View:
+    in_run, *beside = marks(settings, nonce)
+    own, trouble = in_run.with_name(f"{in_run.name}_{world.node}"), ""
+    if not in_run.exists():
+        trouble = "does not see there what rank 0 wrote"
+    else:
+        try:
+            own.touch()
+            own.unlink()
+        except OSError as error:
+            trouble = f"cannot write there ({error})"
+    return View(
+        host=socket.gethostname(), node=world.node, num_processes=world.local_size, run_dir=trouble,
+        files={key: dict(part for path in paths for part in described(Path(path)).items()) for key, paths in sources(settings).items()},
+        sees_cache=any(mark.exists() for mark in beside),
+    )  # fmt: skip
+
+
+def sources(settings: Settings) -> dict[str, list[str]]:
+    """By setting: the folders and files that every node reads for itself."""
+    data = settings.task.data
+    given = {
+        "model.path": [settings.model.path], "lora.path": [settings.lora.path], "critic.path": [settings.critic.path],
+        "task.data.train": data.train, "task.data.eval": data.eval, "task.data.demonstrations": data.demonstrations,
+    }  # fmt: skip
+    return {key: paths for key, paths in given.items() if any(paths)}
+
+
+def described(path: Path) -> dict[str, object]:
+    """What tells a file or a model's folder from another: sizes, and the digests of what says a model's shape. Nothing where it is not."""
+    if path.is_file():
+        return {str(path): path.stat().st_size}
+    shapes = {str(file): _digest(file) for file in sorted(path.glob("*config.json"))}
+    return shapes | {str(file): file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(read_bytes(file, at_most=MAX_CONFIG_BYTES)).hexdigest()
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; copy the model again") from error
+
+
+def require_alike(settings: Settings, views: Sequence[View]) -> None:
+    """Compare what the nodes see with what the first one does."""
+    first, size = views[0], settings.engine.tp if settings.engine.kind == "local" else 1
+    for view in views:
+        num = view.num_processes
+        fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if num % tp == 0)
+        require(num % size == 0, "engine.tp", size, f"an engine cannot span nodes, and {view} has {num} processes; use one of {fitting}")
+        require(not view.run_dir, "run.dir", settings.run.dir, f"{view} {view.run_dir}; {SHARED}")
+        for key, paths in sources(settings).items():
+            here, there = first.files[key], view.files[key]
+            differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+            remedy = f"{view} has not the {', '.join(differ[:1])} of {first}; copy it, or {SHARED}"
+            require(not differ, key, ", ".join(paths), remedy)
+        remedy = f"is shared by {first} and {view}, and SQLite does not work on network disks; choose a folder of each node's own"
+        require(not view.sees_cache or view.host == first.host, "task.judge.cache", settings.task.judge.cache, remedy)

@@ -1,0 +1,292 @@
+"""The engine in this process: vLLM behind `await generate(...)` for episodes that are coroutines, on one rank or several.
+
+`run(main)` drives an asyncio loop. Episodes await `generate`; a pump adds what they asked for, steps vLLM once for all of them (continuous
+batching), wakes those whose turn has ended, and gives way to the loop, so that a slow tool delays only its own episode.
+
+An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a scheduler on each of them. The leader, rank 0 of the
+engine's group, alone runs `main`; before each step it broadcasts what is new and what is aborted, and every rank steps.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+import time
+import uuid
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import EngineSettings, require
+from megatron_rl.rollout.engine import Completion, ImageInput, Request, Sampling, placeholder_offsets
+from megatron_rl.rollout.event_loop import StandingLoop
+from megatron_rl.rollout.vllm.engine_core import CACHED_PATCHES, VllmCore
+from megatron_rl.types import Image, LastingFault
+
+T = TypeVar("T")
+_ROUNDS = 3
+"""Of the event loop between two steps: from a thread that has rendered a picture it is two rounds to its episode, and one more to the
+others of its group."""
+HEARTBEAT_S = 20.0
+"""Followers hear from an idle leader this often, well within any collective's time limit."""
+
+
+def _common_name(group: dist.ProcessGroup | None) -> str:
+    """A name that no other engine has, the same on all ranks of this one."""
+    names = [uuid.uuid4().hex]
+    if group is not None:
+        dist.broadcast_object_list(names, group_src=0, group=group)
+    return names[0]
+
+
+@dataclass(slots=True)
+class _Announcement:
+    """What the leader tells the followers before a step."""
+
+    requests: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    stop: bool = False
+    error: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.aborted or self.stop)
+
+
+class LocalEngine:
+    """One vLLM engine, spanning the ranks of `group` (None: this process alone).
+
+    Every rank of the default process group constructs its engine at the same time, because vLLM builds its groups over all of them.
+    banned_ids are never sampled and have no probability; exactly stop_ids end a turn; the model folder's generation config has no say.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        settings: EngineSettings,
+        *,
+        image_token_id: int,
+        banned_ids: list[int],
+        stop_ids: list[int],
+        group: dist.ProcessGroup | None,
+        weight_version: int = 0,
+        pixels: tuple[int, int] | None = None,
+        reads_weights: bool = True,
+        timeout_s: float = 600.0,
+        cached_patches: int = CACHED_PATCHES,
+    ) -> None:
+        """Without the weights of model_path it starts sooner, and plays after the first load_weights. pixels: the fewest and the most of a
+        picture that will come; None takes the limits of the folder's processor. timeout_s: how long ranks wait for one another in
+        vLLM's groups, which all of the world make together. cached_patches: of pictures that are kept between requests."""
+        assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
+        self._settings = settings
+        self._image_token_id = image_token_id
+        self._group = group
+        self._core = VllmCore(
+            model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group), pixels=pixels,
+            reads_weights=reads_weights, timeout_s=timeout_s, version=weight_version,
+            cached_patches=cached_patches,
+        )  # fmt: skip
+        self._has_weights = reads_weights
+        self.weight_version = weight_version
+        self.busy_s = 0.0
+        """Seconds spent preparing requests and inside vLLM's step, since construction."""
+        self._ids = itertools.count()
+        self._news = _Announcement()
+        self._held: list[Request] = []
+        """Whose prompt another request has brought in this step: a step later it lies in vLLM's prefix cache, and is computed once."""
+        self._woken = asyncio.Event()
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._error: BaseException | None = None
+        self._loop = asyncio.Runner(loop_factory=StandingLoop)
+        """One event loop for the engine's life: a sandbox or a judge that episodes share lives from one `run` to the next, and so does an
+        episode that is not over."""
+
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+        """Sample one turn after `token_ids`, whose image placeholders are expanded: one image_token_id for each vision token.
+
+        A context without room for one more token gives an empty, unfinished completion. Cancelling the coroutine aborts the request.
+        Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (such as a temperature
+        above 2), LastingFault when the engine has failed.
+        """
+        if self._error is not None:
+            raise LastingFault(f"the engine has failed: {self._error!r}")
+        assert self._has_weights, "generate before load_weights: this engine has read none"
+        assert not self._core.asleep, f"generate while {self._core.asleep} asleep"
+        limit = self._settings.max_images
+        require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
+        offsets = placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
+        if len(token_ids) >= self._settings.max_model_len:
+            return Completion([], [], finished=False, versions=[])
+        shown = [
+            ImageInput(image.key, image.grid, offset, image.num_tokens, image.patch_PC)
+            for image, offset in zip(images, offsets, strict=True)
+        ]
+        request = Request(str(next(self._ids)), token_ids, shown, sampling)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = future
+        self._news.requests.append(request)
+        self._woken.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._waiting.pop(request.id, None) is not None:
+                self._news.aborted.append(request.id)
+                self._woken.set()
+            raise
+
+    def run(self, main: Coroutine[object, object, T]) -> T | None:
+        """Run `main` to its end on the leader and return its result; followers serve it meanwhile and return None.
+
+        What main raises comes out of here, and the followers raise RuntimeError. A failing step fails every waiting `generate`. What main
+        leaves behind goes on in the next run (engine.TrainedEngine).
+        """
+        if self._group is not None and self._group.rank() != 0:
+            main.close()
+            self._follow()
+            return None
+        return self._loop.run(self._lead(main))
+
+    def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
+        """Run `main`, which asks nothing of the engine, on the leader without its followers; they return None at once."""
+        if self._group is not None and self._group.rank() != 0:
+            main.close()
+            return None
+        return self._loop.run(main)
+
+    async def _lead(self, main: Coroutine[object, object, T]) -> T:
+        self._woken = asyncio.Event()
+        episodes = asyncio.create_task(main)
+        pump = asyncio.create_task(self._pump())
+        try:
+            await asyncio.wait({episodes, pump}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                self._fail(pump.exception())
+            return await episodes
+        finally:
+            pump.cancel()
+            error = self._error
+            if error is None:
+                ended = episodes.done() and not episodes.cancelled()
+                error = episodes.exception() if ended else KeyboardInterrupt("interrupted")
+            if error is not None:
+                self._news.aborted += self._waiting
+                self._waiting.clear()
+            self._news = replace(self._news, stop=True, error="" if error is None else repr(error))
+            self._admit(self._exchange())
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._news = _Announcement()
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(LastingFault(f"the engine has failed: {error!r}"))
+
+    async def _pump(self) -> None:
+        while True:
+            if not (self._news or self._held or self._core.is_busy()):
+                self._woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), HEARTBEAT_S)
+            self._turn()
+            for _ in range(_ROUNDS):
+                await asyncio.sleep(0)
+
+    def _follow(self) -> None:
+        while True:
+            news = self._turn()
+            if news.error:
+                raise RuntimeError(f"the engine's leader failed: {news.error}")
+            if news.stop:
+                return
+
+    def _turn(self) -> _Announcement:
+        """What every rank does in step: hear the news, add and abort, compute."""
+        news = self._exchange()
+        started = time.perf_counter()
+        self._admit(news)
+        if self._core.is_busy() and not news.stop and not self._core.asleep:
+            for request_id, completion in self._core.step():
+                future = self._waiting.pop(request_id, None)
+                if future is not None and not future.done():
+                    future.set_result(completion)
+        self.busy_s += time.perf_counter() - started
+        return news
+
+    def _exchange(self) -> _Announcement:
+        """Take the news and, as the leader of several ranks, broadcast it; as a follower, receive it."""
+        news, self._news = self._news, _Announcement()
+        if self._group is None:
+            return news
+        leads = self._group.rank() == 0
+        payload = torch.empty(0, dtype=torch.uint8)
+        if leads and news:
+            known = self._core.known_images()
+            for request in news.requests:
+                request.images[:] = [replace(image, patch_PC=None) if image.key in known else image for image in request.images]
+                known.update(image.key for image in request.images)
+            payload = torch.frombuffer(bytearray(pickle.dumps(news)), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()])
+        dist.broadcast(length, group=self._group, group_src=0)
+        if length.item():
+            payload = payload if leads else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(payload, group=self._group, group_src=0)
+            news = news if leads else pickle.loads(payload.numpy().tobytes())
+        return news
+
+    def _admit(self, news: _Announcement) -> None:
+        if self._error is not None:
+            return
+        held, self._held = self._held, []
+        seen: set[tuple] = set()
+        for request in news.requests:
+            prompt = (*request.token_ids, *(image.key for image in request.images))
+            (self._held if prompt in seen and not news.stop else held).append(request)
+            seen.add(prompt)
+        for request in held:
+            if request.id not in news.aborted:
+                self._add(request)
+        self._core.abort(news.aborted)
+        self._held = [request for request in self._held if request.id not in news.aborted]
+        if not self._held:  # they may show an image whose patches came with another request
+            self._core.trim_images()
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except ValueError as error:
+            future = self._waiting.pop(request.id, None)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Replace the weights in place (every tensor exactly once, proven: vllm/weights.py) and forget what the old ones computed.
+
+        On a sleeping CUDA engine this wakes the weights' memory, not yet the cache's. What is under way goes on with these weights.
+        """
+        self._core.load_weights(tensors, version=version)
+        self._has_weights, self.weight_version = True, version
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that load_weights takes, by the newer spelling of their names in Hugging Face's checkpoints."""
+        return self._core.weights.shapes
+
+    def sleep(self) -> None:
+        """Give memory back while the trainer works; on CUDA (never run) the weights are discarded too, since every step sends them anew."""
+        self._core.sleep()
+
+    def wake(self) -> None:
+        """Take the cache's memory back; after sleep on CUDA, load_weights comes first."""
+        self._core.wake()
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Shut vLLM down. It destroys the default process group on the way, so this is the last thing a process does."""
+        self._loop.close()
+        self._core.close()

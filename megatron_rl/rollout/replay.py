@@ -1,0 +1,64 @@
+"""Training once more on steps that a run has recorded (run.record=all): what the training loop talks to where there is no engine.
+
+With the settings and the weights of that run every loss, gradient and weight is that run's, whatever the layout of the trainer.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import Settings, require
+from megatron_rl.distributed.world import World, together
+from megatron_rl.observe.rollout_store import as_played, num_rows, path_of, read_rollouts, rounds_of
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.manager import Gather
+from megatron_rl.rollout.scheduler import Admission, RoundSettings
+from megatron_rl.types import Rollout
+
+
+class Replay:
+    """In the place of a fleet (rollout/manager.py). Every rank calls every method, together with the others, and reads its share of a
+    step's pictures."""
+
+    num_stale = 0
+
+    def __init__(self, folder: Path, *, world: World, gather: Gather, rounds: RoundSettings, episode: EpisodeSettings) -> None:
+        self._folder, self._gather, self._rank, self._size = folder, gather, world.rank, world.size
+        self.admission = Admission(lambda: (), rounds=rounds, episode=episode)
+
+    def take(self, step: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+        """The rollouts of a step as they were played. ValueError: its file is damaged, or lacks a picture."""
+        path = path_of(self._folder, step)
+        rollouts = self._gather(together(lambda: self._mine(path)))
+        self.admission.rounds += rounds_of(path)
+        enough(rollouts)
+        return rollouts
+
+    def _mine(self, path: Path) -> list[Rollout]:
+        num = num_rows(path)
+        mine = range(self._rank * num // self._size, (self._rank + 1) * num // self._size)
+        return [as_played(rollout) for rollout in read_rollouts(path, mine)]
+
+    def serve(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Nobody plays with them."""
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """The device is the trainer's always."""
+        yield
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def busy_s(self) -> float:
+        return 0.0
+
+
+def check_recorded(settings: Settings) -> None:
+    """ValueError: a step that is to be trained on was not recorded."""
+    for step in range(settings.run.steps):
+        path = path_of(Path(settings.run.replay), step)
+        remedy = f"step {step} is not there; give RUN/rollouts of a run with run.record=all, or fewer run.steps"
+        require(path.is_file(), "run.replay", settings.run.replay, remedy)

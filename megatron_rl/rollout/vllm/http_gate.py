@@ -1,0 +1,69 @@
+"""The gate of a vLLM server that a run starts or asks: the checks of sandbox/access.py on every route, and one worker method by RPC.
+
+    MEGATRON_RL_TOKEN_FILE=FILE python -m vllm.entrypoints.openai.api_server ... --middleware megatron_rl.rollout.vllm.http_gate.Gate
+
+vLLM's own key covers /v1, /v2, /inference and /cohere alone (0.32.0, entrypoints/serve/middleware/authenticate.py): without this gate
+whoever reaches the port pauses an engine, replaces its weights and calls any method of its worker, one that writes files among them.
+"""
+
+import json
+import os
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sandbox.access import AccessRules, Refusal
+from sandbox.gate import SMALL, refuse, replayed
+from sandbox.token import read_token
+
+TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
+"""Environment variable of the server: the file of its token."""
+MIDDLEWARE = f"{__name__}.Gate"
+RPC = {"method": "rl_nature"}
+"""The only body of /collective_rpc: what rollout/vllm/server_api.py asks for."""
+
+
+class Gate:
+    """ASGI middleware. A server without a token does not start."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._rules: AccessRules | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif (refusal := self._rules.refusal(scope)) is not None:
+            await refuse(refusal, scope, receive, send)
+        elif scope["path"].rstrip("/").endswith("/collective_rpc"):
+            await self._call_worker(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the token before the server takes requests."""
+        try:
+            token = read_token(os.environ.get(TOKEN_FILE, ""))
+        except ValueError as error:
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": f"{TOKEN_FILE}={error}"})
+            return
+        self._rules = AccessRules(token=token, hosts=[scope["app"].state.args.host or ""])
+        await self.app(scope, receive, send)
+
+    async def _call_worker(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more and len(body) <= SMALL:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        try:
+            is_allowed = len(body) <= SMALL and json.loads(body) == RPC
+        except ValueError:
+            is_allowed = False
+        if is_allowed:
+            await self.app(scope, replayed(body, receive), send)
+        else:
+            await refuse(Refusal(403, f"the only body that is taken here is {json.dumps(RPC)}"), scope, receive, send)

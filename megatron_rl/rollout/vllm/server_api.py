@@ -1,0 +1,221 @@
+"""A server of vLLM as its clients see it: its calls by HTTP, and how it fares.
+
+All that it says is checked. A call that goes wrong raises ServerFault, with what the server said about it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.clients.endpoint_pool import Endpoint, KeyRefused, ServerFault, one_line, told
+from megatron_rl.config import EngineSettings, Settings, require
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.vllm.server_command import PROGRAM, VLLM, nature_of, server_arguments, shell_lines
+from sandbox.bounded_http import DENIED, Answer, BoundedClient, NoAnswer, request
+from sandbox.token import read_token
+
+ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
+"""What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
+MOST_BYTES, MOST_CHECKSUMS = 1 << 20, 64 << 20
+"""Limits of an answer, and of the one that lists the checksums of all parameters of all workers."""
+FIRST_REST_S = 0.5
+T = TypeVar("T", bound=BaseModel)
+HOW = "start it with the command that launch/engine.py prints"
+NO_KEY = "it does not accept this run's requests; give the file of its token as engine.token_file"
+OWN_NO_KEY = "this run started its own (engine.servers), and this one does not accept their token: another may have the port; start again"
+
+
+class _Version(BaseModel):
+    version: str
+
+
+class _WeightInfo(BaseModel):
+    weight_version: str
+
+
+class _WorldSize(BaseModel):
+    world_size: int
+
+
+class _Checksums(BaseModel):
+    checksums: dict[str, str]
+
+
+class _Natures(BaseModel):
+    results: list[dict[str, str]]
+
+
+@dataclass(slots=True)
+class Work:
+    """How long a server has had something under way; times are a clock's."""
+
+    num_open: int = 0
+    since: float = 0.0
+    past_s: float = 0.0
+
+    def begin(self, now: float) -> None:
+        if self.num_open == 0:
+            self.since = now
+        self.num_open += 1
+
+    def end(self, now: float) -> None:
+        self.num_open -= 1
+        if self.num_open == 0:
+            self.past_s += now - self.since
+
+    def seconds(self, now: float) -> float:
+        return self.past_s + (now - self.since if self.num_open else 0.0)
+
+
+class Server:
+    """One server. Of the loop's thread, but for `call` and what is made of it."""
+
+    def __init__(self, url: str, *, token: str = "", is_own: bool = False, longest_s: float = CHECK_S) -> None:
+        """`token` goes with every request. `is_own`: the run started it. `longest_s` is what any call may take at most, with
+        its whole answer."""
+        self.url, self.token, self._longest_s = url.rstrip("/"), token, longest_s
+        self._no_key = OWN_NO_KEY if is_own else NO_KEY
+        self.endpoint = Endpoint(self.url, FIRST_REST_S)
+        self.is_in = False
+        """It holds the weights that are served now, as far as is known."""
+        self.answers = True
+        """It has said what weights it has when it was asked last, or was not asked yet."""
+        self.is_reading = False
+        """Its engine reads all of its weights because it was asked to, and answers nothing else meanwhile."""
+        self.work = Work()
+        """Of this process's turns, on time.perf_counter's clock."""
+        self.heard = 0.0
+        """When it has sampled last, on time.monotonic's clock."""
+        self.known: set[str] = set()
+        """Keys of the pictures that it was sent."""
+        self.coming: dict[str, asyncio.Event] = {}
+        """By key of a picture that is being sent: done when that has ended, well or not."""
+        self.fall: asyncio.Future[str] | None = None
+        """Done, with the reason, when it is given up while it is in."""
+        self.denial = ""
+        """The answer by which it has refused this run's key or token, in words: no outage, the run ends."""
+
+    def call(
+        self, path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES, **query: str
+    ) -> bytes:  # fmt: skip
+        """GET without a body, POST with one. KeyRefused, ServerFault: it said no, or nothing."""
+        verb, limit_s = "GET" if body is None else "POST", min(timeout_s, self._longest_s)
+        try:
+            answer = request(verb, self.url + path, body, limit_s=limit_s, max_bytes=max_bytes, token=self.token, query=query)
+        except NoAnswer as error:
+            raise ServerFault(f"{path}: {one_line(str(error))}") from error
+        return self.content_of(answer, path)
+
+    async def call_in_loop(
+        self, http: BoundedClient, path: str, body: object = None, *, limit_s: float, max_bytes: int = MOST_BYTES
+    ) -> bytes:  # fmt: skip
+        """The same by the connections of an event loop."""
+        try:
+            answer = await http.request("GET" if body is None else "POST", self.url + path, body, limit_s=limit_s, max_bytes=max_bytes)
+        except NoAnswer as error:
+            raise ServerFault(f"{path}: {one_line(str(error))}") from error
+        return self.content_of(answer, path)
+
+    def content_of(self, answer: Answer, path: str) -> bytes:
+        """Return the content of an answer that is good. KeyRefused, ServerFault: it is none."""
+        text = f"{path}: {answer.status}, {one_line(answer.text)}"
+        if answer.status in DENIED:
+            self.denial = f"engine.urls={self.url}: {text}; {self._no_key}"
+            raise KeyRefused(text)
+        if not answer.is_success:
+            raise ServerFault(text)
+        return answer.content
+
+    def ask(self, kind: type[T], path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES) -> T:
+        """What it says, as this kind of answer. ServerFault: it says no, nothing, or something else."""
+        answer = self.call(path, body, timeout_s=timeout_s, max_bytes=max_bytes)
+        try:
+            return kind.model_validate_json(answer)
+        except ValidationError as error:
+            raise ServerFault(f"{path}: is no answer of vLLM's, {one_line(answer[:80].decode(errors='replace'))}") from error
+
+    def num_workers(self) -> int:
+        return self.ask(_WorldSize, "/get_world_size").world_size
+
+    def checksums(self) -> dict[str, str]:
+        """vLLM's own of all weights that it holds, by worker and parameter (model_executor/model_loader/weight_checksum.py: SHA-256)."""
+        self.is_reading = True
+        try:
+            return self.ask(_Checksums, "/weight_checker", {"action": "checksum"}, timeout_s=CHECK_S, max_bytes=MOST_CHECKSUMS).checksums
+        finally:
+            self.is_reading = False
+
+    def check(self, wanted: Mapping[str, str]) -> None:
+        """ValueError: nothing answers there, it is no server of vLLM, or it would not sample what this run samples."""
+        try:
+            version = self.ask(_Version, "/version").version
+        except KeyRefused as error:
+            raise ValueError(self.denial) from error
+        except ServerFault as error:
+            raise ValueError(f"engine.urls={self.url}: no server of vLLM answers there ({one_line(str(error))}); {HOW}") from error
+        remedy = f"is a server of vLLM {version}, this is for {VLLM}; start one of that version"
+        require(version.partition("+")[0] == VLLM, "engine.urls", self.url, remedy)
+        try:
+            natures = self.ask(_Natures, "/collective_rpc", {"method": "rl_nature"}, timeout_s=LOAD_S).results
+        except KeyRefused as error:
+            raise ValueError(self.denial) from error
+        except ServerFault as error:
+            raise ValueError(f"engine.urls={self.url}: is no engine of a run ({one_line(str(error))}); {HOW}") from error
+        for name, value in ((name, value) for given in natures for name, value in given.items()):
+            remedy = f"has {name} {value}, this run {wanted.get(name)}; {HOW}"
+            require(value == wanted.get(name), "engine.urls", self.url, remedy)
+
+
+def label_of(body: bytes) -> str:
+    """Of the answer of /weight_info. ServerFault: it is another server's."""
+    try:
+        return _WeightInfo.model_validate_json(body).weight_version
+    except ValidationError as error:
+        raise ServerFault(told(error)) from error
+
+
+def wanted_of(settings: Settings, renderer: Renderer) -> dict[str, str]:
+    """What an engine of this run must be."""
+    return nature_of(settings.engine, settings.model.path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
+
+
+def command_of(settings: Settings) -> str:
+    """The shell's line that starts an engine of this run, or one for each of engine.urls."""
+    renderer = Renderer(settings.model)
+    cuda = is_on_gpu(settings.engine)
+    return shell_lines(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
+
+
+def words_of(settings: Settings) -> list[str]:
+    """The same for a server beside this process, without its place and its seed."""
+    renderer = Renderer(settings.model)
+    given = server_arguments(
+        settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels,
+        cuda=is_on_gpu(settings.engine), seed=None, timeout_s=settings.parallel.timeout_s,
+    )  # fmt: skip
+    return [*PROGRAM, *given]
+
+
+def token_of(settings: EngineSettings) -> str:
+    """Return the token of the run's engines; empty without engine.token_file. ValueError: the file cannot be read."""
+    try:
+        return read_token(settings.token_file) if settings.token_file else ""
+    except ValueError as error:
+        raise ValueError(f"engine.token_file={error}") from error
+
+
+def is_on_gpu(settings: EngineSettings) -> bool:
+    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+
+
+def check_servers(settings: Settings) -> None:
+    """ValueError: one of engine.urls would not sample what this run samples."""
+    if not settings.engine.urls:
+        return
+    wanted = wanted_of(settings, Renderer(settings.model))
+    for url in settings.engine.urls:
+        Server(url, token=token_of(settings.engine), longest_s=settings.parallel.timeout_s).check(wanted)

@@ -1,0 +1,115 @@
+"""How a server of vLLM is started as an engine of a run, and what of it must be as the run has it."""
+
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_rl.config import EngineSettings, require
+from megatron_rl.io.bounded_files import read_bytes
+from megatron_rl.io.jsonl import read_json
+from megatron_rl.models.vocabulary import MAX_TOKENIZER_BYTES
+from megatron_rl.rollout.vllm.engine_core import engine_arguments
+from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE, TOKEN_FILE
+from megatron_rl.rollout.vllm.sampler import BANNED
+from sandbox.token import USERS_KEYS
+
+BACKEND = "megatron_rl"
+VLLM = "0.32.0"
+"""The version that all of this was read against and tried with."""
+PROGRAM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+NO_DOMAIN = "none.invalid"
+"""The only domain that pictures may be fetched from, which cannot exist (RFC 6761): a server takes them as `data:` alone. vLLM itself
+refuses `file:`."""
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Keys of a config.json that say nothing of what is computed."""
+
+
+def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
+    """Of a server, beside what it inherits. Without VLLM_SERVER_DEV_MODE the calls for weights are not there. On a CPU an engine of one
+    worker computes in the process that schedules: with multiprocessing on vLLM gives it another one (0.32.0, platforms/cpu.py)."""
+    return {
+        TOKEN_FILE: str(Path(token_file).absolute()),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if settings.tp == 1 else {}),
+    }
+
+
+def server_arguments(
+    model_path: str, settings: EngineSettings, *,
+    banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool, seed: int | None, timeout_s: float,
+) -> list[str]:  # fmt: skip
+    """Of PROGRAM, beside --host and --port. Its weights are the trainer's: it reads none. On GPUs engines of one seed sample alike."""
+    given = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=False, timeout_s=timeout_s)
+    given = {key: value for key, value in given.items() if key not in ("distributed_executor_backend", "enable_sleep_mode")}
+    given |= {
+        "mm_processor_cache_gb": 4, "tensor_parallel_size": settings.tp, "seed": seed, "additional_config": {BANNED: list(banned_ids)},
+        "weight_transfer_config": {"backend": BACKEND}, "worker_extension_cls": "megatron_rl.rollout.vllm.worker_extension.Served",
+        "logits_processors": "megatron_rl.rollout.vllm.worker_extension:BanAndSeed", "enable_scale_out": True,
+        "middleware": MIDDLEWARE, "allowed_media_domains": NO_DOMAIN, "disable_fastapi_docs": True, "disable_uvicorn_access_log": True,
+        **({"distributed_executor_backend": "uni"} if settings.tp == 1 else {}),
+    }  # fmt: skip
+    return [word for key, value in given.items() if value is not None for word in _words(key.replace("_", "-"), value)]
+
+
+def _words(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def shell_lines(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
+    """What starts each of engine.urls on its node, in the environment that this project is installed in; one at 127.0.0.1:8000 without
+    any. ValueError: engine.token_file is not given."""
+    remedy = "servers ask for the token in a file; make one and give it: head -c 32 /dev/urandom | base64 > FILE; engine.token_file=FILE"
+    require(bool(settings.token_file), "engine.token_file", settings.token_file, remedy)
+    given = server_arguments(model_path, settings, banned_ids=banned_ids, pixels=pixels, cuda=cuda, seed=None, timeout_s=600.0)
+    environment = [f"{name}={value}" for name, value in server_environment(settings, token_file=settings.token_file).items()]
+    unset = [word for name in USERS_KEYS for word in ("-u", name)]
+    line = shlex.join(["env", *unset, *environment, *PROGRAM, *given])
+    places = [urlsplit(url) for url in settings.urls or ["http://127.0.0.1:8000"]]
+    return "\n".join(f"{line} --seed $RANDOM --host {shlex.quote(each.hostname)} --port {each.port or 80}" for each in places)
+
+
+def nature(
+    model_path: str, *, dtype: str, max_model_len: int, max_num_seqs: int, max_images: int, banned_ids: Sequence[int], logprobs_mode: str,
+    backend: str, pixels: Mapping[str, object] | None,
+) -> dict[str, str]:  # fmt: skip
+    """What server and run compare, by the names that a difference is told by."""
+    folder = Path(model_path)
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in VOLATILE}
+    files = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
+    tokenizer = [read_bytes(file, at_most=MAX_TOKENIZER_BYTES) for file in files if file.is_file()]
+    return {
+        "model": _short(json.dumps(config, sort_keys=True).encode()),
+        "tokenizer": _short(*tokenizer),
+        "weight transfer": backend or "none",
+        "banned ids": _short(json.dumps(list(banned_ids)).encode()),
+        "logprobs_mode": logprobs_mode,
+        "engine.dtype": dtype,
+        "engine.max_model_len": str(max_model_len),
+        "engine.max_num_seqs": str(max_num_seqs),
+        "engine.max_images": str(max_images),
+        "pixels": json.dumps(pixels, sort_keys=True),
+    }
+
+
+def nature_of(settings: EngineSettings, model_path: str, *, banned_ids: Sequence[int], pixels: tuple[int, int]) -> dict[str, str]:
+    """What a run of these settings wants."""
+    sizes = {"size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]}}
+    return nature(
+        model_path, dtype=settings.dtype, max_model_len=settings.max_model_len, max_num_seqs=settings.max_num_seqs,
+        max_images=settings.max_images, banned_ids=banned_ids, logprobs_mode="processed_logprobs", backend=BACKEND, pixels=sizes,
+    )  # fmt: skip
+
+
+def _short(*contents: bytes) -> str:
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:12]

@@ -1,0 +1,101 @@
+"""Services that answer with the policy in training, for a partner's run (tasks/lewis/server/weight_updates.py): they are sent its weights
+by HTTP.
+
+A service that takes them serves them from then on; one that does not goes on with those that it has, is told of, and is sent the next ones.
+"""
+
+import base64
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ValidationError
+from safetensors.torch import save
+
+from megatron_rl.clients.endpoint_pool import KeyRefused, ServerFault, one_line, told
+from megatron_rl.config import AudienceSettings, require
+from megatron_rl.distributed.world import together
+from megatron_rl.rollout.vllm.weight_receiver import buckets
+from sandbox.bounded_http import DENIED, NoAnswer, request
+from sandbox.token import read_token
+
+MOST_BYTES = 64 << 10
+"""Limit of an answer."""
+
+Tensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+class _Held(BaseModel):
+    held: int
+    version: str
+
+
+class Audience:
+    """All services of a run. Every rank has one; the main rank's sends."""
+
+    def __init__(self, settings: AudienceSettings, *, run: str, is_main: bool, tell: Callable[[str], None] = print) -> None:
+        """ValueError: the file of the token cannot be read."""
+        self._settings, self._run, self._is_main, self._tell = settings, run, is_main, tell
+        self._token = read_token(Path(settings.token_file)) if settings.token_file else ""
+
+    def begin(self, tensors: Tensors, *, step: int) -> None:
+        """Send the weights that a life of the run begins with. All ranks together. ValueError, on each: a service does not take them."""
+        behind = self._send_all(tensors, step=step).get("audience/behind", 0.0)
+        remedy = f"{behind:.0f} did not take the weights that the run begins with; start them, or correct the addresses"
+        together(lambda: require(not behind, "audience.urls", self._settings.urls, remedy))
+
+    def serve(self, tensors: Tensors, *, step: int) -> dict[str, float]:
+        """Send the weights after so many steps, where they are due; how many services do not have them. All ranks together."""
+        return {} if step % self._settings.every else self._send_all(tensors, step=step)
+
+    def _send_all(self, tensors: Tensors, *, step: int) -> dict[str, float]:
+        given = self._settings
+        if not given.urls:
+            return {}
+        if not self._is_main:
+            for _ in tensors():
+                pass
+            return {}
+        parts = [_encoded(bucket) for bucket in buckets(tensors(), int(given.part_mib * 2**20))]
+        with ThreadPoolExecutor(len(given.urls)) as threads:
+            faults = [fault for fault in threads.map(lambda url: self._sent(url, parts, f"{self._run} step {step}"), given.urls) if fault]
+        for fault in faults:
+            self._tell(f"audience: {fault}")
+        return {"audience/behind": float(len(faults))}
+
+    def _sent(self, url: str, parts: list[str], update: str) -> str:
+        """Why the service does not have them; empty where it does. ValueError: it does not accept the token, which is no outage."""
+        fault = ""
+        for _ in range(self._settings.tries):
+            try:
+                self._send(url, parts, update[:200])
+                return ""
+            except KeyRefused as refused:
+                raise ValueError(f"audience.urls={url}: {refused}: audience.token_file=FILE") from refused
+            except ServerFault as error:
+                fault = f"{url}: {error}"
+        return fault
+
+    def _send(self, url: str, parts: list[str], update: str) -> None:
+        for number, part in enumerate(parts):
+            body = {"update": update, "part": number, "parts": len(parts), "safetensors": part}
+            try:
+                answer = request("POST", f"{url}/weights", body, limit_s=self._settings.timeout_s, max_bytes=MOST_BYTES, token=self._token)
+            except NoAnswer as error:
+                raise ServerFault(one_line(str(error))) from error
+            if answer.status in DENIED:
+                raise KeyRefused(f"answers {answer.status} ({one_line(answer.text)}); give its token")
+            if answer.status != 200:
+                hint = "; start it with --trained" if answer.status == 404 else ""
+                raise ServerFault(f"HTTP {answer.status}: {one_line(answer.text)}{hint}")
+            try:
+                held = _Held.model_validate_json(answer.content).held
+            except ValidationError as error:
+                raise ServerFault(told(error)) from error
+            if held != number + 1:
+                raise ServerFault(f"holds {held} parts and was sent {number + 1}")
+
+
+def _encoded(bucket: list[tuple[str, torch.Tensor]]) -> str:
+    return base64.b64encode(save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket})).decode()

@@ -1,0 +1,65 @@
+"""What a run's checkpoint remembers beside its tensors: run/state.json, with a digest of its own."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_rl.io.jsonl import read_json, replace_bytes
+from megatron_rl.run.record import History
+from megatron_rl.weights.formats.digests import MAX_STATE_BYTES, STATE, check_records
+
+_OWN_DIGEST = "sha256"
+"""Key of run/state.json: the digest of its other values."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunState:
+    """What a run knows beside its policy when `step` steps are done; without arguments, at its beginning."""
+
+    step: Annotated[int, Ge(0)] = 0
+    history: History = field(default_factory=History)
+    success: float | None = None
+    """Greedy success of the evaluation that followed this step, if there was one."""
+    settings: dict = field(default_factory=dict)
+    base: dict[str, str] = field(default_factory=dict)
+    """Digests of the model in model.path (weights/formats/model_digests.py)."""
+    files: dict[str, dict[str, int | str]] = field(default_factory=dict)
+    """Size and digest of every file of the checkpoint but this one, by its name relative to the checkpoint (digests.py)."""
+
+
+_STATE: TypeAdapter[RunState] = TypeAdapter(RunState)
+
+
+def recall(checkpoint: Path) -> RunState:
+    """Return what a checkpoint's run/state.json holds. ValueError: it is not there, or not what a run wrote."""
+    path = checkpoint / STATE
+    try:
+        read = read_json(path, at_most=MAX_STATE_BYTES)
+        expected, found = read.pop(_OWN_DIGEST), _digest_of(read)
+        if found != expected:
+            raise ValueError(f"has the SHA-256 {found}, not {expected}")
+        check_records(read["files"])
+        state = RunState(**{**read, "history": History(**read["history"])})
+        _STATE.validate_json(json.dumps(read), strict=True)
+        return state
+    except FileNotFoundError as error:
+        raise ValueError(f"{checkpoint}: damaged: {STATE} is missing") from error
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{checkpoint}: damaged: {STATE} cannot be read ({'.'.join(map(str, wrong['loc']))}: {wrong['msg']})") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{checkpoint}: damaged: {STATE} cannot be read ({error})") from error
+
+
+def write_state(path: Path, values: Mapping[str, object]) -> None:
+    replace_bytes(path, json.dumps({_OWN_DIGEST: _digest_of(values), **values}, indent=1).encode())
+
+
+def _digest_of(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -1,0 +1,281 @@
+"""One rule for a run folder: nobody else runs in it, and what a run is about to do there loses nothing.
+
+    no step was recorded in it                               the run begins, whatever the settings were
+    finished, and the settings are the same                  nothing is left to do
+    the same settings, more steps, or changes of FREE        the run goes on from its newest checkpoint, or begins again where there is none
+    the same, but the run has finished, or stopped in        refused without checkpoint.allow_repeat
+      order, behind its newest checkpoint
+    a checkpoint under the name of another step              refused
+    any other change                                         refused, unless run.overwrite moves the folder aside
+A finished run (eval.json, and final/ with all its weights) has done all its steps, as has one whose final/ was lost since; one that
+stopped in order wrote ended.json, with the step of the checkpoint that it left. After all other ends (a kill, an error) the steps behind
+the newest checkpoint are done again, and run/superseded_steps.py keeps what was recorded of them.
+Settings are compared with those of config.yaml; one that only one of the two has is a change, too. The lock is one of fcntl's, on
+RUN/.lock, held by rank 0; on NFS it was not tried.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import yaml
+
+from megatron_rl.config import Settings
+from megatron_rl.distributed.world import on_main_rank
+from megatron_rl.io.bounded_files import read_yaml
+from megatron_rl.io.jsonl import read_json, replace_bytes, to_number
+from megatron_rl.observe.metrics import METRICS_FILE
+from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
+from megatron_rl.run.checkpoint_state import recall
+from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, step_name, step_of, writing
+from megatron_rl.run.superseded_steps import SUPERSEDED
+from megatron_rl.weights.formats.safetensors_folder import find_missing_file
+
+LOCK = ".lock"
+ENDED = "ended.json"
+"""How the last attempt ended if it did not finish: {"state": "stopped" or "failed", "line": why, "step": of the newest checkpoint}. A kill
+leaves none."""
+FREE = (
+    "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry",
+    "run.overwrite", "run.grace_s", "run.max_failed", "run.max_logprob_abs_diff", "run.patience_s", "run.host_gb", "run.record",
+    "run.record_gb", "run.record_best", "run.record_worst", "run.trace", "task.judge.urls", "task.judge.token_file",
+    "task.judge.patience_s", "task.sandbox.url", "task.sandbox.token_file", "task.options.processes", "task.options.call_s",
+    "task.listener.", "task.speaker.",
+    "task.options.witnesses.", "task.options.witness_token_files.", "task.options.log", "task.options.sheets", "evaluation.urls",
+    "evaluation.timeout_s", "evaluation.patience_s", "evaluation.tries", "evaluation.concurrency",
+)  # fmt: skip
+"""Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
+_OPEN = ("optim.part_lr", "task.options")
+"""Settings whose keys are the user's: they are compared as a whole where they have other keys than before."""
+ABSENT = "absent"
+"""Stands for the value of a setting that is not there."""
+STEPS = {"rl": "run.steps", "sft": "sft.steps"}
+"""By stage: the setting that says how long a run takes."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Standing:
+    """How a folder stands to a run's settings."""
+
+    newest: Path | None = None
+    """The checkpoint to go on from."""
+    changes: dict[str, tuple[object, object]] = field(default_factory=dict)
+    """{dotted key: (old, new)} of the settings that may change, since the folder's run last began or went on."""
+    is_finished: bool = False
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Of a run that is finished: its last one."""
+    missing: str = ""
+    """The file of final/ for which a run with a last evaluation is not finished."""
+    refusal: str = ""
+    """Why the run cannot go on here."""
+
+    def describe_start(self, folder: Path, checkpoint: Path | None) -> str:
+        """Return the line that says from where a run goes on, given the checkpoint that was found intact; "" for a new run."""
+        if checkpoint is None and not self.changes:
+            return ""
+        begins = f"resume: {checkpoint}" if checkpoint else f"begin again: {folder}"
+        lacks = f"; {folder / FINAL / self.missing} is missing, the run is not finished" if self.missing else ""
+        return begins + (f"; changed since: {told(self.changes)}" if self.changes else "") + lacks
+
+
+@contextmanager
+def held(settings: Settings) -> Iterator[Standing]:
+    """Hold the run folder inside the block, ready for the run. All ranks together.
+
+    Yields how the folder stands to the settings; of a run that is finished there is nothing to do. ValueError: another run holds it, or it
+    holds another run.
+    """
+    with ExitStack() as locks:
+        yield on_main_rank(lambda: _enter(settings, locks))
+
+
+def _enter(settings: Settings, locks: ExitStack) -> Standing:
+    folder = Path(settings.run.dir)
+    with writing(folder):
+        locks.enter_context(lock(folder))
+        locks.callback(_leave_no_trace, folder)  # while it is still held
+        standing = look(folder, settings)
+        if settings.run.overwrite and (standing.refusal or standing.is_finished):
+            moved = aside(folder)
+            folder.absolute().rename(moved)
+            locks.enter_context(lock(folder))
+            print(f"run.overwrite=true: what was in {folder} is now in {moved}; a new run begins", flush=True)
+            standing = Standing()
+    if standing.refusal:
+        raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
+    if standing.is_finished:
+        return replace(standing, evaluation=_evaluation_in(folder))
+    with writing(folder):
+        (folder / ENDED).unlink(missing_ok=True)
+        _remove_halves(folder)
+    locks.push(partial(_leave_word, folder))
+    return standing
+
+
+def lock(folder: Path) -> TextIO:
+    """The folder's lock, held until it is closed; its text says by whom."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.seek(0)
+        holder = file.read().strip() or "not yet told which"
+        file.close()
+        raise ValueError(f"run.dir={folder}: a run is under way in it ({holder}); choose another folder") from error
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def _leave_no_trace(folder: Path) -> None:
+    """A folder that came to hold nothing but its lock goes: a model that could not be read begins no run."""
+    if _names(folder) == [LOCK]:
+        with suppress(OSError):  # the disk may be what the run ends for
+            (folder / LOCK).unlink()
+            folder.rmdir()
+
+
+def _remove_halves(folder: Path) -> None:
+    """Small files that a life before has not written to their end (jsonl.replace_bytes): it was killed, or met a read-only disk."""
+    for half in (*folder.glob(".*.partial"), *(folder / ROLLOUTS).glob(".*.partial")):
+        if half.is_file():
+            half.unlink()
+
+
+def _names(folder: Path) -> list[str]:
+    """Of what lies in it; nothing where somebody has removed it: what the run ends for is told, and not this."""
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def _leave_word(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """Why this life ended; while the folder is held, and of a run that began."""
+    if (folder / EVALUATION).exists() or _names(folder) in ([], [LOCK]):
+        return
+    is_stopped = error is None or isinstance(error, KeyboardInterrupt)
+    line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
+    ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": saved_step(folder)}
+    with suppress(OSError):  # the disk may be what the run ends for
+        replace_bytes(folder / ENDED, json.dumps(ended).encode())
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of a run's newest checkpoint, 0 if there is none."""
+    return max(map(step_of, published(folder / CHECKPOINTS)), default=0)
+
+
+def look(folder: Path, settings: Settings) -> Standing:
+    """What a run with these settings would meet in the folder."""
+    metrics, newest = folder / METRICS_FILE, next(reversed(published(folder / CHECKPOINTS)), None)
+    if newest is None and not (metrics.is_file() and metrics.stat().st_size):
+        return Standing()
+    try:
+        stored = read_settings(folder / CONFIG)
+        changes = changed(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
+        num_steps = sum(stored["sft"]["steps"]) if settings.stage == "sft" else int(stored["run"]["steps"])
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        return Standing(refusal=f"holds a run whose {CONFIG} cannot be read ({' '.join(str(error).split())[:200]})")
+    others = {key: values for key, values in changes.items() if not may_change(key, *values)}
+    if others:
+        return Standing(refusal=f"holds a run with other settings: {told(others)}")
+    renamed = _find_renamed(folder)
+    if renamed:
+        return Standing(refusal=renamed)
+    is_evaluated, missing = (folder / EVALUATION).is_file(), find_missing_file(folder / FINAL)
+    is_finished = is_evaluated and not missing
+    if is_finished and STEPS[settings.stage] not in changes:
+        return Standing(is_finished=True)
+    num_done = num_steps if is_evaluated else _stopped_after(folder)
+    if num_done > (step_of(newest) if newest else 0) and not settings.checkpoint.allow_repeat:
+        lacks = f"{folder / FINAL / missing} is missing, " if is_evaluated and missing else ""
+        refusal = lacks + _repetition(folder, newest, num_done=num_done)
+        return Standing(refusal=f"{told(changes)}: {refusal}" if changes else refusal)
+    return Standing(newest=newest, changes=changes, missing=missing if is_evaluated else "")
+
+
+def _find_renamed(folder: Path) -> str:
+    """Return what a checkpoint is that has another step's name, "" if there is none. Of what is damaged nothing is known."""
+    for checkpoint in published(folder / CHECKPOINTS):
+        with suppress(ValueError):
+            step = recall(checkpoint).step
+            if checkpoint.name != step_name(step):
+                return f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it {step_name(step)} again"
+    return ""
+
+
+def _stopped_after(folder: Path) -> int:
+    """Return the step of the checkpoint that a run left when it stopped in order, 0 if it ended in another way."""
+    try:
+        ended = read_json(folder / ENDED)
+        return int(ended["step"]) if ended["state"] == "stopped" else 0
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+
+
+def _repetition(folder: Path, newest: Path | None, *, num_done: int) -> str:
+    """Return why a run that has done num_done steps does not go on from an older checkpoint unasked."""
+    saved = step_of(newest) if newest else 0
+    has = f"the newest checkpoint is of step {saved}" if newest else "there is no checkpoint"
+    return (
+        f"{has}, and the run has done {num_done} steps: going on would do {num_done - saved} steps again "
+        f"(checkpoint.allow_repeat=true does, and keeps their records in {folder / SUPERSEDED})"
+    )
+
+
+def _evaluation_in(folder: Path) -> dict[str, float]:
+    path = folder / EVALUATION
+    try:
+        found = read_json(path)
+        return {str(name): to_number(value) for name, value in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); remove it, and the run makes its last evaluation again") from error
+
+
+def read_settings(path: Path) -> dict[str, object]:
+    """A run's config.yaml. ValueError, in words that follow the file's name: it holds no settings. OSError: it cannot be read."""
+    found = read_yaml(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"is a {type(found).__name__}, no settings")
+    return found
+
+
+def changed(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
+    """{dotted key: (old, new)} of the settings that differ; ABSENT where one of them lacks the key."""
+    changes: dict[str, tuple[object, object]] = {}
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key, ABSENT), new.get(key, ABSENT)
+        are_groups = isinstance(before, dict) and isinstance(after, dict)
+        if are_groups and (prefix + key not in _OPEN or before.keys() == after.keys()):
+            changes |= changed(before, after, f"{prefix}{key}.")
+        elif before != after:
+            changes[prefix + key] = (before, after)
+    return changes
+
+
+def may_change(key: str, old: object, new: object) -> bool:
+    """Whether a run that goes on with the new value is still that run. Stages of a warm start stand where they did: only the last grows."""
+    if key in STEPS.values() and old != ABSENT:
+        return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
+    return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
+
+
+def told(changes: Mapping[str, tuple[object, object]]) -> str:
+    return ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
+
+
+def aside(folder: Path) -> Path:
+    """DIR.1, or the next number that is free."""
+    own, number = folder.absolute(), 1
+    while own.with_name(f"{own.name}.{number}").exists():
+        number += 1
+    return own.with_name(f"{own.name}.{number}")

@@ -1,0 +1,144 @@
+"""Attempts at a run: their output kept one by one, signals passed on, and a Slurm job put back into the queue when its time is over.
+
+    RUN/logs/attempt_1/output.txt    what the first one said
+    RUN/logs/latest                  a link to the newest
+The output is locked (fcntl.lockf) while its attempt is under way. SIGUSR1 is what Slurm sends before a time limit (sbatch
+--signal=B:USR1@300). A preemption sends SIGTERM to the steps of a job alone, and Slurm (22.05) does not requeue one that then ends by
+itself. scancel sends SIGTERM, too; who was canceled does not come back.
+"""
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Container, Sequence
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Self
+
+from megatron_rl.io.bounded_files import read_tail
+from megatron_rl.run.shutdown import SIGNALS, die_with_parent, hearing
+
+LOGS, OUTPUT = "logs", "output.txt"
+LATEST = f"{LOGS}/latest/{OUTPUT}"
+"""Of a run folder: what the newest attempt said."""
+
+
+def new_output(logs: Path) -> Path:
+    """The output file of the next attempt: its folder is new, and what `latest` links to."""
+    logs.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        folder = logs / f"attempt_{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        link = logs / f".latest.{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(logs / "latest")
+        return folder / OUTPUT
+
+
+class Attempt:
+    """A command under way, in a session of its own; it does not outlive this process."""
+
+    def __init__(self, command: Sequence[str], *, output: Path | None = None) -> None:
+        """Without an output file it speaks where this process does."""
+        self.output = output
+        self._said: IO[bytes] | None = None
+        if output is not None:
+            self._said = output.open("wb")
+            fcntl.lockf(self._said, fcntl.LOCK_EX)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT if output else None,
+            start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+
+    def tell(self, number: int) -> None:
+        """Ask it to stop. srun takes SIGTERM for its own end; SIGUSR1 it passes on."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1)
+
+    def poll(self) -> int | None:
+        """Its exit code as a shell has it, once it has ended. Who died of the question to stop had not yet begun."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if self._said is not None:
+            self._said.close()
+        if code == -signal.SIGUSR1:
+            return os.EX_TEMPFAIL
+        return code if code >= 0 else 128 - code
+
+    def wait(self) -> int:
+        self._process.wait()
+        return self.poll()
+
+    def last_line(self) -> str:
+        """What it said last, '' if nothing."""
+        lines = read_tail(self.output).split("\n") if self.output else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+class Hearing:
+    """As a context: what this process is asked, the attempts under way are asked."""
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+        self.heard: set[int] = set()
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._closing.enter_context(hearing(dict.fromkeys(SIGNALS, self._hear)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closing.close()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard.add(number)
+        for attempt in self.attempts:
+            attempt.tell(number)
+
+
+def require_job() -> None:
+    if "SLURM_JOB_ID" not in os.environ:
+        raise ValueError("--requeue: this is no Slurm job; submit it with sbatch, or leave it out")
+
+
+def requeue(heard: Container[int]) -> None:
+    """Put this Slurm job back into the queue, as it was submitted, where its time was over or another one goes before."""
+    job = os.environ["SLURM_JOB_ID"]
+    if signal.SIGUSR1 not in heard and not _is_preempted(job):
+        return
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    print(f"job {job} goes back into the queue, after {restarts} restarts", flush=True)
+    subprocess.run(["scontrol", "requeue", job], check=True)
+
+
+def _is_preempted(job: str) -> bool:
+    told = subprocess.run(["scontrol", "show", "job", "--oneliner", job], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in told.split())
+
+
+def attempt(command: Sequence[str], *, logs: Path | None = None, requeues: bool = False) -> int:
+    """One attempt, to its end; returns its exit code. `requeues`: where Slurm wanted its end, this job is put back into the queue."""
+    if requeues:
+        require_job()
+    output = new_output(logs) if logs else None
+    if output:
+        print(output, flush=True)
+    with Hearing() as hearing:
+        begun = Attempt(command, output=output)
+        hearing.attempts.append(begun)
+        if hearing.heard:  # in between
+            begun.tell(signal.SIGUSR1)
+        code = begun.wait()
+        if output:
+            print(begun.last_line(), flush=True)
+        if requeues and code:
+            requeue(hearing.heard)
+    return code

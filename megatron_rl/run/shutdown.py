@@ -1,0 +1,226 @@
+"""Stopping: what a signal asks of a run, where all ranks agree to it, and how long a step may take until then.
+
+SIGTERM, SIGUSR1 and SIGINT ask this process to stop; nothing is interrupted. At the end of a step all ranks agree (`check`). Rollouts that
+are not done grace_s after the signal are given up (`within_grace`): the step is played again by the run's next life. A second SIGINT ends
+the process at once, and so does any other signal that comes AGAIN_S or more after the first, where there is no launcher.
+
+Python's handlers run when the main thread comes back from C: in a collective, or where ranks wait for each other to begin, that may take
+minutes. `SignalDeadline` therefore hears signals in a thread, and ends a process that has not acted in time: START_S after the signal
+before the first `check`, AT_ONCE_S after a second one; later on grace_s + closing_s after it, or without a launcher CLOSING_S after the
+main thread was last seen to move beyond the grace.
+"""
+
+import asyncio
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.types import Stopped
+
+T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], None]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+START_S = 10.0
+"""What a process has after a signal before its first step: nothing is lost."""
+AGAIN_S = 5.0
+"""A further signal that comes sooner is the same one on another way: of a launcher, a queue, a terminal."""
+AT_ONCE_S = 3.0
+CLOSING_S = 120.0
+"""Beyond the grace: a step's updates, its checkpoint and the end of the engine."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that was asked twice."""
+_LOOK_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def hearing(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Inside the block these signals have these handlers. Python hears signals in the main thread alone: in another one nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(slots=True, frozen=True)
+class HardEnd:
+    """How a process ends that does not act on a signal."""
+
+    at: float
+    """On time.monotonic's clock."""
+    line: str
+    code: int
+
+
+class SignalDeadline:
+    """As a context of the main thread: ends this process at a time that `rule` gives for the signals heard, (number, time), so far."""
+
+    def __init__(self, rule: Callable[[Sequence[tuple[int, float]]], HardEnd]) -> None:
+        self._rule = rule
+        self._heard: list[tuple[int, float]] = []
+
+    def __enter__(self) -> Self:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            self._reader, self._writer = socket.socketpair()
+            self._writer.setblocking(False)
+            self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=self._leave_line)
+            self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._is_main:
+            signal.set_wakeup_fd(self._before)
+            self._writer.close()
+            self._thread.join()
+            self._reader.close()
+
+    def _leave_line(self) -> None:
+        """In a forked process: its signals are not this one's."""
+        if self._writer.fileno() >= 0:
+            signal.set_wakeup_fd(-1)
+            self._writer.close()
+
+    def _watch(self) -> None:
+        """In the thread, until the other end of the line is closed."""
+        while True:
+            if select.select([self._reader], [], [], _LOOK_S if self._heard else None)[0]:
+                numbers = self._reader.recv(64)
+                if not numbers:
+                    return
+                self._heard += [(number, time.monotonic()) for number in numbers if number in SIGNALS]
+            if self._heard and time.monotonic() > (end := self._rule(self._heard)).at:
+                if end.line and is_spokesman():
+                    os.write(sys.stderr.fileno(), f"{end.line}\n".encode())  # the main thread may hold the lock of sys.stderr
+                os._exit(end.code)
+
+
+def has_launcher() -> bool:
+    """Return True under torchrun and launch/spawn.py: they have time limits of their own, and send signals to who is left when one ends."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_spokesman() -> bool:
+    """Return True for the process that reports what all processes of a launcher meet, each of which hears the same signals."""
+    return not has_launcher() or os.environ.get("RANK", "0") == "0"
+
+
+def main_place() -> str:
+    """Return where the main thread is. Example: `distributed/world.py:71 in connect`"""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    own = frame
+    while own.f_back is not None and not Path(own.f_code.co_filename).is_relative_to(Path(__file__).parent):
+        own = own.f_back
+    return f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
+
+
+class Stop:
+    """Whether this process was asked to stop, and since when. As a context it hears the signals."""
+
+    def __init__(self, *, grace_s: float, closing_s: float = CLOSING_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._grace_s, self._closing_s, self._clock = grace_s, closing_s, clock
+        self._since: float | None = None
+        self._interrupted = self._has_started = False
+        self._place: tuple[CodeType, int] | None = None
+        self._moved = 0.0
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._closing.enter_context(hearing(dict.fromkeys(SIGNALS, self._hear)))
+        self._closing.enter_context(SignalDeadline(self._hard_end))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closing.close()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        if self._since is None:
+            self._since = self._clock()
+        elif not has_launcher() and self._clock() - self._since >= AGAIN_S:
+            raise KeyboardInterrupt
+
+    def _hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
+        """See SignalDeadline."""
+        number, first = heard[0]
+        interrupts = [at for other, at in heard if other == signal.SIGINT]
+        again = interrupts[1:] + [at for _, at in heard if at - first >= AGAIN_S and not has_launcher()]
+        name, where = signal.Signals(number).name, main_place()
+        if again:
+            line = f"error: interrupted at {where}; the checkpoints that were complete stay, and the same command goes on"
+            return HardEnd(min(again) + AT_ONCE_S, line, INTERRUPTED)
+        if not self._has_started:
+            line = f"stopped before the first step, by {name} at {where}; the same command goes on"
+            return HardEnd(first + START_S, line, os.EX_TEMPFAIL)
+        at = first + self._grace_s + self._closing_s
+        if not has_launcher():
+            at = min(at, max(first + self._grace_s, self._last_move()) + CLOSING_S)
+        line = f"error: {name}: still at {where} after {time.monotonic() - first:.0f} s; the same command goes on from the last checkpoint"
+        return HardEnd(at, line, os.EX_TEMPFAIL)
+
+    def _last_move(self) -> float:
+        """Return when the main thread was last seen at another place than before, on time.monotonic's clock."""
+        frame = sys._current_frames()[threading.main_thread().ident]
+        if (frame.f_code, frame.f_lasti) != self._place:
+            self._place, self._moved = (frame.f_code, frame.f_lasti), time.monotonic()
+        return self._moved
+
+    @property
+    def is_asked(self) -> bool:
+        """Of this process; other ranks may know better."""
+        return self._since is not None
+
+    def mark_started(self) -> None:
+        """From now on there may be something to save."""
+        self._has_started = True
+
+    def check(self) -> None:
+        """Raise Stopped on every rank if one of them was asked. All ranks together, from the first step on."""
+        self.mark_started()
+        self.check_start()
+
+    def check_start(self) -> None:
+        """As check, while the run starts."""
+        asked = torch.tensor(int(self.is_asked))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if asked.item():
+            self.mark_started()  # what was opened is closed in order
+            raise Stopped
+
+    async def within_grace(self, play: Callable[[], Coroutine[object, object, T]]) -> T | None:
+        """What `play` returns; None where this process was asked to stop grace_s ago and it was cancelled."""
+        work = asyncio.create_task(play())
+        while not work.done():
+            await asyncio.wait({work}, timeout=_LOOK_S)
+            if self._since is not None and self._clock() - self._since > self._grace_s and work.cancel():
+                with suppress(asyncio.CancelledError):
+                    await work
+                return None
+        return work.result()
+
+
+def die_with_parent() -> None:
+    """From now on this process is killed when the one that started it dies, however that dies (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

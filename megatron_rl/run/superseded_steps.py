@@ -1,0 +1,120 @@
+"""Keeps the records of steps that a resumed run does again.
+
+    RUN/superseded/step_00000006/            the run went on behind step 6 although later steps were recorded
+        metrics.jsonl                        the lines of those steps
+        eval.json, prompts.jsonl             results of a run that had finished, and is made longer
+        final/, adapter/                     its model, if steps of it are done again
+        rollouts/                            recorded rollouts of those steps, with their pictures
+    RUN/superseded/checkpoints/step_00000008/    a damaged checkpoint that the run did not go on from (run/checkpoints.py)
+A second folder of that name is step_00000006.1. Nothing in RUN/superseded is read or removed by the program.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.io.bounded_files import is_regular
+from megatron_rl.io.jsonl import replace_lines
+from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
+from megatron_rl.observe.recorder import FOLDER, keys_in, name_of
+from megatron_rl.observe.rollout_store import STEP, keys_in_step, step_of
+
+SUPERSEDED = "superseded"
+KEYS_OF = {".jsonl": keys_in, ".parquet": keys_in_step}
+"""By suffix of a file of rollouts: what gives the keys of its pictures."""
+
+
+def supersede_records(
+    run_dir: Path, *, first_step: int, first_line: int, num_steps: int, results: Sequence[str], models: Sequence[str]
+) -> tuple[Path, int] | None:
+    """Move the records of steps from `first_step` on out of the way of a run that does them again.
+
+    Args:
+        first_line: First step whose metrics are written again; `first_step - 1` if its evaluation is still to be made.
+        num_steps: Steps that the run is to have. Beyond `first_step`, the final evaluation of the
+            shorter run moves into the line of its last step, where a periodic evaluation has it.
+        results: Names of files that a finished run leaves.
+        models: Names of folders that a finished run leaves; they move only if a step is done again.
+
+    Returns:
+        The folder they are in now and the number of steps in it; None if there were none.
+    """
+    path = run_dir / METRICS_FILE
+    lines = read_metrics(path) if path.is_file() else []
+    repeated = [line for line in lines if line["step"] >= first_line]
+    num_repeated = sum(not _is_final_evaluation(line) for line in repeated)
+    files = [file for file in _step_files(run_dir / FOLDER) if step_of(file) >= first_step]
+    names = [name for name in (*results, *(models if num_repeated else ())) if (run_dir / name).exists()]
+    superseded = _new_folder(run_dir / SUPERSEDED / f"step_{first_step:08d}") if repeated or files or names else None
+    if superseded:
+        replace_lines(superseded / METRICS_FILE, repeated)
+        _move_rollouts(files, superseded / FOLDER)
+        for name in names:
+            (run_dir / name).rename(superseded / name)
+    if path.is_file():  # last: a kill before leaves the lines here, and they are moved by the next attempt
+        kept = [line for line in lines if line["step"] < first_line]
+        replace_lines(path, _with_evaluation(kept, repeated) if num_steps > first_step else kept)
+    return (superseded, num_repeated) if superseded else None
+
+
+def find_gaps(run_dir: Path, *, first_line: int) -> str:
+    """Return what is wrong with the steps before `first_line` in metrics.jsonl, which has a line of each in order; "" if nothing is."""
+    path = run_dir / METRICS_FILE
+    found = [int(line["step"]) for line in read_metrics(path)] if path.is_file() else []
+    missing = sorted(set(range(first_line)) - set(found))
+    if missing:
+        steps = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
+        return f"{path} has no line of {len(missing)} steps that are done ({steps}); curves and reports lack them"
+    return "" if found == sorted(set(found)) else f"{path} has lines that are not in the order of steps, or twice; somebody changed it"
+
+
+def _is_final_evaluation(line: Mapping[str, float]) -> bool:
+    """Return True for the line that a finished run adds behind its last step."""
+    return all(name == "step" or name.startswith(("eval/", "time/")) for name in line)
+
+
+def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Add the final evaluation to the line of the step that it followed, if it directly follows what is kept."""
+    if not (kept and repeated and _is_final_evaluation(repeated[0]) and repeated[0]["step"] == kept[-1]["step"] + 1):
+        return list(kept)
+    evaluation = {name: value for name, value in repeated[0].items() if name.startswith("eval/")}
+    return [*kept[:-1], {**kept[-1], **evaluation}]
+
+
+def _step_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*") if path.suffix in KEYS_OF and STEP.fullmatch(path.stem))
+
+
+def _new_folder(wanted: Path) -> Path:
+    folder = free_path(wanted)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def free_path(wanted: Path) -> Path:
+    """Return the path if nothing is there, else the same with the first free number behind it."""
+    path, number = wanted, 0
+    while path.exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.name}.{number}")
+    return path
+
+
+def _move_rollouts(files: Sequence[Path], to: Path) -> None:
+    """Move files of rollouts, each behind links to its pictures: other steps may show the same ones."""
+    for file in files:
+        for name in map(name_of, KEYS_OF[file.suffix](file)):
+            source, target = file.parent / name, to / name
+            if is_regular(source, follow_link=False) and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link(source, target)
+        to.mkdir(exist_ok=True)
+        file.rename(to / file.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)

@@ -1,0 +1,40 @@
+"""Services as a job of their own (launch/serve.py): what the run waits for, on whatever node this is."""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import Settings, require
+from megatron_rl.run.shutdown import Stop
+from megatron_rl.services.service_launcher import LOOK_S, Service, check_service, chosen
+
+
+def serve(settings: Settings, *, is_over: Callable[[], bool]) -> bool:
+    """Start the services that are marked `elsewhere`, publish their addresses, and end them when the run is over or this job is asked to
+    stop; whether the run was over. One that was over before is waited for: it is to go on. ValueError: a service has ended."""
+    require(not settings.run.overwrite, "run.overwrite", True, "moves the folder aside, addresses included; start both in a new run.dir")
+    marked = {name: replace(service, elsewhere=False) for name, service in chosen(settings.services).items() if service.elsewhere}
+    remedy = "nothing is to be started by another job; mark it in the run's settings and here: services.judge.elsewhere=true"
+    require(bool(marked), "services", ", ".join(chosen(settings.services)), remedy)
+    own: list[Service] = []
+    with Stop(grace_s=0.0) as stop, ExitStack() as running:
+        stop.mark_started()
+        for name, service in marked.items():
+            check_service(name, service, num_taken=0, num_gpus=torch.cuda.device_count())
+            own.append(Service(name, service, run=Path(settings.run.dir), host=socket.gethostname()))
+            running.callback(own[-1].end)
+        has_begun = False
+        while not stop.is_asked:
+            for service in own:
+                service.look()
+            is_at_work = not is_over()
+            if has_begun and not is_at_work:
+                return True
+            has_begun |= is_at_work
+            time.sleep(LOOK_S)
+    return False

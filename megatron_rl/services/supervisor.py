@@ -1,0 +1,57 @@
+"""Keeps a service: starts its command, and ends it with all that it has started when nobody holds this process's standard input any more.
+
+usage: supervisor.py COMMAND ...
+
+Whoever started it may die in any way, the kernel closes the pipe. What the command leaves behind is adopted and ended, too (prctl(2),
+PR_SET_CHILD_SUBREAPER). The exit code is that of the command. A script that imports nothing of this project.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+
+GRACE_S = 10.0
+"""Between the request to end and the end by force."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+
+
+def keep(command: list[str]) -> int:
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # its holder decides; the command would inherit SIG_IGN
+        signal.signal(number, lambda number, frame: None)
+    service = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_keeper)
+    ended = os.pidfd_open(service.pid)
+    ready, _, _ = select.select([sys.stdin, ended], [], [])
+    if ended not in ready:
+        service.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            service.wait(GRACE_S)
+    service.kill()
+    code = service.wait()
+    _end_the_rest()
+    return code if code >= 0 else 128 - code
+
+
+def _end_the_rest() -> None:
+    deadline = time.monotonic() + GRACE_S
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+def _die_with_keeper() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(keep(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""What a speaker of the Lewis game says of a picture: thoughts, a phrase and a sentence, each in its tags, read strictly where they stand.
+
+    <thinking>...</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red, with ...</detailed>
+
+What is not in its tags is looked for as the game's own service does (Deepayan137/Lewis_Game 621d687): a tag that is never closed ends at
+the next tag, or with its line; the phrase may stand free as "a photo of ..."; the sentence is then the first that begins with the category.
+"""
+
+import itertools
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_rl.rewards.text_quoting import quoted
+
+TAGS = ("thinking", "coarse", "detailed")
+PROMPT = (
+    "Describe the {category} in this picture so that somebody can pick it out among others of its kind. First think, between <thinking> "
+    "and </thinking>. Then give, between <coarse> and </coarse>, a phrase of five or six words that begins with: a photo of. Then give, "
+    "between <detailed> and </detailed>, one fluent sentence that names three or four visible attributes which tell it from others of its "
+    "kind. Leave out the background and where it stands; of a person, leave out the clothes."
+)
+SITUATION = (
+    "Last, give between <state> and </state> the state that it is in, and between <location> and </location> where it stands, neither of "
+    "which is said in the sentence."
+)
+"""Behind a prompt: the game's longer one asks for these, too."""
+QUESTION = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
+MOST_COARSE, MOST_DETAILED = 200, 1000
+"""Characters that a listener is told: what a speaker says more never makes a question that cannot be asked."""
+_ANY_TAG = re.compile(r"</?(?:thinking|coarse|detailed|state|location)>", re.IGNORECASE)
+_PHOTO_OF = re.compile(r"\b(?:an?\s+)?(?:photo|picture|image)\s+of\s[^.!?\n<]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+STOP_WORDS = frozenset(re.findall(
+    r"\w+", "a an and are as at be by for from has have in is it its of on or that the there this to was were which with"
+))  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True)
+class Description:
+    """Empty where nothing was found."""
+
+    thinking: str
+    coarse: str
+    detailed: str
+    state: str = ""
+    location: str = ""
+
+    @property
+    def question(self) -> str:
+        """What a listener is asked about each candidate; empty where nothing was said that could be asked about."""
+        words = " ".join(part for part in (self.coarse[:MOST_COARSE], self.detailed[:MOST_DETAILED]) if part)
+        return QUESTION.format(description=quoted(words)) if words else ""
+
+
+def described(text: str, *, category: str) -> Description:
+    """Of a reply. Whatever is in it, this gives one description of one picture."""
+    coarse = _in_tags(text, "coarse") or _found(_PHOTO_OF, text)
+    detailed = _in_tags(text, "detailed") or _sentence_of(text, category)
+    return Description(_in_tags(text, "thinking"), coarse, detailed, _in_tags(text, "state"), _in_tags(text, "location"))
+
+
+def tag_pairs(text: str) -> list[bool]:
+    """For each of TAGS whether it is opened and closed behind that, once each."""
+    return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
+
+
+def sentences(text: str) -> list[str]:
+    return [part.strip() for part in _SENTENCE_END.split(text.strip()) if part.strip()]
+
+
+def rouge_2(text: str, other: str) -> float:
+    """F1 of the pairs of neighboring words (Lin 2004), stop words left out. Example: "red mug blue" and "red mug" share one of two and one
+    of one pair: 2 * 1 / (2 + 1)."""
+    pairs, others = (Counter(itertools.pairwise(words)) for words in map(_content_words, (text, other)))
+    total = pairs.total() + others.total()
+    return 2 * (pairs & others).total() / total if total else 0.0
+
+
+def _content_words(text: str) -> list[str]:
+    return [word for word in re.findall(r"[^\W_]+", text.casefold()) if word not in STOP_WORDS]
+
+
+def _in_tags(text: str, tag: str) -> str:
+    opened = re.search(f"<{tag}>", text, re.IGNORECASE)
+    if opened is None:
+        return ""
+    rest = text[opened.end() :]
+    closed = re.search(f"</{tag}>", rest, re.IGNORECASE) or _ANY_TAG.search(rest)
+    if closed is not None:
+        return rest[: closed.start()].strip()
+    return next((line.strip() for line in rest.splitlines() if line.strip()), "")
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found[0].strip() if found else ""
+
+
+def _sentence_of(text: str, category: str) -> str:
+    begins = re.compile(rf"(?:(?:the|an?|this)\s+)?{re.escape(category)}\b", re.IGNORECASE)
+    return next((each for each in sentences(_ANY_TAG.sub("\n", text)) if category and begins.match(each)), "")

@@ -1,0 +1,274 @@
+"""Asks listeners of the Lewis game which picture a description means; every trouble of theirs is a HostFault and never a score.
+
+What was heard is kept by picture, words and the listener's version, in memory and in a file: p(yes) of a picture does not depend on the
+others beside it, nor on their order. What is asked for at the same time is asked once, and travels in chunks, each to one of the servers
+(clients/endpoint_pool.py: the least busy healthy one, several tries, rests). A picture is sent once to each server and named by its hash
+from then on; one that has forgotten it says so, and is sent it again.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import httpx2
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.clients.endpoint_pool import Endpoint, ServerFault, Servers, one_line, told
+from megatron_rl.clients.health_check import warning_of
+from megatron_rl.clients.openai import Unread
+from megatron_rl.clients.proxies import proxy_words
+from megatron_rl.config import ListenerSettings, require
+from megatron_rl.rewards.verdict_cache import Verdicts
+from megatron_rl.tasks.lewis.listener_protocol import Answers, Heard, heard
+from megatron_rl.tasks.lewis.partner_client import connection, greeting_of, require_answered, token_of
+from megatron_rl.types import HostFault, LastingFault
+from sandbox.messages import encoded
+
+
+@dataclass(slots=True, frozen=True)
+class Keys:
+    """What errors call a listener, and the settings of its addresses and its token."""
+
+    name: str = "listener"
+    urls: str = "task.listener.urls"
+    token_file: str = "task.listener.token_file"
+
+
+@dataclass(slots=True, frozen=True)
+class Shown:
+    """A picture's file."""
+
+    content: bytes
+    path: str = ""
+    """Where it lies, for those who see the same disk."""
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(slots=True, frozen=True)
+class _Asked:
+    question: str
+    shown: Mapping[str, Shown]
+    """By hash, in the order in which they are asked about."""
+    heard: asyncio.Future[dict[str, float]]
+    """log p(yes) by hash."""
+
+
+class _Unknown(BaseModel):
+    class Detail(BaseModel):
+        unknown: list[str]
+
+    detail: Detail
+
+
+class ListenerClient:
+    """Counts of its work stand in cache_hits (a shared request included) and in those of `servers`."""
+
+    def __init__(self, settings: ListenerSettings, keys: Keys = Keys()) -> None:
+        self.settings, self._keys = settings, keys
+        self.servers = Servers(
+            settings.urls, name=keys.name, tries=settings.tries, timeout_s=settings.timeout_s, patience_s=settings.patience_s,
+            concurrency=settings.concurrency, rest_s=settings.backoff_s,
+        )  # fmt: skip
+        self.version = ""
+        """The listeners', from `start` on: what another says later is not taken, unless settings.follows."""
+        self.changes = 0
+        """Answers under another version than the one before."""
+        self.cache_hits = 0
+        self._token = token_of(settings.token_file, key=keys.token_file)
+        self._memory: OrderedDict[str, float] = OrderedDict()
+        self._under_way: dict[tuple[str, frozenset[str]], asyncio.Future[dict[str, float]]] = {}
+        self._chunk: list[_Asked] = []
+        self._tasks: set[asyncio.Task[list[dict[str, float] | HostFault]]] = set()
+        self._sent: dict[str, set[str]] = {url: set() for url in settings.urls}
+        """Hashes that each server was sent."""
+
+    async def start(self) -> None:
+        """In the event loop that will ask. HostFault: no listener answers, or they are not the same one."""
+        settings = self.settings
+        self._file = Verdicts(settings.cache, read_only=False, key="task.listener.cache") if settings.cache else None
+        self.servers.start()
+        http = self._http = connection(self._token, proxied=self._sent if settings.proxy else ())
+        asked = [
+            greeting_of(http, url, key=self._keys.token_file, token=self._token, proxy=self._proxy_words(url)) for url in self._sent
+        ]  # fmt: skip
+        greetings = dict(zip(self._sent, await asyncio.gather(*asked), strict=True))
+        if warning := warning_of(greetings, of="listener", key=self._keys.urls):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        versions = {url: greeting.served[0] for url, greeting in greetings.items() if greeting.served}
+        if len(set(versions.values())) > 1:
+            raise HostFault(f"{self._keys.urls}: these are different listeners ({versions}); start all of them alike")
+        self.version = next(iter(versions.values()))
+
+    def _proxy_words(self, url: str) -> str:
+        return proxy_words(url) if self.settings.proxy else ""
+
+    async def close(self) -> None:
+        for asked in self._chunk:
+            asked.heard.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http.aclose()
+        if self._file is not None:
+            self._file.close()
+
+    async def hear(self, pictures: Sequence[Shown], question: str) -> Heard:
+        """What the listener makes of a question about pictures, no two of them the same.
+
+        HostFault, naming server and reason, after the last try; LastingFault: what was asked is at fault.
+        """
+        shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in pictures})
+        if len(shown) < len(pictures):
+            raise LastingFault("listener: two of the candidates are the same picture")
+        known = {digest: None if self.settings.follows else self._known(digest, question) for digest in shown}
+        if None not in known.values():
+            self.cache_hits += 1
+            return heard(list(known.values()))
+        key = (question, frozenset(shown))
+        self.cache_hits += key in self._under_way
+        if key not in self._under_way:
+            self._ask_later(key, _Asked(question, shown, asyncio.get_running_loop().create_future()))
+        logprobs = await asyncio.shield(self._under_way[key])  # one who is no longer interested takes nothing from the others
+        return heard([logprobs[digest] for digest in shown])
+
+    def _known(self, digest: str, question: str) -> float | None:
+        key = self._key(digest, question)
+        if key not in self._memory and self._file is not None:
+            found = self._file.find(key)
+            if found is not None:
+                _require_logprob(found, path=self.settings.cache)
+                self._remember(key, found)
+        if key in self._memory:
+            self._memory.move_to_end(key)
+        return self._memory.get(key)
+
+    def _key(self, digest: str, question: str) -> str:
+        return hashlib.blake2b(json.dumps([self.version, digest, question]).encode(), digest_size=20).hexdigest()
+
+    def _remember(self, key: str, logprob: float) -> None:
+        self._memory[key] = logprob
+        while len(self._memory) > self.settings.cache_entries:
+            self._memory.popitem(last=False)
+
+    def _ask_later(self, key: tuple[str, frozenset[str]], asked: _Asked) -> None:
+        """When its chunk is full, or has waited."""
+        self._under_way[key] = asked.heard
+        asked.heard.add_done_callback(lambda _: self._under_way.pop(key))
+        self._chunk.append(asked)
+        if len(self._chunk) >= self.settings.chunk_size:
+            self._send(self._chunk)
+        elif len(self._chunk) == 1:
+            asyncio.get_running_loop().call_later(self.settings.chunk_delay_s, self._send, self._chunk)
+
+    def _send(self, chunk: list[_Asked]) -> None:
+        """Once, however it came to be full."""
+        if chunk is self._chunk:
+            self._chunk = []
+            task = asyncio.create_task(self._ask(chunk))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._settle, chunk))
+
+    def _settle(self, chunk: Sequence[_Asked], task: asyncio.Task[list[dict[str, float] | HostFault]]) -> None:
+        self._tasks.discard(task)
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        results = [failure] * len(chunk) if failure else task.result()
+        for asked, result in zip(chunk, results, strict=True):
+            if asked.heard.done():
+                continue
+            if isinstance(result, asyncio.CancelledError):
+                asked.heard.cancel()
+            elif isinstance(result, BaseException):
+                asked.heard.set_exception(result)
+                asked.heard.exception()  # looked at, though nobody may wait for it any more
+            else:
+                asked.heard.set_result(result)
+
+    async def _ask(self, chunk: Sequence[_Asked]) -> list[dict[str, float] | HostFault]:
+        """Of each its answer, or what keeps it from one: where a request is at fault, each is asked by itself, and takes none with it."""
+        try:
+            answers = await self.servers.ask(lambda endpoint: self._answer(endpoint, chunk))
+        except LastingFault as fault:
+            if len(chunk) == 1:
+                return [fault]
+            return [result for asked in chunk for result in await self._ask([asked])]
+        except HostFault as fault:
+            return [fault] * len(chunk)
+        for asked, logprobs in zip(chunk, [] if self.settings.follows else answers, strict=not self.settings.follows):
+            for digest, logprob in logprobs.items():
+                key = self._key(digest, asked.question)
+                self._remember(key, logprob)
+                if self._file is not None:
+                    words = json.dumps({"question": asked.question, "picture": digest})
+                    self._file.keep(key, model=self.version, prompt="listener", fields=words, verdict=logprob)
+        return list(answers)
+
+    async def _answer(self, endpoint: Endpoint, chunk: Sequence[_Asked]) -> list[dict[str, float]]:
+        sent = self._sent[endpoint.url]
+        reply = await self._post(endpoint, chunk, known=sent)
+        if reply.status_code == 404:
+            sent.difference_update(_unknown_of(reply))
+            reply = await self._post(endpoint, chunk, known=set())
+        require_answered(reply, key=self._keys.token_file)
+        answers = self._read(reply.content, chunk)
+        sent.update(digest for asked in chunk for digest in asked.shown)
+        return answers
+
+    async def _post(self, endpoint: Endpoint, chunk: Sequence[_Asked], *, known: set[str]) -> httpx2.Response:
+        """Every picture in full once at most."""
+        told_of, batch = set(known), []
+        for asked in chunk:
+            candidates = []
+            for digest, picture in asked.shown.items():
+                by_path = self.settings.send == "paths" and picture.path
+                full = {"path": picture.path} if by_path else {"base64": encoded(picture.content)}
+                candidates.append({"sha256": digest} if digest in told_of and not by_path else full)
+                told_of.add(digest)
+            batch.append({"question": asked.question, "candidates": candidates})
+        try:
+            return await self._http.post(f"{endpoint.url}/batch_score", json={"batch": batch})
+        except (httpx2.HTTPError, httpx2.InvalidURL, Unread) as error:
+            raise ServerFault(told(error, secret=self._token) + self._proxy_words(endpoint.url)) from error
+
+    def _read(self, content: bytes, chunk: Sequence[_Asked]) -> list[dict[str, float]]:
+        try:
+            answers = Answers.model_validate_json(content)
+        except ValidationError as error:
+            raise ServerFault(told(error)) from error
+        if answers.version != self.version and self.settings.follows:
+            self.version = answers.version
+            self.changes += 1
+        if answers.version != self.version:
+            raise ServerFault(f"is another listener now: version {one_line(answers.version)}, not {self.version}")
+        lengths = [len(result.yes_logprobs) for result in answers.results]
+        if lengths != [len(asked.shown) for asked in chunk]:
+            raise ServerFault(f"answers on {lengths} candidates, which are not those of the request")
+        return [dict(zip(asked.shown, result.yes_logprobs, strict=True)) for asked, result in zip(chunk, answers.results, strict=True)]
+
+
+def listener_of(settings: ListenerSettings) -> ListenerClient:
+    """ValueError: there is no listener to ask."""
+    remedy = "a listener gives this reward: name its addresses, or start one: services.listener.kind=listener and [service:listener]"
+    require(bool(settings.urls), "task.listener.urls", settings.urls, remedy)
+    return ListenerClient(settings)
+
+
+def _unknown_of(reply: httpx2.Response) -> list[str]:
+    try:
+        return _Unknown.model_validate_json(reply.content).detail.unknown
+    except ValidationError as error:
+        raise ServerFault(f"HTTP 404: {one_line(reply.text)}") from error
+
+
+def _require_logprob(found: object, *, path: str) -> None:
+    """LastingFault: a file of what was heard holds something that no listener can have said."""
+    if not isinstance(found, float) or not -math.inf < found <= 0:
+        raise LastingFault(f"listener: {path} holds {found!r:.40}, which is no logarithm of a probability; remove the file")

@@ -1,0 +1,63 @@
+"""What the clients of the Lewis game's services (listener_client.py, speaker_client.py) do alike: token, connection, greeting, and what a
+status says."""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx2
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.clients.endpoint_pool import KeyRefused, Refused, ServerFault, one_line, retry_after, told
+from megatron_rl.clients.health_check import GREETING_S, Greeting
+from megatron_rl.clients.openai import BOUNDED, Unread, proxies_of
+from sandbox.bounded_http import DENIED
+from sandbox.token import bearer, read_token
+
+REFUSES = (400, 413, 422)
+"""Statuses of a server that is well, on a request that is not."""
+
+
+class _Health(BaseModel):
+    version: str
+
+
+def token_of(file: str, *, key: str) -> str:
+    """Empty where there is no file. ValueError, naming the setting `key`: it cannot be read."""
+    try:
+        return read_token(Path(file)) if file else ""
+    except ValueError as error:
+        raise ValueError(f"{key}={error}") from error
+
+
+def connection(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
+    """Without a time-out of its own; what it reads is bounded. The environment's proxies are used for the addresses of `proxied` alone."""
+    headers = {**BOUNDED["headers"], **bearer(token)}
+    return httpx2.AsyncClient(**{**BOUNDED, "headers": headers}, **proxies_of(proxied), timeout=None)
+
+
+def require_answered(reply: httpx2.Response, *, key: str) -> None:
+    """Refused: the request is at fault; ServerFault: the server is in trouble. KeyRefused: it does not accept the token in the file that
+    the setting `key` names."""
+    if reply.status_code in DENIED:
+        raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {key}=FILE")
+    if reply.status_code in REFUSES:
+        raise Refused(f"HTTP {reply.status_code}: {one_line(reply.text)}")
+    if reply.status_code != 200:
+        rest_s = retry_after(reply.headers.get("retry-after", ""))
+        raise ServerFault(f"HTTP {reply.status_code}: {one_line(reply.text)}", rest_s=rest_s)
+
+
+async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: str, proxy: str = "") -> Greeting:
+    """Its version, or its trouble; `key` is the setting of its token's file, `proxy` what an error adds (clients/proxies.py)."""
+    try:
+        async with asyncio.timeout(GREETING_S):
+            reply = await http.get(f"{url}/health")
+        require_answered(reply, key=key)
+        return Greeting(served=[_Health.model_validate_json(reply.content).version])
+    except KeyRefused as error:
+        return Greeting(trouble=str(error), is_denied=True)
+    except TimeoutError:
+        return Greeting(trouble=f"no answer within {GREETING_S:.0f} s{proxy}")
+    except (httpx2.HTTPError, httpx2.InvalidURL, Unread, Refused, ServerFault, ValidationError) as error:
+        return Greeting(trouble=told(error, secret=token) + proxy)

@@ -1,0 +1,109 @@
+"""What servers of a model have in common: their command line, the limits in it, the application's walls, and the end.
+
+The command line takes the variables of the Lewis game's services as its defaults, here and nowhere else: INFERENCE_CONCURRENCY,
+INFERENCE_ACQUIRE_TIMEOUT, LISTENER_BATCH_SIZE, and LOG_PATH where DEBUG_MODE is true.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException as StarletteException
+from starlette.requests import ClientDisconnect
+
+from megatron_rl.config import EngineSettings, ModelSettings, require
+from megatron_rl.tasks.lewis.listener_protocol import MOST_CANDIDATES, MOST_ITEMS
+from megatron_rl.tasks.lewis.server.image_cache import Pictures
+from megatron_rl.tasks.lewis.server.request_limiter import Limits
+from megatron_rl.tasks.lewis.server.weight_updates import Receiver, WeightPart
+from sandbox.connections import Line
+from sandbox.gate import SMALL, Gate
+from sandbox.http import NO_PAGES, connections, documented, listening, nobody, told, until_asked
+from sandbox.token import read_token
+
+DESCRIPTORS_BESIDE = 128
+"""Of the engine, the renderer's threads and the log."""
+MARKS = SMALL + 64 * MOST_ITEMS * MOST_CANDIDATES
+TRUE = ("1", "true", "yes", "on")
+
+
+def application(
+    title: str, *, limits: Limits, bodies: Sequence[str], token: str, receiver: Receiver | None, host: str = ""
+) -> FastAPI:  # fmt: skip
+    """Without routes of its own yet; `bodies` are those that take large requests. `token`, and `host` as a further name of the server:
+    sandbox/gate.py. With a receiver it takes weights."""
+    app = FastAPI(title=title, redirect_slashes=False, **NO_PAGES)
+    app.add_middleware(Gate, most=dict.fromkeys((*bodies, "weights"), limits.body_bytes), marks=MARKS, token=token, hosts=[host])
+    if receiver is not None:
+        app.post("/weights", openapi_extra=documented(WeightPart))(receiver.weights)
+    app.add_exception_handler(StarletteException, told)
+    app.add_exception_handler(ClientDisconnect, nobody)
+    return app
+
+
+def parser(description: str, *, port: int, given: Mapping[str, str]) -> argparse.ArgumentParser:
+    """`given` are the variables of the environment."""
+    log = given.get("LOG_PATH") if given.get("DEBUG_MODE", "").casefold() in TRUE else None
+    own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own.add_argument("--model", required=True, help="a Hugging Face folder")
+    own.add_argument("--host", default="127.0.0.1", help="beyond this machine it takes --token-file (default %(default)s)")
+    own.add_argument("--port", type=int, default=port, help="0 is any free one (default %(default)s)")
+    own.add_argument("--token-file", type=Path, help="whoever says the word in it may ask")
+    own.add_argument("--name", default="", help="what /health says of it, to tell it from another at its address later")
+    own.add_argument("--root", action="append", default=[], help="a folder below which paths may lie; relative ones begin at the first")
+    own.add_argument(
+        "--concurrency", type=int, default=given.get("INFERENCE_CONCURRENCY", 8), help="requests at once (default %(default)s)"
+    )
+    own.add_argument(
+        "--acquire-timeout", type=float, default=given.get("INFERENCE_ACQUIRE_TIMEOUT", 300.0), help="seconds a request waits for its turn"
+    )
+    own.add_argument("--timeout", type=float, default=120.0, help="seconds of a request's work (default %(default)g)")
+    own.add_argument("--body-mib", type=float, default=64.0, help="of a request (default %(default)g)")
+    own.add_argument("--batch-size", type=int, default=given.get("LISTENER_BATCH_SIZE", 64), help="prompts in one forward pass at most")
+    own.add_argument("--min-pixels", type=int, default=3136, help="of a picture as the model sees it (default %(default)s)")
+    own.add_argument("--max-pixels", type=int, default=401408, help="the same (default %(default)s)")
+    own.add_argument("--max-model-len", type=int, default=4096, help="tokens of a prompt, its picture's included (default %(default)s)")
+    own.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
+    own.add_argument("--kv-cache-mib", type=int, default=256, help="memory for keys and values on a CPU (default %(default)s)")
+    own.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU's memory (default %(default)s)")
+    own.add_argument("--trained", action="store_true", help="take weights from the run that trains this model (audience.urls)")
+    own.add_argument("--log", type=Path, default=log, help="a file to which every answer is written, one line of JSON each")
+    return own
+
+
+def run_server(name: str, make: Callable[..., FastAPI], *, description: str, port: int, arguments: Sequence[str] | None) -> int:
+    """A process of its own: 0 when it was asked to end, 1 for a mistake in its words. `make` takes (room, pictures, limits=, name=, log=,
+    token=, receiver=, host=)."""
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom  # brings torch and vLLM
+
+    words = parser(description, port=port, given=os.environ).parse_args(arguments)
+    try:
+        limits = Limits(
+            concurrency=words.concurrency, acquire_s=words.acquire_timeout, timeout_s=words.timeout, body_bytes=int(words.body_mib * 2**20)
+        )
+        remedy = "lets whoever reaches the port replace the model; give --token-file FILE, too"
+        require(not words.trained or words.token_file is not None, "--trained", words.trained, remedy)
+        token = read_token(words.token_file) if words.token_file else ""
+        model = ModelSettings(path=words.model, min_pixels=words.min_pixels, max_pixels=words.max_pixels)
+        settings = EngineSettings(
+            dtype=words.dtype, kv_cache_mib=words.kv_cache_mib, gpu_memory_utilization=words.gpu_memory_utilization,
+            max_model_len=words.max_model_len, max_num_seqs=words.batch_size, max_images=1,
+        )  # fmt: skip
+        pictures = Pictures(words.root)
+        with listening(words.host, words.port, token=token, allows="ask the model") as listener:
+            line = Line(most=connections(DESCRIPTORS_BESIDE, most=Line().most))
+            room = EngineRoom(model, settings)
+            try:
+                receiver = Receiver(room) if words.trained else None
+                app = make(room, pictures, limits=limits, name=words.name, log=words.log, token=token, receiver=receiver, host=words.host)
+                asyncio.run(until_asked(app, listener, line=line))
+            finally:
+                room.close()
+    except (ValueError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    return 0

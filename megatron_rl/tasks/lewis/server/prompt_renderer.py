@@ -1,0 +1,75 @@
+"""Prompts of the pictures that a request names: what is sent is kept, what is asked for by its hash is found, each is shown with words."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi import HTTPException
+
+from megatron_rl.tasks.lewis.listener_protocol import Candidate
+from megatron_rl.tasks.lewis.server.image_cache import Pictures, Unknown
+from megatron_rl.types import Context
+
+if TYPE_CHECKING:  # it brings torch
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
+
+
+class Places:
+    """Places for rendered pictures, of all requests together. Requests get theirs in the order in which they ask."""
+
+    def __init__(self, num: int) -> None:
+        self._free, self._turn = asyncio.Semaphore(num), asyncio.Lock()
+
+    @asynccontextmanager
+    async def held(self, num: int) -> AsyncIterator[None]:
+        """Wait for so many places, and give them back at the end of the block. There must be as many."""
+        got = 0
+        try:
+            async with self._turn:
+                while got < num:
+                    await self._free.acquire()
+                    got += 1
+            yield
+        finally:
+            for _ in range(got):
+                self._free.release()
+
+
+async def taken(room: "EngineRoom", pictures: Pictures, given: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:
+    """The pictures of all items, those that came as files by their hashes: they are kept before any is asked for.
+
+    ValueError: one is none.
+    """
+
+    def take() -> list[list[Candidate]]:
+        return [
+            [pictures.taken(each, where=f"item {number}: candidate {index}") for index, each in enumerate(shown)]
+            for number, shown in enumerate(given)
+        ]
+
+    return await room.aside(take)
+
+
+async def prompts(
+    room: "EngineRoom", pictures: Pictures, shown: Sequence[Candidate], words: str, *, where: str
+) -> list[tuple[str, Context]]:
+    """Of each picture its SHA-256, and the prompt that shows it with the words behind it.
+
+    HTTPException 404: files that were not sent. ValueError: a picture is none. HostFault: its disk.
+    """
+
+    def prompt(index: int) -> tuple[str, Context] | Unknown:
+        try:
+            digest, picture = pictures.read(shown[index], where=f"{where}: candidate {index}")
+        except Unknown as unknown:
+            return unknown
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": words}]
+        return digest, room.renderer.prompt([{"role": "user", "content": parts}])
+
+    found = await asyncio.gather(*(room.aside(partial(prompt, index)) for index in range(len(shown))))
+    unknown = [each.args[0] for each in found if isinstance(each, Unknown)]
+    if unknown:
+        raise HTTPException(404, {"unknown": unknown, "what": "no file of these hashes is here; send them as base64"})
+    return list(found)

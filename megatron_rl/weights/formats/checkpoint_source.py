@@ -1,0 +1,203 @@
+"""A checkpoint of any format seen as Hugging Face tensors, one at a time, after it was proven complete.
+
+A source has `specs` (what it will give, under the released checkpoints' names, in the order it is best read in) and `read`. Building one
+reads headers only and raises ValueError, naming the tensor on both sides, unless its tensors are exactly the model's: every one there
+once, none left over, every shape the one that config.json asks for. The two exceptions are rules: rows of the vocabulary beyond
+config.vocab_size are padding and are cut off, and a stored copy of tied embeddings must equal them to the last bit.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_rl.models.name_mapping import Row
+from megatron_rl.models.vocabulary import check_vocabulary
+
+EMBEDDINGS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(slots=True, frozen=True)
+class Spec:
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|attn\.masked_bias|attn\.bias)")
+"""Tensors that older checkpoints hold and that are computed anew when a model is built: transformers leaves them out, too."""
+
+
+class Source(Protocol):
+    """A checkpoint as Hugging Face tensors."""
+
+    specs: Mapping[str, Spec]
+    skipped: Sequence[str]
+    """Stored tensors that are no part of the model and were left out: BUFFERS."""
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+def tensors_of(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of it, a tensor at a time."""
+    for name in source.specs:
+        yield name, source.read(name)
+
+
+class Stored(Protocol):
+    """The tensors of a folder under the names they are stored by, Hugging Face's or Megatron's, not yet held against a model."""
+
+    folder: Path
+    specs: Mapping[str, Spec]
+
+    def where(self, name: str) -> str:
+        """The file or files a tensor stands in, for errors."""
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+def told_skipped(source: Source) -> str:
+    """Return one line about the tensors that were left out; '' where there are none."""
+    count = len(source.skipped)
+    return f"left out: {count} stored tensors that are computed anew ({_some(list(source.skipped))})" if count else ""
+
+
+def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
+    """Raise ValueError naming what one side has and the other has not."""
+    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or unknown:
+        heads = ", and remove what is no part of the model (a value head) from its files" if unknown else ""
+        raise ValueError(
+            f"{source}: does not hold exactly the tensors of {target}. Missing: {_some(missing)}; unknown: {_some(unknown)}. "
+            f"Copy the whole checkpoint, and give the config.json that belongs to it{heads}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "none") + more
+
+
+def fit(spec: Spec, name: str, shape: torch.Size, *, stored: str) -> Spec:
+    """The spec without padding of the vocabulary. Raises ValueError naming both sides where the shape is not the model's."""
+    found = spec.shape
+    if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
+        return Spec(spec.dtype, shape)
+    if found != shape:
+        raise ValueError(f"{stored}: gives {name} the shape {list(found)}, but by config.json it has {list(shape)}")
+    return spec
+
+
+def check_rows(specs: Mapping[str, Spec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
+    """Raise ValueError where the stored vocabulary does not hold the tokenizer's. `specs`: as stored, by canonical name."""
+    rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
+    check_vocabulary(rows, vocab_size=shapes[EMBEDDINGS][0], num_token_ids=num_token_ids, where=where)
+
+
+def trim(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The tensor without padding of the vocabulary."""
+    return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
+
+
+class NamedSource:
+    """Tensors stored under Hugging Face's names, held against the model."""
+
+    def __init__(self, stored: Stored, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
+        """`num_token_ids`: the tokenizer's largest id plus one; 0 where there is none to compare with."""
+        self._stored = stored
+        self._has_copy = HEAD in stored.specs and HEAD not in shapes
+        self.skipped = sorted(name for name in stored.specs if BUFFERS.fullmatch(name) and name not in shapes)
+        names = stored.specs.keys() - ({HEAD} if self._has_copy else set()) - set(self.skipped)
+        check_names(names, shapes, source=str(stored.folder), target="the model that config.json describes")
+        check_rows(stored.specs, shapes, num_token_ids=num_token_ids, where=str(stored.folder))
+        self.specs = {name: fit(stored.specs[name], name, shape, stored=f"{stored.where(name)}: {name}") for name, shape in shapes.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._stored.read(name)
+        if name == EMBEDDINGS and self._has_copy and not torch.equal(tensor, self._stored.read(HEAD)):
+            raise ValueError(f"{self._stored.where(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json ties them")
+        return trim(tensor, self.specs[name])
+
+
+class MegatronSource:
+    """A Megatron checkpoint through the table. A row's tensors are made together, and each can be read once."""
+
+    def __init__(
+        self, ranks: Sequence[Stored], rows: list[Row], shapes: Mapping[str, torch.Size], *, leave_out: Collection[str] = (),
+        num_token_ids: int = 0,
+    ) -> None:  # fmt: skip
+        """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore` or `Row.key`) in all of them; a single
+        one where tensors are stored whole. `leave_out`: names that are no part of the model. `num_token_ids`: see NamedSource."""
+        self._ranks, self.skipped = ranks, ()
+        spellings = {spelling: row for row in rows for spelling in (row.mcore, row.key)}
+        names: dict[str, str] = {}
+        for name in sorted(ranks[0].specs.keys() - set(leave_out)):
+            key = spellings[name].key if name in spellings else name
+            if key in names:
+                raise ValueError(f"{self._where(name)}: {name} and {names[key]} are the same tensor; remove one of them")
+            names[key] = name
+        copies = {row.key for row in rows if not row.exported}
+        exported = {row.key: row for row in rows if row.exported}
+        check_names(names.keys() - copies, exported, source=str(ranks[0].folder), target="the model that config.json describes")
+        check_names((name for row in exported.values() for name in row.hf), shapes, source="the table", target="transformers' model")
+        self._names = names
+        self._copy = next((key for key in copies if key in names), None)
+        self._rows = {name: row for row in exported.values() for name in row.hf}
+        self._ready: dict[str, torch.Tensor] = {}
+        made = {name: spec for row in exported.values() for name, spec in self._row_specs(row).items()}
+        check_rows(made, shapes, num_token_ids=num_token_ids, where=str(ranks[0].folder))
+        places = {hf: f"{self._where(names[row.key])}: {names[row.key]}" for row in exported.values() for hf in row.hf}
+        self.specs = {name: fit(spec, name, shapes[name], stored=places[name]) for name, spec in made.items()}
+
+    def _where(self, name: str) -> str:
+        return ", ".join(rank.where(name) for rank in self._ranks)
+
+    def _row_specs(self, row: Row) -> dict[str, Spec]:
+        """The specs of what a row's shards give, computed on tensors without data."""
+        name = self._names[row.key]
+        specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._where(name)}: {name}"
+        if len(set(specs)) > 1:
+            raise ValueError(f"{stored}: its tensor-parallel parts differ: {', '.join(map(str, specs))}")
+        try:
+            tensors = row.to_hf([torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs])
+        except RuntimeError as error:
+            parts = f"{len(specs)} part(s) of shape {list(specs[0].shape)}"
+            raise ValueError(f"{stored}: {parts} cannot be {', '.join(row.hf)} of the sizes in config.json") from error
+        return {hf: Spec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf, tensors, strict=True)}
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._ready:
+            row = self._rows[name]
+            self._ready = dict(zip(row.hf, row.to_hf(self._read_shards(row)), strict=True))
+        return trim(self._ready.pop(name), self.specs[name])
+
+    def _read_shards(self, row: Row) -> list[torch.Tensor]:
+        name = self._names[row.key]
+        if row.shard_dim is not None:
+            shards = [rank.read(name) for rank in self._ranks]
+            if row.hf == (EMBEDDINGS,) and self._copy is not None:
+                self._check_copy(shards)
+            return shards
+        first = self._ranks[0].read(name)
+        for number, rank in enumerate(self._ranks[1:], start=1):
+            if not torch.equal(first, rank.read(name)):
+                raise ValueError(
+                    f"{self._where(name)}: {name} is replicated, but tensor-parallel ranks 0 and {number} hold different values"
+                )
+        return [first]
+
+    def _check_copy(self, shards: list[torch.Tensor]) -> None:
+        copy = self._names[self._copy]
+        for rank, shard in zip(self._ranks, shards, strict=True):
+            if not torch.equal(shard, rank.read(copy)):
+                raise ValueError(f"{self._where(copy)}: {copy} differs from the embeddings, but config.json ties them")

@@ -1,0 +1,95 @@
+"""Opening a checkpoint of any format as Hugging Face tensors: torch_dist (ours), classic Megatron, verl's FSDP shards, Hugging Face."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.vocabulary import check_vocabulary, count_token_ids
+from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HEAD, MegatronSource, NamedSource, Source
+from megatron_rl.weights.formats.classic import open_classic, rank_folders
+from megatron_rl.weights.formats.fsdp import FsdpTensors, rank_paths
+from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl.weights.formats.torch_dist import McoreTensors
+from megatron_rl.weights.formats.torch_dist_metadata import METADATA
+from megatron_rl.weights.stream import is_adapter, is_of_value_head
+
+
+def kind_of(folder: Path, *, key: str) -> str:
+    """'torch_dist', 'classic', 'fsdp' or 'hf', by the files in the folder. Raises ValueError where there are none of these."""
+    if not folder.is_dir():
+        raise ValueError(f"{key}={folder}: no such folder")
+    if (folder / METADATA).is_file():
+        return "torch_dist"
+    if rank_folders(folder):
+        return "classic"
+    if rank_paths(folder):
+        return "fsdp"
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+        return "hf"
+    raise ValueError(
+        f"{key}={folder}: holds no checkpoint: no {METADATA} (Megatron's torch_dist), no mp_rank_* folders (classic Megatron), "
+        "no model_world_size_*_rank_*.pt (FSDP shards) and no *.safetensors; give the folder that has these files in it"
+    )
+
+
+def hf_part(folder: Path) -> Path | None:
+    """Where a checkpoint keeps config, tokenizer and processor: `hf` in ours, `huggingface` in verl's, the folder itself elsewhere."""
+    return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
+
+
+def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) -> Source:
+    """The checkpoint's tensors, proven to be exactly those of the model.
+
+    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights; what of it is a critic's is left out. `once`:
+    each tensor is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging Face).
+    """
+    kind, shapes = kind_of(folder, key=key), spec.shapes()
+    companions = hf_part(folder)
+    num_token_ids = count_token_ids(companions) if companions else 0
+    if kind in ("hf", "fsdp"):
+        stored = HfTensors(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder)
+        return NamedSource(stored, shapes, num_token_ids=num_token_ids)
+    rows = spec.rows()
+    if kind == "torch_dist":
+        stored = McoreTensors(folder, key=key, once=once)
+        adapters = [name for name in stored.specs if is_adapter(name)]
+        leave_out = [*adapters, *filter(is_of_value_head, stored.specs)]
+        base = MegatronSource([stored], rows, shapes, leave_out=leave_out, num_token_ids=num_token_ids)
+        if not adapters:
+            return base
+        if not (folder / "adapter").is_dir():
+            raise ValueError(f"{key}={folder}: its run trained an adapter, but there is no adapter/ in it; copy the whole checkpoint")
+        return Merged(base, folder / "adapter", key=key)
+    ranks = open_classic(folder)
+    has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)
+    if has_megatron_tower:
+        rows = spec.family.megatron_tower(spec.vision) + [row for row in rows if not row.mcore.startswith("vision.")]
+    return MegatronSource(ranks, rows, shapes, num_token_ids=num_token_ids)
+
+
+def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
+    """Raise ValueError unless every token of a Hugging Face folder has a row in its weights and in config.vocab_size. Reads headers."""
+    has_weights = any(folder.glob("*.safetensors"))
+    specs = HfTensors(folder, key=key).specs if has_weights else {}
+    rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
+    check_vocabulary(rows, vocab_size=spec.vocab_size, num_token_ids=count_token_ids(folder), where=f"{key}={folder}")
+
+
+def critics_part(folder: Path, *, key: str) -> list[str]:
+    """What of a training checkpoint of ours is its critic's and no part of the model: a head on the policy's trunk, or a whole network."""
+    if kind_of(folder, key=key) != "torch_dist":
+        return []
+    heads = [name for name in McoreTensors(folder, key=key).specs if is_of_value_head(name)]
+    return heads + (["critic/"] if (folder / "critic").is_dir() else [])
+
+
+def as_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """A config.json that says the weights are of this dtype, wherever it says so (`torch_dtype` until transformers 4.55, then `dtype`)."""
+    changed: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = as_dtype(value, dtype)
+        changed[key] = str(dtype).removeprefix("torch.") if key in ("dtype", "torch_dtype") else value
+    return changed

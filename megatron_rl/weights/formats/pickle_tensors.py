@@ -1,0 +1,215 @@
+"""Tensors in files of torch.save that others wrote, found without reading their bytes and without running anything of theirs.
+
+Such a file is a zip archive whose members are stored as they are: `data.pkl` is a pickle of whatever was saved, and each storage of it is
+a member `data/KEY`. torch.load, weights_only or not, is not used: it inflates members that are compressed, believes strides, and makes
+byte arrays of any length. What a pickle names beyond tensors becomes an inert record (safe_unpickler.py), so that what a DTensor, its mesh
+and its placements become when torch changes them does not matter here, and no process group is needed. Only the places of the bytes are
+noted, and they are read from there one tensor at a time: neither memory nor a memory map grows with the file.
+"""
+
+import io
+import math
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from megatron_rl.io.bounded_files import open_regular
+from megatron_rl.weights.formats.safe_unpickler import BROKEN, Record, Unpickler, record
+from megatron_rl.weights.formats.torch_dist_metadata import shape
+
+MAX_PICKLE_BYTES = 16 << 20
+"""Of what tells where the tensors lie: 1.5 KB a tensor of a DTensor state dict."""
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True)
+class StoredTensor:
+    """One tensor in a file: all of a model's tensor, or a rank's part of it."""
+
+    path: Path
+    offset: int
+    """Where its bytes begin in the file."""
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    whole: torch.Size | None = None
+    """The shape of the DTensor that this is a part of; None for a tensor that is whole."""
+    placements: tuple[tuple[str, int | None], ...] = ()
+    """How the DTensor that this is a part of lies on each dimension of the mesh: ("Shard", dimension) or ("Replicate", None)."""
+    coordinate: tuple[int, ...] | None = None
+    """Where the rank that saved a part of a DTensor stood in the mesh."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its numbers stand in the file in their order."""
+        steps = [math.prod(self.shape[number + 1 :]) for number in range(len(self.shape))]
+        return all(size == 1 or step == own for size, step, own in zip(self.shape, steps, self.stride, strict=True)) or 0 in self.shape
+
+    def read(self) -> torch.Tensor:
+        if not self.shape.numel():
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.empty(_span(self.shape, self.stride), dtype=self.dtype)
+        data = memoryview(flat.view(torch.uint8).numpy())
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            if file.readinto(data) != len(data):
+                raise ValueError(f"{self.path}: the file ends inside a tensor; copy it again")
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(slots=True, frozen=True)
+class _Storage:
+    """A member of the archive that tensors are views of."""
+
+    dtype: torch.dtype
+    offset: int
+    size: int
+    """In elements."""
+
+
+def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
+    """What torch.save was given, with a StoredTensor for each tensor and records in place of all that is no tensor, number, text or
+    container. `start`, `length`: the part of the file that torch.save wrote.
+
+    Raises ValueError naming the file when it is truncated or no file of torch.save (1.6 or newer).
+    """
+    try:
+        with open_regular(path) as file:
+            length = file.seek(0, 2) - start if length is None else length
+            return _Archive(path, file, start, length).load()
+    except (*BROKEN, zipfile.BadZipFile, NotImplementedError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(f"{path}: is corrupt or no file that torch.save wrote ({why}); copy it again") from error
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence])
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        room = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        num_read = self._file.readinto(room)
+        self._at += num_read
+        return num_read
+
+
+class _Archive:
+    def __init__(self, path: Path, file: BinaryIO, start: int, length: int) -> None:
+        self._path, self._start, self._length = path, start, length
+        self._file = _Part(file, start, length)
+        self._zip = zipfile.ZipFile(self._file)
+        self._members = {}
+        for member in self._zip.infolist():
+            if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+                raise ValueError(f"{member.filename} is compressed, which torch.save never does")
+            self._members[member.filename.partition("/")[2]] = member
+
+    def load(self) -> object:
+        if "byteorder" in self._members and self._content("byteorder", 16) != b"little":
+            raise ValueError("its numbers are big-endian")
+        content = self._content("data.pkl", MAX_PICKLE_BYTES)
+        return Unpickler(content, known=self._known, fill=_fill, stored=self._storage).load()
+
+    def _content(self, name: str, at_most: int) -> bytes:
+        size = self._members[name].file_size
+        if size > at_most:
+            raise ValueError(f"{name} has {size} bytes, more than {at_most}")
+        self._file.seek(self._place(name))
+        return self._file.read(size)
+
+    def _place(self, name: str) -> int:
+        """Where a member's bytes begin, which its own header tells (PKWARE APPNOTE 6.3.10, 4.3.7); they end within the part."""
+        member = self._members[name]
+        self._file.seek(member.header_offset)
+        header = self._file.read(30)
+        if len(header) < 30 or header[:4] != b"PK\3\4":
+            raise ValueError(f"{name} has no header")
+        place = member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        if place + member.file_size > self._length:
+            raise ValueError(f"{name} is cut off")
+        return place
+
+    def _known(self, module: str, name: str) -> object:
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
+            return torch.__dict__[name]
+        known = {
+            ("collections", "OrderedDict"): _empty, ("torch", "Size"): shape,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor, ("torch._utils", "_rebuild_parameter"): _data,
+            ("torch._utils", "_rebuild_parameter_with_state"): _data, ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+        }  # fmt: skip
+        return known.get((module, name), record(module, name))
+
+    def _storage(self, pid: object) -> _Storage:
+        kind, dtype, key, _, size = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(size) is not int:
+            raise TypeError(f"a storage is a {type(dtype).__name__}")
+        name = f"data/{key}"
+        if not 0 <= size * dtype.itemsize <= self._members[name].file_size:
+            raise ValueError(f"{name} has {self._members[name].file_size} bytes, too few for {size} of {dtype}")
+        return _Storage(dtype, self._start + self._place(name), size)
+
+    def _tensor(self, storage: _Storage, first: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> StoredTensor:
+        sizes, steps = shape(size), shape(stride)
+        if len(sizes) != len(steps) or min((first, *sizes, *steps)) < 0 or first + _span(sizes, steps) > storage.size:
+            raise ValueError(f"a tensor of {tuple(sizes)} with strides {tuple(steps)} reaches beyond its storage of {storage.size}")
+        return StoredTensor(self._path, storage.offset + first * storage.dtype.itemsize, storage.dtype, sizes, tuple(steps))
+
+
+def _span(sizes: torch.Size, steps: tuple[int, ...]) -> int:
+    """Elements from a tensor's first to its last."""
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if math.prod(sizes) else 0
+
+
+def _empty() -> dict:
+    """An OrderedDict: its items follow one by one. Made of a list, it would be a copy for each three bytes of a pickle."""
+    return {}
+
+
+def _data(tensor: object, *_: object) -> object:
+    return tensor
+
+
+def _of_type(function: object, kind: object, arguments: tuple, state: object) -> object:
+    """A tensor with attributes, or of a class of its own: of a DTensor the rank's part."""
+    made = function(*arguments)
+    if not isinstance(made, Record) or kind().name != "DTensor":
+        return made
+    slots = next(part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict) and "_spec" in part)
+    spec = slots["_spec"].state
+    place = spec["mesh"].state.get("_coordinate_on_dim")
+    return replace(
+        slots["_local_tensor"],
+        whole=shape(arguments[2]),
+        placements=tuple((each.name, (each.state or {}).get("dim")) for each in spec["placements"]),
+        coordinate=None if place is None else tuple(place),
+    )
+
+
+def _fill(made: object, state: object) -> None:
+    if isinstance(made, Record):
+        made.build(state)

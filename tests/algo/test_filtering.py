@@ -1,0 +1,128 @@
+"""Which rollouts are trained on, against hand-made steps."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_rl.algo.advantages import spreads
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.filtering import REASONS, kept_groups, select
+from megatron_rl.config import DROPS, ENDS, AlgoSettings, SelectSettings
+from megatron_rl.observe.step_metrics import credited_groups
+from megatron_rl.types import End, Rollout
+from tests.support.episodes import episode
+
+
+def step() -> list[Rollout]:
+    return [
+        episode(0, 1.0, image=True), episode(0, 0.0, image=True, end=End.MAX_TURNS),  # deviation 1/2
+        episode(1, 1.0, image=True), episode(1, 1.0, image=True, end=End.MAX_TOKENS),  # 0
+        episode(2, 3.0, image=True), episode(2, 0.0),  # 3/2
+        episode(3, 0.5, image=True), episode(3, 0.0, image=True), episode(3, image=True, end=End.FAULT),  # 1/4
+    ]  # fmt: skip
+
+
+def chosen(
+    rollouts: Sequence[Rollout], drop: Sequence[str] = (), *,
+    num_groups: int = 9, rank_by_std: bool = False, keep_ends: Sequence[str] = ("done",), algo: AlgoSettings | None = None,
+) -> tuple[list[int], dict[str, int]]:  # fmt: skip
+    """Who is trained on, and how many are left out for what."""
+    algo = algo or AlgoSettings()
+    settings = SelectSettings(drop=list(drop), keep_ends=list(keep_ends), rank_by_std=rank_by_std)
+    needs_peers = ALGORITHMS[algo.name].needs_peers
+    select(rollouts, settings, num_groups=num_groups, spread=spreads(rollouts, algo), needs_peers=needs_peers)
+    kept = [index for index, rollout in enumerate(rollouts) if rollout.is_trained_on]
+    assert kept_groups(rollouts) == {rollouts[index].group for index in kept}
+    assert all(rollout.is_scored or not rollout.dropped for rollout in rollouts), "what failed was never there to be dropped"
+    return kept, dict(Counter(rollout.dropped for rollout in rollouts if rollout.dropped))
+
+
+def test_what_is_dropped_is_counted_under_the_first_reason() -> None:
+    assert chosen(step()) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
+    assert chosen(step(), ["zero_std"]) == ([0, 1, 4, 5, 6, 7], {"zero_std": 2})
+    assert chosen(step(), ["end"]) == ([0, 2, 4, 5, 6, 7], {"end": 2})
+    assert chosen(step(), ["end"], keep_ends=("done", "max_turns", "max_tokens")) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
+    assert chosen(step(), ["end", "no_image", "zero_std"]) == ([0, 4, 6, 7], {"zero_std": 2, "end": 1, "no_image": 1})
+
+
+def test_the_first_reason_is_written() -> None:
+    """All four hold for the only scored one of its group; the settings' order of reasons is none."""
+    rollouts = [episode(0, 1.0, end=End.MAX_TURNS), episode(0), episode(1, 0.0), episode(1, 1.0, end=End.MAX_TURNS)]
+    assert chosen(rollouts, ["end", "no_image", "zero_std"]) == ([], {"alone": 1, "no_image": 2})
+    assert [rollout.dropped for rollout in rollouts] == ["alone", "", "no_image", "no_image"]
+    assert chosen(rollouts, ["end", "zero_std"], algo=AlgoSettings(name="reinforce_pp")) == ([2], {"zero_std": 1, "end": 1})
+    assert rollouts[0].dropped == "zero_std"
+
+
+def test_one_alone_is_left_out_where_credit_compares() -> None:
+    rollouts = [episode(0, 1.0), episode(0), episode(1, 0.0), episode(1, 0.0), episode(2), episode(3, 5.0)]
+    for name, algorithm in ALGORITHMS.items():
+        expected = ([2, 3], {"alone": 2}) if algorithm.needs_peers else ([0, 2, 3, 5], {})
+        assert chosen(rollouts, algo=AlgoSettings(name=name)) == expected
+    assert {name for name, algorithm in ALGORITHMS.items() if not algorithm.needs_peers} == {"reinforce_pp", "ppo", "ppo_turn"}
+
+
+def test_surplus_groups_are_used_or_ranked_by_deviation() -> None:
+    assert chosen(step(), num_groups=2) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
+    assert chosen(step(), num_groups=2, rank_by_std=True) == ([0, 1, 4, 5], {"surplus": 4})
+    assert chosen(step(), ["end", "no_image"], num_groups=1, rank_by_std=True) == ([4], {"end": 2, "no_image": 1, "surplus": 4})
+    assert chosen(step(), ["zero_std"], num_groups=3, rank_by_std=True) == ([0, 1, 4, 5, 6, 7], {"zero_std": 2})
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0), (2, 0, 4, 1, 5, 3)])
+def test_ties_between_groups_go_to_the_earlier_one(order: tuple[int, ...]) -> None:
+    """Groups 3, 4 and 8 deviate alike, whatever their mean and wherever they stand."""
+    rollouts = [episode(group, base + up) for group, base in ((3, 0.0), (4, 2.0), (8, -1.0)) for up in (0.0, 1.0)]
+    chosen([rollouts[index] for index in order], num_groups=2, rank_by_std=True)
+    assert kept_groups(rollouts) == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_alike"),
+    [
+        (0.1 + 0.2, 0.3, True), (0.1 + 0.2 - 0.3, 0.0, True), (1e6 + 1e-4, 1e6, True), (-7.0, -7.0 * (1 + 9e-10), True),
+        (1.0, 1.0 + 2e-9, False), (0.0, 2e-12, False), (-1.0, 1.0, False), (1e-3, 1.1e-3, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_group_that_differs_by_rounding_teaches_nothing(one: float, other: float, are_alike: bool, name: str) -> None:
+    """It is dropped as one of no deviation, every credit in it is exactly 0, and it counts as degenerate. Beside it a group that moves."""
+    algo, rollouts = AlgoSettings(name=name), [episode(0, one), episode(0, other), episode(1, 0.0), episode(1, 1.0)]
+    assert (spreads(rollouts, algo)[0] == 0) == are_alike
+    kept = [2, 3] if are_alike else [0, 1, 2, 3]
+    assert chosen(rollouts, ["zero_std"], algo=algo)[0] == kept
+    chosen(rollouts, algo=algo)
+    if ALGORITHMS[name].needs_peers:
+        ALGORITHMS[name].credit(rollouts, algo)
+        assert credited_groups(rollouts) == ({0, 1}, {1} if are_alike else {0, 1})
+
+
+def test_ranking_looks_at_the_credit_of_turns() -> None:
+    """Group 0: rewards 4 and 0. Group 1: both 3, one earned early and one late: returns 3 3 | 3 0, credits 0 1.5 | 0 -1.5.
+
+    Their spreads: broadcast 2 and 0; return_to_go 2 (all turns -+2) and sqrt(2 * 2.25 / 4) = 1.06.
+    """
+    rollouts = [episode(0, outcome=outcome, gains=(0.0, 0.0)) for outcome in (4.0, 0.0)]
+    rollouts += [episode(1, outcome=0.0, gains=gains) for gains in ((0.0, 3.0), (3.0, 0.0))]
+    to_go = AlgoSettings(turns="return_to_go")
+    assert spreads(rollouts, AlgoSettings()) == {0: 2.0, 1: 0.0}
+    assert spreads(rollouts, to_go) == pytest.approx({0: 2.0, 1: 1.125**0.5}, abs=1e-15)
+    assert chosen(rollouts, ["zero_std"]) == ([0, 1], {"zero_std": 2})
+    assert chosen(rollouts, ["zero_std"], algo=to_go) == ([0, 1, 2, 3], {})
+    rollouts[0].outcome = rollouts[0].reward = 1.0  # now 1/2 against 1.06
+    assert chosen(rollouts, num_groups=1, rank_by_std=True) == ([0, 1], {"surplus": 2})
+    assert chosen(rollouts, num_groups=1, rank_by_std=True, algo=to_go) == ([2, 3], {"surplus": 2})
+
+
+def test_a_second_look_forgets_the_first() -> None:
+    """A later round of prompts is judged together with the earlier ones: what was surplus then need not be now."""
+    rollouts = step()
+    chosen(rollouts, ["end"], num_groups=1, rank_by_std=True)
+    assert chosen(rollouts) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
+
+
+def test_the_settings_name_every_end_and_reason() -> None:
+    assert set(ENDS) == {str(end) for end in End} - {"fault", "lasting_fault", "waited_fault", "access_denied"}
+    assert list(REASONS) == ["alone", *DROPS, "surplus"]
+    assert chosen([], DROPS, keep_ends=ENDS, num_groups=1, rank_by_std=True) == ([], {}) and kept_groups([]) == set()

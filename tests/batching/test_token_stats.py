@@ -1,0 +1,80 @@
+"""What a run's record says that the trainer saw of each token, where a step makes one update and where it makes four: against the engine
+that sampled (recorded), and against Hugging Face's model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl import training_loop
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.batching.token_stats import notes_of
+from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, Settings
+from megatron_rl.explain.hf_reference import Reference
+from megatron_rl.explain.recorded_step import Looked
+from megatron_rl.explain.sequence_checks import of_pixels
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.weights.formats.open_checkpoint import open_source
+from tests.support.one_process import world_of_one
+from tests.support.recorded import BOUND, CASES, build, recorded
+
+FAST = 3.0
+"""A learning rate that moves logprobs far beyond BOUND from one update to the next."""
+
+
+def noted(settings: Settings) -> tuple[list[Looked], set[tuple[int, int]]]:
+    """The contexts that were trained on in a step whose updates move its weights far; and those of its first update."""
+    rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
+    with world_of_one():
+        policy, notes = build(settings), notes_of(settings)
+        training_loop.is_enough(rollouts, settings, algorithm)
+        minibatches = training_loop.credited(rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None, step=0)
+        update = training_loop.updates_of(settings, policy, None, ALGORITHMS, notes)
+        before = policy.logprobs(minibatches[0])
+        for batches in minibatches * settings.batch.epochs:
+            update(batches, 0)
+        moved = max((now - then).abs().max() for now, then in zip(policy.logprobs(minibatches[0]), before, strict=True))
+        notes.attach(rollouts)
+    assert moved > 10 * BOUND
+    first = {(origin.rollout, origin.context) for batch in minibatches[0] for origin in batch.origin_S if origin is not None}
+    contexts = [Looked(row, number, each) for row, rollout in enumerate(rollouts) for number, each in enumerate(rollout.contexts)]
+    return [each for each in contexts if each.context.entropies], first
+
+
+@pytest.mark.parametrize(("name", "num"), [("return_to_go", 1), ("grpo", 4)])
+def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model: Path) -> None:
+    settings = replace(CASES[name], lr=FAST).settings(random_model)
+    settings = replace(settings, run=RunSettings(dir="nowhere", record="all"))
+    assert settings.batch.minibatches * settings.batch.epochs == num
+    (looked, first), spec = noted(settings), read_spec(str(random_model))
+    renderer = Renderer(settings.model)
+    source, patches = open_source(random_model, spec, key="model.path"), of_pixels(renderer)
+    reference = Reference(spec, source, banned_ids=renderer.banned_ids, patches=patches, device=torch.device("cpu"), held_bytes=1 << 30)
+    assert sum(len(each.rows) for each in looked) > 60 and len({each.rollout for each in looked}) > 5
+    for each in looked:
+        logits_RV = reference.logits(each).double().masked_fill(reference.banned, -torch.inf)
+        entropy_R = torch.distributions.Categorical(logits=logits_RV).entropy()
+        ours_R = torch.tensor([each.context.entropies[row + 1] for row in each.rows], dtype=torch.float64)
+        gap = (ours_R - entropy_R).abs().max().item()
+        assert gap <= BOUND if (each.rollout, each.number) in first else gap > BOUND, gap
+        old_R = torch.tensor([each.context.old_logprobs[row + 1] for row in each.rows])
+        torch.testing.assert_close(old_R, torch.tensor(each.recorded), rtol=0, atol=BOUND)
+        observed = [place for place, sampled in enumerate(each.context.loss_mask) if not sampled]
+        assert not any(each.context.entropies[place] or each.context.old_logprobs[place] for place in observed)
+
+
+@pytest.mark.parametrize(
+    ("record", "algo", "batch", "notes"),
+    [
+        ("best", {}, {}, False),
+        ("all", {}, {}, True),
+        ("all", {}, {"minibatches": 2}, True),
+        ("all", {"correction": "bypass"}, {}, True),
+        ("all", {"correction": "bypass"}, {"epochs": 2}, False),  # nobody says what the second update's tokens were worth before the first
+    ],
+)
+def test_what_is_not_of_the_steps_weights_is_not_noted(record: str, algo: dict, batch: dict, notes: bool) -> None:
+    settings = Settings(algo=AlgoSettings(**algo), batch=BatchSettings(**batch), run=RunSettings(dir="nowhere", record=record))
+    assert (notes_of(settings) is not None) == notes

@@ -1,0 +1,119 @@
+"""A remedy that quotes a value is pasted: by shlex, hydra's own parser and omegaconf it is what was meant, for all that a path may hold."""
+
+import os
+import random
+import re
+import shlex
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from megatron_rl.cli.config_errors import malformed
+from megatron_rl.cli.override_quoting import kind_of, parts, quoted_word
+from megatron_rl.launcher.compose import composed
+
+LETTERS = "ab/.-_ \u00e4\u00df\u4f60\U0001f600~!#&;<>^`'\"\\()[]{}=:$%*@?|+0e1"
+TEXTS = [
+    "/data/b\u00e4r/train.jsonl", "/my data/train (1).jsonl", "a=b.jsonl", "it's.jsonl",
+    'say "hi".jsonl', "a&b;c.jsonl", "#1!.jsonl", "C:\\d\u00e4ta\\x",
+    "x^2`.jsonl", "[draft] \u00fc.jsonl", "{v\u00e4}.jsonl", "(\u00e4", "\u00e4]", "ends in \u00e4\\", "1e3\u00e4",
+    "\u4f60\u597d/\u8bad\u7ec3.jsonl", "a'\u00e4'b", "\U0001f600.jsonl",
+]  # fmt: skip
+NONE = {"model.path": "m", "run.dir": "r"}
+
+
+def pasted(word: str) -> object:
+    """What a shell and hydra make of a remedy."""
+    (read,) = shlex.split(word)
+    override = OverridesParser.create().parse_override(read)
+    return OmegaConf.to_container(OmegaConf.create({"x": override.value()}), resolve=True)["x"]
+
+
+def remedy_of(word: str) -> str | None:
+    """What the error about a word that hydra cannot read says to write; None where hydra can read it."""
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        line = malformed(word, [word])
+        found = re.search(r"(?:for the shell|of the shell|write): (.*)$", line, re.DOTALL)
+        assert found, line
+        return found[1]
+    return None
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_remedy_for_a_list_gives_the_list(text: str) -> None:
+    remedy = remedy_of(f"task.data.train=[{text}]")
+    assert remedy is not None and pasted(remedy) == [text]
+    remedy = remedy_of(f"task.data.train=[plain.jsonl, {text} ,also.jsonl]")
+    assert remedy is not None and pasted(remedy) == ["plain.jsonl", text, "also.jsonl"]
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if not text.startswith(("[", "{", "("))])
+def test_a_remedy_for_one_text_gives_the_text(text: str) -> None:
+    remedy = remedy_of(f"model.path={text}")
+    assert remedy is not None and pasted(remedy) == text
+    remedy = remedy_of(f"task.data.train={text}")
+    assert remedy is not None and pasted(remedy) == [text], "a list of one, for a setting that is a list"
+
+
+def test_hundreds_of_texts_at_random() -> None:
+    """Lists of two. Left out are commas, which separate, and quotes around a whole entry, which hydra takes away."""
+    draw, seen = random.Random(0), 0
+    for _ in range(600):
+        text = "".join(draw.choices(LETTERS, k=draw.randint(1, 12))).strip()
+        if not text or text[0] in "'\"" or text.startswith("~/"):
+            continue
+        remedy = remedy_of(f"task.data.train=[{text}, b.jsonl]")
+        if remedy is None:
+            continue
+        assert pasted(remedy) == [text, "b.jsonl"], text
+        seen += 1
+    assert seen > 200
+
+
+def test_home_is_where_the_shell_would_have_it() -> None:
+    remedy = remedy_of("task.data.train=[~/train.jsonl]")
+    assert remedy is not None and pasted(remedy) == [os.path.expanduser("~/train.jsonl")]
+
+
+def test_what_stood_in_quotes_stays_whole() -> None:
+    for typed, meant in (
+        ('["a,b",\u00e4]', ["a,b", "\u00e4"]), ("['a, b' , \u00e4]", ["a, b", "\u00e4"]),
+        ('"[/\u00e4/q.jsonl,b]"', ["/\u00e4/q.jsonl", "b"]),
+        ("[a{1,2}.jsonl,\u00e4]", ["a{1,2}.jsonl", "\u00e4"]), ('["a \\" b",\u00e4]', ['a " b', "\u00e4"]),
+    ):  # fmt: skip
+        assert pasted(quoted_word("task.data.train", typed)) == meant, typed
+
+
+def test_mappings_and_services() -> None:
+    remedy = remedy_of("services.judge={kind: vllm, model: /b\u00e4r/7b, args: [--max-model-len, 32768, ~]}")
+    assert remedy is not None
+    assert pasted(remedy) == {"kind": "vllm", "model": "/b\u00e4r/7b", "args": ["--max-model-len", 32768, "~"]}
+    remedy = remedy_of("+task.options.labels={a: gr\u00f6\u00dfe, b: [\u00e4, c]}")
+    assert remedy is not None and pasted(remedy) == {"a": "gr\u00f6\u00dfe", "b": ["\u00e4", "c"]}
+
+
+def test_a_number_is_not_quoted() -> None:
+    assert malformed("optim.lr=1e-5\u00b0") == "optim.lr=1e-5\u00b0: expects a number"
+    assert malformed("checkpoint.background=j\u00e4") == "checkpoint.background=j\u00e4: expects true or false"
+
+
+def test_a_word_that_the_shell_has_cut_is_put_together() -> None:
+    words = ["run.steps=3", "task.data.train=[a", "\u00e4.jsonl,", "b]", "run.seed=1"]
+    assert malformed(words[1], words).endswith(""" of the shell: 'task.data.train=["a \u00e4.jsonl",b]'""")
+    assert malformed("folder", ["model.path=my", "folder"]).endswith(": 'model.path=my folder', if it goes with the word before")
+
+
+def test_a_whole_command_line_takes_it() -> None:
+    given = [f"{key}={value}" for key, value in NONE.items()]
+    (word,) = shlex.split(quoted_word("task.data.train", "[/b\u00e4r/q.jsonl, a'\u00e4.jsonl]"))
+    assert composed([*given, word]).task.data.train == ["/b\u00e4r/q.jsonl", "a'\u00e4.jsonl"]
+
+
+def test_kinds_and_parts() -> None:
+    assert kind_of("task.data.train") == list[str] and kind_of("optim.lr") is float and kind_of("optim.lrr") is None
+    assert kind_of("optim.part_lr.vision") is float
+    assert parts("a, 'b, c' ,d[1,2]") == ["a", "'b, c'", "d[1,2]"] and parts("a[,b") == ["a[", "b"]

@@ -1,0 +1,182 @@
+"""Who keeps the others waiting: of three ranks one sleeps, ends with a reason of its own, or is killed; and what a line says of them."""
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
+
+from megatron_rl.distributed.hang_watchdog import ANSWER_S, Answer, Watch, verdict, waits
+from megatron_rl.distributed.world import World, of_collective
+from megatron_rl.types import HostFault, Parted, RunFailed
+from tests.conftest import SUPPORT
+from tests.support import forked
+
+HERE = f"(node 0, {socket.gethostname()})"
+
+
+def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> Answer:
+    return Answer(node=node, at=where, waits=waits)
+
+
+def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
+    """Rank 1 sleeps; the others say so once, before and when they end, within the limit and the time for answers."""
+    limit_s = 10  # a tenth of it lies between the warning and the end
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", limit_s, timeout_s=100)
+    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < limit_s + ANSWER_S + forked.GRACE_S
+    last, first = sorted(line for line in done.stdout.splitlines() if "rank 1" in line)  # "error" comes before "warning"
+    behind = rf"rank 1 {re.escape(HERE)} is behind, at watched.py:\d+ in dawdle"
+    why = rf"{behind}; the others wait at .*in all_gather; stacks: {tmp_path}/hang"
+    assert re.fullmatch(rf"warning: rank [012] has not moved for \d+ s: {why}", first), done.stdout
+    assert re.fullmatch(rf"error: parallel.timeout_s={limit_s}: a collective waited longer; {why}", last), done.stdout
+    stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
+    assert stacks.keys() == {"rank_0.txt", "rank_1.txt", "rank_2.txt"} and "Traceback" not in done.stdout
+    assert " in dawdle\n" in stacks["rank_1.txt"] and " in gather\n" not in stacks["rank_1.txt"]
+    assert all(" in gather\n" in stacks[name] and " in dawdle\n" not in stacks[name] for name in ("rank_0.txt", "rank_2.txt"))
+
+
+def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path) -> None:
+    """Who cannot write its stacks down answers all the same, to every question. Whoever opens a FIFO without a reader waits as for such a
+    disk."""
+    (tmp_path / "hang").mkdir()
+    os.mkfifo(tmp_path / "hang" / "rank_1.txt")
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", 10, timeout_s=100)
+    lines = [line for line in done.stdout.splitlines() if "rank 1" in line]
+    assert done.returncode == 1 and lines, done.stdout
+    assert all(f"rank 1 {HERE} is behind, at watched.py:" in line for line in lines) and "no answer" not in done.stdout
+
+
+def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
+    """At once, not after the limit: on another node its own line is not seen."""
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "ends", 60, timeout_s=100)
+    assert done.returncode == 1
+    assert time.time() - (tmp_path / "began_0").stat().st_mtime < 30
+    (line,) = [line for line in done.stdout.splitlines() if "error" in line]
+    assert line == f"error: key=value: remedy (rank 1, {HERE[1:-1]})"
+
+
+def test_who_has_no_memory_left_says_so(tmp_path: Path) -> None:
+    """It has none for a new thread either. Its reason is the last line, and no other one's guess."""
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "memory", 60, timeout_s=100)
+    told = f"error: MemoryError: no memory was left; give its node more, or lower batch.micro_batch_tokens (rank 1, {HERE[1:-1]})"
+    assert [line for line in done.stdout.splitlines() if "error:" in line] == [told] and done.returncode == 1
+
+
+def test_a_silent_rank_ends_the_job_wherever_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a group that waits for hours for slow writers: three questions a second apart, instead of 100 s."""
+    monkeypatch.setattr(forked, "GRACE_S", 1.0)
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "stops", 1, timeout_s=90)
+    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < 60
+    line = f"error: no answer from rank 1 {HERE} to 3 questions in a row; was it stopped, or does its node hang?"
+    assert [each for each in done.stdout.splitlines() if each.startswith("error")] == [line]
+    warnings = [each for each in done.stdout.splitlines() if each.startswith("warning")]
+    assert len(warnings) == 3 and all(f"no answer from rank 1 {HERE}" in each for each in warnings), done.stdout
+
+
+def test_a_slow_rank_that_answers_is_waited_for(tmp_path: Path) -> None:
+    """As one that writes its part of a checkpoint longer than the others; the questions are as far apart as above."""
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "writes", 1, timeout_s=90)
+    assert done.returncode == 0 and "error" not in done.stdout and done.stdout.count(" in write_long") >= 3, done.stdout
+
+
+def keep_store(told: Connection) -> None:
+    """In a process of its own: what the ranks meet in."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told.send(store.port)
+    time.sleep(600)
+
+
+def hang(first: BaseProcess) -> NoReturn:
+    os.kill(first.pid, signal.SIGSTOP)
+    time.sleep(1.0)  # the watch's thread asks meanwhile
+    raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 7000ms for recv operation to complete")
+
+
+def test_a_first_node_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is no use to ask it: it answers no more, and its connection stays."""
+    monkeypatch.setattr("megatron_rl.distributed.hang_watchdog.LEAVE_S", 3.0)
+    ours, theirs = multiprocessing.Pipe()
+    first = multiprocessing.get_context("fork").Process(target=keep_store, args=[theirs])
+    first.start()
+    try:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(ours.recv()))
+        world = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
+        with pytest.raises(Parted), Watch(world, folder=tmp_path, timeout_s=7.0):
+            hang(first)
+        said = capfd.readouterr().err
+    finally:
+        first.kill()
+        first.join()
+    time.sleep(0.5)  # the last word fails now, and nobody wants to know
+    told = "error: parallel.timeout_s=7: a collective waited longer; the first node, where all ranks meet, does not answer\n"
+    assert said.endswith(told) and "is gone" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answers", "gone", "line"),
+    [
+        (
+            {0: at_work("a.py:1 in f", waits=True), 1: at_work("b.py:2 in g", node="node 1, b"), 2: at_work("a.py:1 in f", waits=True)}, {},
+            "rank 1 (node 1, b) is behind, at b.py:2 in g; the others wait at a.py:1 in f; stacks: hang",
+        ),
+        (
+            {0: at_work("x", waits=True), 3: at_work("y", waits=True)}, {1: Answer(node="n, b"), 2: Answer(node="n, b")},
+            "no answer from ranks 1 and 2 (n, b); was a node lost, memory short, or did someone end them?",
+        ),
+        (
+            {0: at_work("x", waits=True), 1: Answer(node="n", ended="a=b: c")}, {2: Answer(node="n")},
+            "a=b: c (rank 1, n)",
+        ),
+        ({0: at_work("x"), 1: at_work("x")}, {}, "ranks 0 and 1 (node 0, a) are behind, at x; nobody waits for them; stacks: hang"),
+        ({0: at_work("x", waits=True), 1: at_work("y", waits=True)}, {}, "all ranks wait, each for another, at x, y; stacks: hang"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_answers(answers: dict[int, Answer], gone: dict[int, Answer], line: str) -> None:
+    assert verdict(answers, gone, stacks=Path("hang")) == line
+
+
+def test_who_writes_a_checkpoint_waits_for_no_other(tmp_path: Path) -> None:
+    """torch's own writer, which lies beside its collectives: on a disk that hangs (a full FIFO) its rank is behind."""
+    os.mkfifo(tmp_path / ".metadata.tmp")
+    reader = os.open(tmp_path / ".metadata.tmp", os.O_RDONLY | os.O_NONBLOCK)
+    writer, metadata = FileSystemWriter(tmp_path), Metadata(state_dict_metadata={}, planner_data=bytes(1 << 20))
+
+    def write() -> None:
+        with suppress(BrokenPipeError):
+            writer.finish(metadata, [])
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while True:
+        frames = [(frame, line) for frame, line in traceback.walk_stack(sys._current_frames()[thread.ident])][::-1]
+        if frames[-1][0].f_code.co_name == "finish":
+            break
+        assert thread.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "/torch/distributed/" in frames[-1][0].f_code.co_filename and not waits(frames)
+    os.close(reader)  # which the writer meets as a broken pipe
+    thread.join(30)
+
+
+def test_a_mistake_of_ours_is_no_collectives_failure() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
+    assert of_collective(RuntimeError(gloo)) and of_collective(dist.DistNetworkError("reset"))
+    assert not any(map(of_collective, (RuntimeError("mat1 and mat2 do not fit"), ValueError(gloo), RunFailed(gloo), HostFault(gloo))))

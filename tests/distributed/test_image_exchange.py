@@ -1,0 +1,155 @@
+"""What travels between ranks: words to all, pictures to those that encode them, once a node."""
+
+import pickle
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.distributed import image_exchange, world
+from megatron_rl.distributed.image_exchange import Gallery, Hanging, _rollouts_of, _words_of, hang
+from megatron_rl.observe.recorder import read
+from megatron_rl.types import ATTACHED, Context, Image, Rollout
+from tests.conftest import SUPPORT
+from tests.support import forked
+from tests.support.gallery_world import picture
+
+
+def test_four_ranks_of_two_nodes_show_each_other_their_pictures(tmp_path: Path) -> None:
+    """Real processes and gloo; what each sees is made anew of its number. All recorded pictures are there, whoever had them."""
+    result = forked.world(4, SUPPORT / "gallery_world.py", tmp_path, timeout_s=240)
+    assert result.returncode == 0, result.stdout
+    for step in (1, 2):
+        entries = read(tmp_path / f"step_{step}.jsonl")
+        assert [(entry.rollout.group, entry.rollout.sample) for entry in entries] == [(rank, n) for rank in (0, 2, 3) for n in range(2)]
+        for entry in entries:
+            assert [seen.picture.tobytes() for seen in entry.rollout.images] == [
+                picture(int(seen.key[1:])).tobytes() for seen in entry.rollout.images
+            ]
+
+
+def test_the_example() -> None:
+    found = hang({1: ["a"], 2: ["a"], 3: ["a"]}, {"a": 0}, [0, 0, 1, 1], {"a": 8})
+    assert [(route.key, route.sender, route.receiver) for route in found.routes] == [("a", 0, 2)]
+    assert found.places == {1: {"a": 0}, 2: {"a": 2}, 3: {"a": 2}} and found.shelves == {0: {"a": 0}, 2: {"a": 0}}
+
+
+@given(st.data())
+def test_everyone_finds_what_it_needs_on_its_node(data: st.DataObject) -> None:
+    """And no node is sent a picture twice, or one that it has."""
+    ranks, keys = data.draw(st.integers(1, 6)), [f"k{number}" for number in range(data.draw(st.integers(1, 6)))]
+    nodes = data.draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
+    holders = {key: data.draw(st.integers(0, ranks - 1)) for key in keys}
+    needed = {rank: data.draw(st.lists(st.sampled_from(keys))) for rank in data.draw(st.sets(st.integers(0, ranks - 1)))}
+    sizes = {key: 3 + number for number, key in enumerate(keys)}
+    found = hang(needed, holders, nodes, sizes)
+    received = {(route.receiver, route.key) for route in found.routes}
+    for rank, wanted in needed.items():
+        assert found.places.get(rank, {}).keys() == {key for key in wanted if holders[key] != rank}
+        for key, shower in found.places.get(rank, {}).items():
+            assert nodes[shower] == nodes[rank] and key in found.shelves[shower]
+            assert holders[key] == shower or (shower, key) in received
+    arrivals = Counter((nodes[route.receiver], route.key) for route in found.routes)
+    assert set(arrivals.values()) <= {1}
+    for route in found.routes:
+        assert route.sender == holders[route.key] and nodes[route.sender] != nodes[route.receiver]
+        assert route.key in found.shelves[route.sender] and route.key in needed[route.receiver]
+    for shelf in found.shelves.values():
+        ends = sorted((offset, offset + sizes[key]) for key, offset in shelf.items())
+        assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])], "one after the other, without a gap"
+
+
+def pictures_received(found: Hanging, sizes: dict[str, int], ranks: int) -> int:
+    """Bytes of the rank that is sent most."""
+    sent = [0] * ranks
+    for route in found.routes:
+        sent[route.receiver] += sizes[route.key]
+    return max(sent)
+
+
+def step_of(groups: int, ranks: int, *, shift: int) -> tuple[dict[int, list[str]], dict[str, int], dict[str, int]]:
+    """Groups of 8 episodes that share a picture and have one more each; rolled out by one rank, trained on by another."""
+    needed: dict[int, list[str]] = {}
+    holders, size = {}, 3 * 1_000_000
+    for group in range(groups):
+        keys = [f"{group}", *(f"{group}.{sample}" for sample in range(8))]
+        holders |= dict.fromkeys(keys, group * ranks // groups)
+        needed.setdefault((group * ranks // groups + shift) % ranks, []).extend(keys)
+    return needed, holders, dict.fromkeys(holders, size)
+
+
+def test_what_a_rank_is_sent_does_not_grow_with_the_world() -> None:
+    """At a fixed batch of 1,024 groups, and with four groups a rank: pictures of at most its own share."""
+    for scale in ("fixed", "grows"):
+        most = {}
+        for ranks in (32, 1024):
+            groups = 1024 if scale == "fixed" else 4 * ranks
+            needed, holders, sizes = step_of(groups, ranks, shift=8)
+            most[ranks] = pictures_received(hang(needed, holders, [rank // 8 for rank in range(ranks)], sizes), sizes, ranks)
+            share = max(sum(sizes[key] for key in keys) for keys in needed.values())
+            assert 0 < most[ranks] <= share
+        assert most[1024] <= most[32] if scale == "grows" else most[1024] == most[32] / 32
+
+
+def rollout_of(num_observed: int, num_sampled: int) -> Rollout:
+    context = Context()
+    context.extend([151_655] * num_observed, images=(Image(picture(1), None, (1, 4, 2), "k1", 2),))
+    context.extend([150_000] * num_sampled, logprobs=[-1 / 3] * num_sampled, versions=[7] * num_sampled)
+    return Rollout(task="t", example_id="e", group=0, sample=0, contexts=[context])
+
+
+def test_the_words_of_a_token_take_few_bytes() -> None:
+    def size(*tokens: int) -> int:
+        return len(pickle.dumps(_words_of([rollout_of(*tokens)])))
+
+    base = size(100, 100)
+    assert size(10_100, 100) - base == pytest.approx(5 * 10_000, rel=0.01)
+    assert size(100, 10_100) - base == pytest.approx(17 * 10_000, rel=0.01)
+    assert base < 5 * 100 + 17 * 100 + 1500
+
+
+def words_sent(monkeypatch: pytest.MonkeyPatch, *, groups: int, ranks: int) -> int:
+    """Bytes that the first rank hands to the collectives of Gallery.gather, in a world whose other ranks have what they would say, and are
+    not there: 8 episodes of 600 tokens for each of the first `groups`, of one rank each; the others lead no engine."""
+    parts = [[rollout_of(500, 100) for _ in range(8)] if rank < groups else None for rank in range(ranks)]
+    said = [pickle.dumps(None if part is None else _words_of(part)) for part in parts]
+    sent = []
+
+    def all_reduce(tensor: torch.Tensor, group: object) -> None:
+        """Sums of what the first rank has, and nobody else has there, and of what the others have."""
+        sent.append(tensor.nbytes)
+        everyones = torch.tensor(list(map(len, said)) if tensor.dtype == torch.int64 else list(b"".join(said)), dtype=tensor.dtype)
+        assert torch.equal(tensor[tensor != 0], everyones[: len(tensor)][tensor != 0])
+        tensor.copy_(everyones)
+
+    for name, told in {"get_world_size": lambda: ranks, "get_rank": lambda: 0, "all_reduce": all_reduce}.items():
+        monkeypatch.setattr(world.dist, name, told)
+    monkeypatch.setattr(image_exchange, "gather", lambda mine, group: [mine] * ranks)
+    assert len(Gallery(patch=14).gather(parts[0])) == 8 * groups
+    return sum(sent)
+
+
+def test_words_take_no_more_in_a_larger_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 32 groups on 32 ranks, and on 1,024, of which 992 add two small numbers each. Twice the groups are twice the bytes."""
+    small, large, twice = (words_sent(monkeypatch, groups=groups, ranks=ranks) for groups, ranks in ((32, 32), (32, 1024), (64, 64)))
+    assert 0 < large - small <= 992 * 16
+    assert twice == pytest.approx(2 * small, rel=0.01)
+
+
+def test_every_column_travels() -> None:
+    (sent,) = [rollout_of(3, 4)]
+    context = sent.contexts[0]
+    for number, name in enumerate(ATTACHED):
+        context.attach(name, [number / 3 + place for place in range(7)])
+    (back,) = _rollouts_of(pickle.loads(pickle.dumps(_words_of([sent]))))
+    for field in fields(Context):
+        came, went = getattr(back.contexts[0], field.name), getattr(context, field.name)
+        assert went, field.name
+        if field.name == "images":
+            assert [(seen.picture, seen.key, seen.grid, seen.merge) for seen in came] == [(None, "k1", (1, 4, 2), 2)]
+        else:
+            assert (came, list(map(type, came))) == (went, list(map(type, went))), field.name

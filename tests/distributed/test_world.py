@@ -1,0 +1,101 @@
+"""A rank's place: its device is that of its number on its node, not in the world."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_rl.cli.app import end_with_error
+from megatron_rl.distributed.world import SharedOSError, SharedValueError, connect, expand_segments, place, together
+from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
+
+
+def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": 13, "WORLD_SIZE": 16, "LOCAL_RANK": 5, "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    world = place()
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.num_nodes) == (13, 16, 5, 8, 1, 2)
+    assert world.device == torch.device("cuda", 5) and not world.is_main and not world.is_first_here
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the main rank alone prints it (cli/app.py)."""
+
+    def fail() -> None:
+        raise kind("parallel.tp=3: too many")
+
+    monkeypatch.setattr("megatron_rl.distributed.world.gather", lambda mine, *, group: [mine] * 3)
+    with pytest.raises((SharedValueError, SharedOSError), match="^parallel.tp=3: too many$") as told:
+        together(fail)
+    assert isinstance(told.value, kind)
+    shown: list[bool] = []
+    monkeypatch.setattr("megatron_rl.cli.app.end", lambda line, world, *, seen_by_all=False: shown.append(seen_by_all))
+    end_with_error(told.value, place())
+    end_with_error(kind("another"), place())
+    assert shown == [True, False]
+
+
+def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "none0", "WORLD_SIZE": 1, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    line = r"^--nnodes=1: the 1 processes did not meet within parallel.timeout_s=5 \(.*none0.*\); .*interface .* GLOO_SOCKET_IFNAME"
+    with pytest.raises(ValueError, match=line):
+        connect(place(), timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "", "expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", ""),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", ""),
+    ],
+)
+def test_segments_grow_unless_the_user_says_something(monkeypatch: pytest.MonkeyPatch, name: str, given: str, told: str) -> None:
+    """As torch's allocator holds it, which a CPU has too; what the environment says is left alone, and children hear nothing."""
+    torch._C._accelerator_setAllocatorSettings("")
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, given)
+    before = dict(os.environ)
+    expand_segments()
+    assert torch._C._accelerator_getAllocatorSettings() == told and dict(os.environ) == before
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+LOOK = """
+import os, sys
+class Look:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            sys.exit(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "nothing"))
+sys.meta_path.insert(0, Look)
+import megatron_rl.cli
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
+def test_megatron_may_count_on_one_queue_before_torch_is_there(given: dict[str, str], told: str) -> None:
+    """At the door, which is imported before torch; what the user says stands."""
+    others = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    command = [sys.executable, "-c", LOOK]
+    ended = subprocess.run(command, env=others | given, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr.strip() == told
+
+
+def test_freed_blocks_leave_though_others_lie_between_them() -> None:
+    """60 of 6 MB. By itself the C library keeps all of them; small ones in between are what a run has everywhere."""
+    kept, left = (
+        int(forked.run(SUPPORT / "heap_holes.py", *given, timeout_s=120).stdout.split()[-1]) for given in ((), ("returned",))
+    )  # fmt: skip
+    assert kept > 50 * (6 << 20) and left < 1 << 20

@@ -1,0 +1,137 @@
+"""Recorded rollouts scored anew, by the command: by rule and by a judge's server, as by hand; after a kill; where the judge is down."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.entrypoints.rescore import first_shown
+from megatron_rl.io.jsonl import replace_lines
+from megatron_rl.observe.recorder import store_pictures
+from megatron_rl.observe.rollout_store import path_of, read_rollouts, rounds_of, write
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import End, Rollout, Status, Turn, Verdict
+from tests.conftest import ROOT
+from tests.observe.test_recorder import picture
+from tests.support import forked
+from tests.support.judges import Reply, completion, serving
+
+ANSWERS = {"0": "red", "1": "two"}
+SAID = [("0", "<answer>red</answer>"), ("0", "<answer>blue</answer>"), ("1", "<answer>two</answer>"), ("1", "no idea")]
+
+
+def rollout_of(example: str, said: str, renderer: Renderer, *, sample: int) -> Rollout:
+    messages = [{"role": "user", "content": [{"type": "image", "image": picture(sample).picture}]}, {"role": "assistant", "content": said}]
+    context = renderer.transcript(messages)
+    span = (context.loss_mask.index(1), len(context.token_ids))
+    turn = Turn(context=0, span=span, text=said, reward=0.0, score=9.0, gain=9.0)
+    return Rollout(
+        task="vqa", example_id=f"train/{example}", group=int(example), sample=sample, contexts=[context], turns=[turn], end=End.DONE,
+        reward=9.0 - sample, outcome=9.0, rewards={"old": 9.0}, dropped="zero_std", scoring_s=3.0,
+        verdicts=[Verdict(judge="old", prompt="accuracy", value=1.0)],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def recorded(random_model: Path, tmp_path: Path) -> Path:
+    """Two steps; the first has a rollout that had failed."""
+    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
+    rows = [{"question": "Which <image>?", "answer": answer, "images": []} for name, answer in ANSWERS.items()]
+    replace_lines(tmp_path / "questions.jsonl", [{**row, "question": "Which?"} for row in rows])
+    rollouts = [rollout_of(example, said, renderer, sample=sample) for sample, (example, said) in enumerate(SAID)]
+    failed = replace(rollouts[0], status=Status.FAILED, end=End.FAULT, reward=None, rewards={}, reason="judge down")
+    folder = tmp_path / "run" / "rollouts"
+    for step, played in enumerate(([*rollouts, failed], rollouts[::-1])):
+        store_pictures(folder, played)
+        write(path_of(folder, step), played, step=step, rounds=step + 2)
+    return folder
+
+
+def rescored(recorded: Path, model: Path, out: Path, *words: str, code: int = 0) -> str:
+    data = recorded.parents[1] / "questions.jsonl"
+    given = ("task=vqa", f"task.data.train=[{data}]", f"task.data.eval=[{data}]", f"model.path={model}", f"run.replay={recorded}")
+    result = forked.run(ROOT / "launch" / "rescore.py", *given, f"run.dir={out}", *words, timeout_s=120)
+    assert result.returncode == code, result.stdout
+    return result.stdout
+
+
+def rewards(folder: Path, step: int) -> list[float | None]:
+    return [rollout.reward for rollout in read_rollouts(path_of(folder / "rollouts", step))]
+
+
+def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
+    """All that scoring fills is new, all that was played is old; what had failed stays so. Then nothing is left to do."""
+    out = tmp_path / "out"
+    rescored(recorded, random_model, out)
+    assert rewards(out, 0) == [1.0, 0.0, 1.0, 0.0, None] and rewards(out, 1) == [0.0, 1.0, 0.0, 1.0]
+    old, new = (read_rollouts(path_of(folder, 0))[0] for folder in (recorded, out / "rollouts"))
+    assert (
+        new.rewards["accuracy"] == 1.0
+        and "old" not in new.rewards
+        and (new.turns[0].score, new.turns[0].gain, new.dropped, new.verdicts) == (None, 0.0, "", [])
+    )
+    assert new.outcome == 1.0 and new.scoring_s < 1.0 and new.contexts == replace(old).contexts and new.turns[0].text == old.turns[0].text
+    assert rounds_of(path_of(out / "rollouts", 1)) == 3 and new.images[0].picture.tobytes() == old.images[0].picture.tobytes()
+    told = json.loads((out / "scores.json").read_text())
+    assert told == {
+        "rollouts": 8.0,
+        "failed_now": 0.0,
+        "reward_before": 7.5,
+        "reward_after": 0.5,
+        "changed": 1.0,
+        "rank_correlation": pytest.approx(0.447213595),
+    }
+    stamps = [path_of(out / "rollouts", step).stat().st_mtime_ns for step in range(2)]
+    path_of(out / "rollouts", 0).unlink()
+    rescored(recorded, random_model, out)
+    again = [path_of(out / "rollouts", step).stat().st_mtime_ns for step in range(2)]
+    assert again[0] > stamps[0] and again[1] == stamps[1], "the step that was there is not scored again"
+
+
+def test_by_a_judge(recorded: Path, random_model: Path, tmp_path: Path) -> None:
+    """It is asked of each reply that no rule accepts, and is believed; one that is down fails what it was to score, and is no score."""
+    out = tmp_path / "out"
+    with serving(lambda _: completion('{"correct": true}')) as server:
+        words = ("task.reward=accuracy", f"task.judge.urls=[{server.url}]", "task.judge.model=judge")
+        rescored(recorded, random_model, out, *words)
+        assert server.bodies and rewards(out, 0)[1] > rewards(out, 0)[3], "a wrong colour is forgiven, a reply without an answer is not"
+    with serving(lambda _: Reply("no", status=500)) as server:
+        down = (
+            "task.reward=accuracy",
+            f"task.judge.urls=[{server.url}]",
+            "task.judge.model=judge",
+            "task.judge.tries=1",
+            "task.judge.patience_s=1",
+        )
+        said = rescored(recorded, random_model, tmp_path / "down", *down)
+    assert "failed_now" in said and None in rewards(tmp_path / "down", 1)
+    scores = json.loads((tmp_path / "down" / "scores.json").read_text())
+    assert scores["failed_now"] == rewards(tmp_path / "down", 0)[:4].count(None) + rewards(tmp_path / "down", 1).count(None) > 0
+
+
+def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> None:
+    """Other scores in the same folder, the recorded run's own folder, an example of other data, a folder without steps."""
+    rescored(recorded, random_model, tmp_path / "out")
+    line = f"error: run.dir={tmp_path}/out: holds other scores: task.reward=pyvision (was ); choose another folder"
+    assert line in rescored(recorded, random_model, tmp_path / "out", "task.reward=pyvision", code=1)
+    assert "the recorded run stays as it is" in rescored(recorded, random_model, recorded.parent, code=1)
+    replace_lines(tmp_path / "questions.jsonl", [{"question": "Which?", "answer": "red", "id": "another"}])
+    assert "error: task.name: has no example 'train/1'" in rescored(recorded, random_model, tmp_path / "other", code=1)
+    (tmp_path / "empty").mkdir()
+    assert "error: run.replay=" in rescored(tmp_path / "empty", random_model, tmp_path / "none", code=1)
+
+
+def test_the_pictures_of_the_first_prompt(random_model: Path) -> None:
+    """Those before the first sampled token, not those of what was observed later."""
+    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
+    shown = [[{"type": "image", "image": picture(seed).picture} for seed in seeds] for seeds in ((1, 2), (3,))]
+    messages = [
+        {"role": "user", "content": shown[0]}, {"role": "assistant", "content": "a"}, {"role": "user", "content": shown[1]},
+        {"role": "assistant", "content": "b"},
+    ]  # fmt: skip
+    context = renderer.transcript(messages)
+    rollout = Rollout(task="t", example_id="e", group=0, sample=0, contexts=[context])
+    assert len(context.images) == 3 and first_shown(rollout, renderer.image_token_id) == context.images[:2]
+    assert first_shown(replace(rollout, contexts=[]), renderer.image_token_id) == []

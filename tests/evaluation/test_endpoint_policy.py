@@ -1,0 +1,233 @@
+"""An endpoint as the policy: a real server of vLLM says what our engine says; and a scripted one, whose replies are counted by hand."""
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image as pil
+
+from megatron_rl.config import EvaluationSettings, ModelSettings
+from megatron_rl.evaluation.endpoint_policy import ChatConversation, Speaker, ended_at, image_of
+from megatron_rl.io.jsonl import read_lines, replace_lines
+from megatron_rl.observe.recorder import read
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import End, HostFault, Status
+from tests.conftest import ROOT
+from tests.support import forked
+from tests.support.judges import Reply, completion, serving
+from tests.support.served import openai_server
+from tests.support.tables import png
+
+EVALUATE = ROOT / "launch" / "evaluate.py"
+SIZES = ("model.min_pixels=3136", "model.max_pixels=4000")
+ENGINE = ("engine.kv_cache_mib=16", "engine.max_model_len=512")
+GAME = (*SIZES, "task=number_line", "task.max_turns=3", "task.max_tokens_per_turn=6", "task.options.invalid=random", "run.seed=5")
+LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_tokens_per_turn=6, max_context=512, max_images=2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the model's own weights, and with what a run's engine is told of pixels."""
+    with openai_server(random_model, tmp_path_factory.mktemp("endpoint") / "server.log", pixels=(3136, 4000)) as served:
+        yield served
+
+
+def evaluated(out: Path, *words: str, code: int = 0) -> str:
+    result = forked.run(EVALUATE, *words, f"run.dir={out}", timeout_s=240)
+    assert result.returncode == code, result.stdout
+    return result.stdout
+
+
+def test_a_real_server_says_what_our_engine_says(url: str, random_model: Path, tmp_path: Path) -> None:
+    """Every word of every turn of the 30 games, and so every figure. Bytes at the end that make no character are left out by the server."""
+    evaluated(tmp_path / "own", *GAME, *ENGINE, f"model.path={random_model}")
+    evaluated(tmp_path / "far", *GAME, f"model.path={random_model}", f"evaluation.urls=[{url}]", "evaluation.chunk=11")
+    own, far = (read_lines(tmp_path / name / "examples.jsonl") for name in ("own", "far"))
+    for line in (*own, *far):
+        line["said"] = [[reply.rstrip("\ufffd") for reply in said] for said in line["said"]]
+    assert own == far and all(all(said) for line in own for said in line["said"])
+    found = {name: json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("own", "far")}
+    assert found["own"]["scores"] == found["far"]["scores"] and 0 < found["own"]["scores"]["success"] < 1
+    stated = found["far"]["stated"]
+    assert stated["weights"] == f"of {url}" and stated["harness"] != found["own"]["stated"]["harness"]
+    own_prompt, far_prompt = ((tmp_path / name / "prompt.txt").read_text() for name in ("own", "far"))
+    assert own_prompt.startswith("<|im_start|>system\n") and own_prompt.endswith("<|im_start|>assistant\n") and "[56x56]" in own_prompt
+    words = far_prompt.removeprefix("user: ").replace("[picture]", "")
+    assert words.strip() and words.strip() in own_prompt.replace("[56x56]", ""), (own_prompt, far_prompt)
+    assert stated["prompt"].startswith(f"{len(far_prompt)} characters") and stated["reward"] == "the task's own"
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(10)]
+    replace_lines(tmp_path / "questions.jsonl", rows)
+    return tmp_path / "questions.jsonl"
+
+
+def asked_of(questions: Path, url: str, *words: str) -> tuple[str, ...]:
+    own = ("task=vqa", f"task.data.train=[{questions}]", f"task.data.eval=[{questions}]", "model.path=someone", f"evaluation.urls=[{url}]")
+    return (*own, "evaluation.patience_s=0.2", "evaluation.tries=2", *words)
+
+
+def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path) -> None:
+    """Right, wrong, empty, cut off: scored. A page of HTML: failed, counted, and played again by the same command."""
+    is_well = False
+
+    def behave(body: dict) -> Reply:
+        assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("someone", 0.0, 7)
+        (message,) = body["messages"]
+        number = int((message["content"] if isinstance(message["content"], str) else message["content"][0]["text"])[0])
+        if number == 9 and not is_well:
+            return Reply("<html>busy</html>", headers={"Content-Type": "text/html"})
+        if number == 8:
+            return Reply(json.dumps({"choices": [{"message": {"role": "assistant", "content": None}, "finish_reason": "length"}]}))
+        return completion(f"<answer>{number + (1 if number < 6 else 2)}</answer>")
+
+    with serving(behave) as server:
+        words = asked_of(questions, server.url, "task.max_tokens_per_turn=7", "run.max_failed=0.2", "run.patience_s=0")
+        said = evaluated(tmp_path / "out", *words)
+        first = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
+        assert first["success"] == pytest.approx(6 / 9) and first["failed_fraction"] == pytest.approx(0.1)
+        assert "1 replies were cut off by task.max_tokens_per_turn" in said
+        (failed,) = [
+            each.rollout for each in read(tmp_path / "out" / "rollouts" / "step_000000.jsonl") if each.rollout.status is Status.FAILED
+        ]
+        assert failed.reward is None and "evaluation: nothing after " in failed.reason
+        is_well = True
+        num_before = len(server.bodies)
+        evaluated(tmp_path / "out", *words)
+        assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]["success"] == pytest.approx(0.6)
+        assert len(server.bodies) == num_before + 10, "the chunk with the failure"
+        evaluated(tmp_path / "out", *words)
+        assert len(server.bodies) == num_before + 10, "nothing is left to play"
+
+
+def test_mistakes_are_told_in_a_line(questions: Path, tmp_path: Path) -> None:
+    def line(*words: str) -> str:
+        return evaluated(tmp_path / "out", *words, code=1).splitlines()[-1]
+
+    assert line(*asked_of(questions, "http://me:secret@x/v1")).startswith("error: evaluation.urls=...: holds @, ? or #; ")
+    assert "error: evaluation.weights=w: an endpoint serves weights of its own" in line(
+        *asked_of(questions, "http://x/v1", "evaluation.weights=w")
+    )
+    down = line(*asked_of(questions, "http://127.0.0.1:9/v1", "run.patience_s=0"))
+    assert down.startswith("error: evaluation: 10 of 10 episodes failed, run.max_failed=0.1; first reason: evaluation: ")
+
+
+def test_a_conversation_in_messages() -> None:
+    """What is sent, by hand: pictures as PNG of their final size, a tool's words as a user's, replies cut behind a stop word, a new prompt
+    that forgets the old one, and a limit of pictures."""
+    replies = iter(["one </stop> two", "three", "four"])
+    picture = pil.new("RGB", (60, 90), "red")
+
+    async def talk(url: str) -> tuple[ChatConversation, list]:
+        speaker = Speaker(EvaluationSettings(urls=[url]), ModelSettings(path="someone", min_pixels=3136, max_pixels=12800))
+        talked = ChatConversation(speaker, LIMITS)
+        sampling = Sampling(6, 0.0, seed=3, stop=("</stop>",))
+        ends = [await talked.open([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "image", "image": picture}]}])]
+        assert await talked.say(sampling) == "one </stop>" and talked.place_of(2) is None
+        heard = [{"type": "text", "text": "T"}, {"type": "image", "image": picture}]
+        ends.append(await talked.hear([{"role": "tool", "content": heard}], anew=False))
+        await talked.say(sampling)
+        ends.append(await talked.hear([{"role": "user", "content": [{"type": "image", "image": picture}]}], anew=False))
+        ends.append(await talked.hear([{"role": "user", "content": "anew"}], anew=True))
+        await talked.say(sampling)
+        await speaker.close()
+        return talked, ends
+
+    with serving(lambda _: completion(next(replies))) as server:
+        talked, ends = asyncio.run(talk(server.url))
+    assert ends == [None, None, End.MAX_IMAGES, None]
+    roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["user"]]
+    assert server.bodies[1]["messages"][2]["content"] == "one </stop>" and server.bodies[2]["messages"][0]["content"] == "anew"
+    shown = server.bodies[1]["messages"][3]["content"]
+    assert [part["type"] for part in shown] == ["text", "image_url"] and shown[1]["image_url"]["url"].startswith("data:image/png;base64,")
+    sent = pil.open(io.BytesIO(base64.b64decode(shown[1]["image_url"]["url"].partition(",")[2])))
+    assert sent.tobytes() == talked.contexts[0].images[1].picture.tobytes() and (sent.size, sent.getpixel((0, 0))) == (
+        (56, 84),
+        (255, 0, 0),
+    )
+    assert [(turn.text, turn.context, len(turn.images)) for turn in talked.turns] == [
+        ("one </stop>", 0, 1),
+        ("three", 0, 0),
+        ("four", 1, 0),
+    ]
+    assert [body["seed"] for body in server.bodies] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("size", [(60, 90), (28, 28), (500, 20), (1000, 1000)])
+def test_pictures_are_as_large_as_the_trainer_would_have_them(size: tuple[int, int], random_model: Path) -> None:
+    model = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800)
+    own, ours = Renderer(model).image(pil.new("RGB", size, "blue")), image_of(pil.new("RGB", size, "blue"), model)
+    assert (ours.grid, ours.key, ours.merge) == (own.grid, own.key, own.merge) and ours.picture.tobytes() == own.picture.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("abc", (), "abc"),
+        ("a</x>b</y>", ("</y>", "</x>"), "a</x>"),
+        ("a</y>b</x>", ("</y>", "</x>"), "a</y>"),
+        ("", ("x",), ""),
+        ("x", ("x",), "x"),
+    ],
+)
+def test_a_reply_ends_at_the_first_of_these(text: str, stop: Sequence[str], expected: str) -> None:
+    assert ended_at(text, stop) == expected
+
+
+def test_trouble_is_ours() -> None:
+    """A server that refuses, hangs, or says what is no completion: HostFault each time."""
+    for reply in (Reply("no", status=400), Reply("{}"), Reply("null"), Reply('{"choices": []}'), Reply("", hang_s=1.0)):
+
+        async def ask(url: str) -> None:
+            speaker = Speaker(EvaluationSettings(urls=[url], tries=1, timeout_s=0.5, patience_s=0), ModelSettings(path="m"))
+            try:
+                await speaker.reply([{"role": "user", "content": "?"}], Sampling(5, 0.0, seed=1))
+            finally:
+                await speaker.close()
+
+        with serving(lambda _: reply) as server, pytest.raises(HostFault, match="evaluation: nothing after 1 of 1 tries"):  # noqa: B023
+            asyncio.run(ask(server.url))
+
+
+def test_a_published_benchmark_has_its_figures(tmp_path: Path) -> None:
+    """Two questions in two orders, shuffled besides; the policy finds the right words of the first at any letter, and always says A of the
+    second. By hand: the first is right in both cycles; the second where the right words came to stand at A."""
+    picture = base64.b64encode(png()).decode()
+    words = {"single": ("red", "blue", "green"), "cross": ("1", "2", "3")}
+    rows = [
+        {"index": number, "question": kind, **dict(zip("ABC", (given * 2)[cycle:], strict=False)), "answer": "ACB"[cycle], "category": kind,
+         "cycle_category": cycle, "image": picture}
+        for number, (kind, given, cycle) in enumerate((kind, given, cycle) for kind, given in words.items() for cycle in (0, 1))
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(tmp_path / "hr_bench.tsv", sep="\t", index=False)
+    right_at: list[str] = []
+
+    def behave(body: dict) -> Reply:
+        (message,) = body["messages"]
+        shown = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+        letters = {line[3:]: line[0] for line in shown.splitlines() if line[1:3] == ". "}
+        if "red" in letters:
+            return completion(f"<answer>{letters['red']}</answer>")
+        right_at.append(letters["1"])
+        return completion("<answer>A</answer>")
+
+    with serving(behave) as server:
+        data = ("task.data.benchmark=hrbench", "task.data.shuffle_options=3", f"task.data.eval=[{tmp_path}/hr_bench.tsv]")
+        said = evaluated(tmp_path / "out", "task=vqa", *data, "model.path=someone", f"evaluation.urls=[{server.url}]")
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    lucky = right_at.count("A")
+    assert found["scores"]["official"] == pytest.approx((2 + lucky) / 4) and "official_low" in said
+    assert (found["scores"]["category_single"], found["scores"]["category_cross"]) == (1.0, pytest.approx(lucky / 2))
+    assert found["scores"]["official_low"] <= found["scores"]["official"] <= found["scores"]["official_high"]
+    assert found["stated"]["benchmark"] == "hrbench, options in an order of seed 3, 32 pictures at most"
+    assert [line["credit"] for line in read_lines(tmp_path / "out" / "examples.jsonl")][:2] == [[1.0], [1.0]]

@@ -1,0 +1,108 @@
+"""An evaluation's numbers from rollouts made by hand; failures of ours are in none of them. And which episodes it plays."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import AlgoSettings, ModelSettings, Settings, TaskSettings
+from megatron_rl.evaluation.in_run import evaluate, summarize
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import Example, NotFinite, Rollout, RunFailed, Status
+from tests.support.scripted_fleet import Scripted, fleet_of
+
+
+class Positive:
+    own: Mapping[str, float] = {}
+
+    def success(self, rollout: Rollout) -> bool:
+        return rollout.reward > 0
+
+    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Whose episodes they are, beside what the test says."""
+        return {**self.own, "scored": sum(len(examples[rollout.group].id) for rollout in rollouts)}
+
+
+EXAMPLES = [Example("a", {}, probability=0.25), Example("b", {}, probability=0.75)]
+
+
+def rollout(group: int, reward: float | None) -> Rollout:
+    status = Status.FAILED if reward is None else Status.COMPLETED
+    return Rollout(task="t", example_id="e", group=group, sample=0, status=status, reward=reward, reason="judge: 429")
+
+
+def test_weights_are_those_of_the_scored() -> None:
+    rollouts = [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)]
+    # 2 of weight 1/4, then -1 and 1 of weight 3/4: total 7/4
+    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0.25)
+    expected = {"success": 1.0 / 1.75, "return": 0.5 / 1.75, "tool_use": 0.0, "failed_fraction": 0.25, "scored": 3}
+    assert scores == pytest.approx(expected), "examples that are weighted as dealt are no sample"
+
+
+def test_a_sample_is_counted_by_its_scored_episodes() -> None:
+    plain = [replace(example, probability=None) for example in EXAMPLES]
+    scores = summarize(Positive(), plain, [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)], max_failed=0.25)
+    assert scores["success"] == pytest.approx(2 / 3) and scores["episodes"] == 3
+
+
+def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
+    """But not in how much of it was scored, and failed."""
+    task = Positive()
+    task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0}
+    plain = [replace(example, probability=None) for example in EXAMPLES]
+    scores = summarize(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
+    shares = {"success": 0.43, "draws": 0.09, "return": 2.0, "tool_use": 0.0}
+    assert scores == {**shares, "failed_fraction": 0.5, "scored": 1}, "what is worked out is of no sample"
+    task.own = {"draws": 0.09, "failed_fraction": 0.0, "episodes": 9}
+    scores = summarize(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
+    assert (scores["episodes"], scores["failed_fraction"]) == (1, 0.5)
+
+
+def test_a_part_is_a_mean_over_those_that_it_judged() -> None:
+    """Here one of weight 1/4 with 1, and one of weight 3/4 with 0.5; a part never hides what every evaluation tells."""
+    rollouts = [rollout(0, 2.0), rollout(0, 2.0), rollout(1, -1.0)]
+    rollouts[0].rewards, rollouts[2].rewards = {"won": 1.0, "return": 9.0}, {"won": 0.5}
+    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0)
+    assert scores["won"] == pytest.approx(0.25 * 1 + 0.75 * 0.5) and scores["return"] == pytest.approx((2 * 0.25 * 2 - 0.75) / 1.25)
+
+
+def test_success_is_told_by_data_source() -> None:
+    """Here two of weight 1/4, one of them won, and one of weight 3/4 of a source of its own; beside a lost one of no source."""
+    rollouts = [rollout(0, 2.0), rollout(1, -1.0), rollout(1, 2.0), rollout(0, -1.0)]
+    for made, source in zip(rollouts, ["cups", "cups", "far away", ""], strict=True):
+        made.source = source
+    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0)
+    assert {name: value for name, value in scores.items() if "/" in name} == {"success/cups": 0.25, "success/far_away": 1.0}
+
+
+def test_too_many_failures_are_no_score() -> None:
+    with pytest.raises(RunFailed, match="1 of 2 episodes failed, run.max_failed=0.1; first reason: judge: 429"):
+        summarize(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)
+    with pytest.raises(RunFailed, match="2 of 2"):
+        summarize(Positive(), EXAMPLES, [rollout(0, None)] * 2, max_failed=0.99)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_no_failure_of_the_policy(reward: float) -> None:
+    with pytest.raises(NotFinite, match=rf"^task=t: e#0 was rewarded {reward}; mend its reward function$"):
+        summarize(Positive(), EXAMPLES, [rollout(0, 1.0), rollout(1, reward), rollout(1, None)], max_failed=0.5)
+
+
+def test_an_evaluation_is_the_same_whenever_it_takes_place(random_model: Path) -> None:
+    """Greedy, then sampled; two turns in training and one here; no seed is one of training's."""
+    task = TaskSettings(name="talk", max_turns=2, eval_max_turns=1, eval_samples=3)
+    settings = Settings(model=ModelSettings(path=str(random_model)), task=task, algo=AlgoSettings(temperature=0.6))
+    engine = Scripted()
+    fleet = fleet_of(Renderer(settings.model), engine)
+    fleet.take(0, enough=lambda _: True)
+    training, engine.asked = engine.asked, []
+    scores = evaluate(fleet.task, settings, fleet=fleet)
+    assert (scores["eval/greedy_success"], scores["eval/sampled_return"]) == (1.0, 1.0)
+    once, engine.asked = engine.asked, []
+    fleet.take(1, enough=lambda _: True)
+    engine.asked = []
+    evaluate(fleet.task, settings, fleet=fleet)
+    assert engine.asked == once and [sampling.temperature for sampling in once] == [0.0] * 2 + [0.6] * 6
+    assert not {sampling.seed for sampling in once} & {sampling.seed for sampling in training}

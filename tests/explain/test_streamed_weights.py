@@ -1,0 +1,107 @@
+"""Hugging Face's model a module at a time: bit for bit the model that is whole, in the memory of its largest module; and a page made so by
+two ranks is the page of one process."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from megatron_rl.cli.explain import main
+from megatron_rl.config import ModelSettings
+from megatron_rl.explain.hf_reference import Reference
+from megatron_rl.explain.recorded_step import Looked
+from megatron_rl.explain.sequence_checks import of_pixels
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.name_mapping import canonical
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.weights.formats.open_checkpoint import open_source
+from tests.conftest import ROOT
+from tests.support import forked
+from tests.support.explained import STALE, nested, rollouts_of, write_run
+from tests.support.sampled import policy_logits
+from tools.data.make_tiny_qwen2_5_vl import make
+
+MODELS = {"qwen2_5_vl": {}, "tied": {"tied": True}, "qwen2_vl": {"family": "qwen2_vl"}, "qwen3_vl": {"family": "qwen3_vl"}}
+
+
+class Counted:
+    """A source that knows how much of what it gave is still there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = open_source(folder, read_spec(str(folder)), key="model")
+        self.specs, self.alive, self.most = self.source.specs, 0, 0
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self.source.read(name).clone()
+        self.alive += tensor.nbytes
+        self.most = max(self.most, self.alive)
+        weakref.finalize(tensor.untyped_storage(), self._gone, tensor.nbytes)
+        return tensor
+
+    def _gone(self, num_bytes: int) -> None:
+        self.alive -= num_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_the_whole_model(name: str, tmp_path: Path) -> None:
+    """With none, half and all of it held."""
+    make(tmp_path / "model", init="random", seed=1, **MODELS[name])
+    renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
+    context = rollouts_of(renderer)[0].contexts[0]
+    looked = Looked(0, 0, context)
+    hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    expected = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[looked.rows]
+    modules = [sum(each.nbytes for each in module.parameters(recurse=False)) for module in hf.modules()]
+    total = sum(parameter.nbytes for parameter in hf.parameters())
+    for held in (0, total // 2, total):
+        source = Counted(tmp_path / "model")
+        reference = Reference(
+            read_spec(str(tmp_path / "model")), source, banned_ids=renderer.banned_ids, patches=of_pixels(renderer),
+            device=torch.device("cpu"), held_bytes=held,
+        )  # fmt: skip
+        assert set(reference.weights.names) == {canonical(each) for each, _ in hf.named_parameters()} == set(source.specs)
+        for _ in range(2):
+            logits_RV = reference.logits(looked).double().masked_fill(reference.banned, -torch.inf)
+            torch.testing.assert_close(logits_RV, expected, rtol=0, atol=0)
+            assert all(each.is_meta for each in reference.model.parameters())
+        assert source.alive <= held and source.most <= held + max(modules)
+        assert held < total or source.alive == total
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("models") / "older"
+    make(out, preset="nano", init="random", seed=5)
+    return out
+
+
+def test_two_ranks_say_what_one_process_says(random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stale tensor in what was recorded is named by ranks that hold nothing whole, whose engine spans both, as the run's did."""
+    tensor = dict(AutoModelForImageTextToText.from_pretrained(older, dtype=torch.float32).named_parameters())[nested(STALE)].detach()
+
+    def stale(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            dict(model.named_parameters())[nested(STALE)].copy_(tensor)
+
+    run = write_run(tmp_path / "run", random_model, change=stale)
+    config = run / "config.yaml"
+    before, _, engine = config.read_text().partition("engine:\n")
+    assert "\n  tp: 1\n" in engine
+    config.write_text(before + "engine:\n" + engine.replace("\n  tp: 1\n", "\n  tp: 2\n", 1))
+    given = (run, "--step", "0", "--older", older)
+    assert main([str(each) for each in given]) == 1
+    one = capsys.readouterr().out.splitlines()
+    result = forked.world(2, ROOT / "launch" / "explain.py", *given, "--tp", "2", "--whole-gb", "0", "--engine", timeout_s=240)
+    assert result.returncode == 1, result.stdout
+    two = result.stdout.splitlines()
+    alone = ("trainer, one process", "trainer, packed", "weights in the trainer")
+    assert [line for line in one if not line.strip().startswith(alone)] == [line for line in two if not line.strip().startswith(OWN)]
+    assert any(f"{STALE} is stale" in line for line in two), result.stdout
+    for name in OWN[:3]:
+        assert [" ok " in line for line in two if line.strip().startswith(name)] == [True], result.stdout
+
+
+OWN = ("weights at tp 2 x pp 1", "trainer, tp 2 x pp 1", "engine, asked now", "skipped:", "trainer, one process: its weights")
+"""What is said at two ranks alone."""

@@ -1,0 +1,224 @@
+"""Transcripts of recorded rollouts: thousands of random conversations come back as their world said them; which are taken, by hand."""
+
+import json
+import math
+import random
+import unicodedata
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import DataSettings, ModelSettings
+from megatron_rl.data.records import CONTROL
+from megatron_rl.data.transcripts import demonstrations_of
+from megatron_rl.export.chat_messages import MIXED, RESIZED, Untold, messages_of
+from megatron_rl.export.sft_transcripts import Exported, choose, export
+from megatron_rl.observe.recorder import store_pictures
+from megatron_rl.observe.rollout_store import path_of, write
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
+from megatron_rl.types import Context, Message, Rollout, Status
+from tests.conftest import ROOT
+from tests.observe.test_recorder import rollout
+from tests.support import forked
+from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone
+
+SIZES = {"min_pixels": 3136, "max_pixels": 12800}
+CUT_AT = 40
+NO_TEXT, EMPTY, NUL = "a reply is no text", "a reply says nothing", "a message holds a NUL character, which files of transcripts may not"
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=CUT_AT, max_context=2000, max_images=5, seed=0)
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), **SIZES))
+
+
+def played(seed: int, renderer: Renderer, protocol: ToolProtocol) -> tuple[Rollout, RandomWorld, RandomPolicy]:
+    engine = RandomPolicy(renderer, random.Random(seed))
+    rollout, world = play_alone(seed, renderer=renderer, engine=engine, protocol=protocol, settings=SETTINGS)
+    return rollout, world, engine
+
+
+def told(context: Context, renderer: Renderer) -> list[Message] | Untold:
+    try:
+        return messages_of(context, renderer, cut_at=CUT_AT)
+    except Untold as why:
+        return why
+
+
+def spoken(message: Message, renderer: Renderer) -> tuple[str, str]:
+    """Role and words of a message, by hand: names of special tokens defused, Unicode's form C, a picture by the key of what it becomes."""
+    if isinstance(message["content"], str):
+        return message["role"], message["content"]
+    names = [name for name in renderer.tokenizer.get_added_vocab() if name.startswith("<|")]
+    text = ""
+    for part in message["content"]:
+        if part["type"] == "image":
+            text += f"[{renderer.image(part['image']).key}]"
+            continue
+        spelled = part["text"]
+        for name in names:
+            spelled = spelled.replace(name, f"< {name[1:]}")
+        text += unicodedata.normalize("NFC", spelled)
+    return message["role"], text
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -> None:
+    """What the world said and what the policy answered, message by message, pictures included; or why it cannot be told."""
+    untold, num_told, num_pictures = Counter(), 0, 0
+    for seed in range(250):
+        rollout, world, engine = played(seed, renderer, protocol)
+        if rollout.status is Status.FAILED:
+            continue
+        (context,) = rollout.contexts
+        found = told(context, renderer)
+        if isinstance(found, Untold):
+            words = [renderer.tokenizer.decode(ids) for ids in engine.said]
+            reasons = {
+                RESIZED: any(renderer.final_size(*image.picture.size) != image.picture.size for image in context.images),
+                NO_TEXT: any("\ufffd" in each for each in words),
+                NUL: any("\0" in each for each in (*words, *(spoken(message, renderer)[1] for heard in world.said for message in heard))),
+                EMPTY: any(not each.removesuffix("<|im_end|>").strip() for each in words),
+                MIXED: any(token in each.removesuffix("<|im_end|>") for each in words for token in CONTROL),
+            }
+            assert reasons[str(found)]
+            untold[str(found)] += 1
+            continue
+        expected: list[Message] = []
+        for number, said in enumerate(engine.said):
+            reply = renderer.tokenizer.decode(said[:-1] if said[-1] == renderer.end_id else said)
+            heard = world.said[number] if number == 0 or number < len(world.said) else []
+            expected += [*heard, {"role": "assistant", "content": reply}]
+        assert [spoken(message, renderer) for message in found] == [spoken(message, renderer) for message in expected]
+        num_told += 1
+        num_pictures += len(context.images)
+    assert num_told > 30 and num_pictures > 30 and untold.keys() == {RESIZED, NO_TEXT, NUL, MIXED, EMPTY}
+
+
+def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
+    """As long as is allowed, and not ended by the policy; a token less is a reply that ended at a word of the task's."""
+    messages = [{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "one two three"}]
+    context = renderer.transcript(messages)
+    cut = replace(context, token_ids=context.token_ids[:-1], loss_mask=context.loss_mask[:-1])
+    num = sum(cut.loss_mask)
+    assert messages_of(cut, renderer, cut_at=num + 1)[-1] == messages[-1]
+    with pytest.raises(Untold, match=r"^a reply was cut off by task.max_tokens_per_turn$"):
+        messages_of(cut, renderer, cut_at=num)
+    assert messages_of(context, renderer, cut_at=num)[-1] == messages[-1], "it has ended by itself"
+
+
+def test_pictures_that_would_change_are_refused(renderer: Renderer, random_model: Path) -> None:
+    other = Renderer(ModelSettings(path=str(random_model), min_pixels=784, max_pixels=1600))
+    rollouts = (played(seed, renderer, PROTOCOLS[0])[0] for seed in range(50))
+    rollout = next(each for each in rollouts if each.images and not isinstance(told(each.contexts[0], renderer), Untold))
+    with pytest.raises(Untold, match=f"^{RESIZED}$"):
+        messages_of(rollout.contexts[0], other, cut_at=CUT_AT)
+    bare = replace(rollout.contexts[0], images=[replace(image, picture=None) for image in rollout.contexts[0].images])
+    with pytest.raises(Untold, match=r"^one of its pictures is not there$"):
+        messages_of(bare, renderer, cut_at=CUT_AT)
+
+
+@pytest.fixture(scope="module")
+def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps. Two examples, six rollouts each; one says again what another said, with another reward."""
+    run = tmp_path_factory.mktemp("recorded")
+    prompt = [{"role": "user", "content": "Name it."}]
+    first = [("a", "one", 1.0), ("a", "two", 2.0), ("a", "two", 0.5), ("b", "x", None), ("b", "y", -1.0)]
+    rewards = {0: first, 1: [("a", "one", 3.0), ("b", "z", -2.0)]}
+    for step, rows in rewards.items():
+        rollouts = []
+        for sample, (example, said, reward) in enumerate(rows):
+            context = renderer.transcript([*prompt, {"role": "assistant", "content": said}])
+            rollout = played(3, renderer, PROTOCOLS[0])[0]
+            status = Status.FAILED if reward is None else Status.COMPLETED
+            turn = replace(rollout.turns[0], text=said, span=(context.loss_mask.index(1), len(context.token_ids)), images=[], action=None)
+            own = {"contexts": [context], "turns": [turn], "reward": reward, "status": status, "example_id": example, "sample": sample}
+            own |= {"source": "mine", "question": f"Which is {example}?", "answer": example.upper()}
+            rollouts.append(replace(rollout, **own))
+        store_pictures(run / "rollouts", rollouts)
+        write(path_of(run / "rollouts", step), rollouts, step=step, rounds=1)
+    (run / "config.yaml").write_text(
+        f"model: {{path: {random_model}, min_pixels: 3136, max_pixels: 12800}}\ntask: {{max_tokens_per_turn: {CUT_AT}}}\n"
+    )
+    return run
+
+
+@pytest.mark.parametrize(
+    ("best", "min_reward", "places"),
+    [
+        (1, 0.5, [(1, 1)]),
+        (2, 0.5, [(1, 0), (1, 1)]),
+        (3, 0.5, [(0, 1), (1, 0), (1, 1)]),
+        (9, 0.5, [(0, 1), (1, 0), (1, 1), (1, 2)]),
+        (9, 1.0, [(0, 1), (1, 0), (1, 1)]),
+        (9, 1.5, []),
+    ],
+)
+def test_of_equal_rollouts_the_later_are_taken(best: int, min_reward: float, places: list[tuple[int, int]], tmp_path: Path) -> None:
+    """By (step, place): two that say p and q, then p, r and s. All but s have a reward of 1; the least reward is enough."""
+    for step, rows in enumerate(([("p", 1.0), ("q", 1.0)], [("p", 1.0), ("r", 1.0), ("s", 0.5)])):
+        write(
+            path_of(tmp_path, step), [rollout(sample, reward, text=said) for sample, (said, reward) in enumerate(rows)], step=step, rounds=1
+        )
+    paths = {step: path_of(tmp_path, step) for step in range(2)}
+    chosen = choose(paths, best=best, min_reward=min_reward, exported=Exported(best))
+    assert [(each.step, each.place) for each in chosen] == places
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"best": 1, "min_reward": -math.inf}, [("b", "y", 0, -1.0), ("a", "one", 1, 3.0)]),
+        ({"best": 2, "min_reward": -math.inf}, [("a", "two", 0, 2.0), ("b", "y", 0, -1.0), ("a", "one", 1, 3.0), ("b", "z", 1, -2.0)]),
+        ({"best": 9, "min_reward": 1.0}, [("a", "two", 0, 2.0), ("a", "one", 1, 3.0)]),
+        ({"best": 9, "min_reward": -math.inf, "first_step": 1}, [("a", "one", 1, 3.0), ("b", "z", 1, -2.0)]),
+    ],
+)
+def test_which_are_taken(how: dict[str, float], expected: list[tuple], recorded: Path, renderer: Renderer, tmp_path: Path) -> None:
+    """The best of each example, what was said twice once, what failed never."""
+    export(recorded / "rollouts", tmp_path, renderer, cut_at=CUT_AT, **how)
+    lines = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["messages"][-1]["content"], line["step"], line["reward"]) for line in lines] == expected
+    assert all(
+        (line["source"], line["question"], line["answer"]) == ("mine", f"Which is {line['id']}?", line["id"].upper()) for line in lines
+    )
+
+
+def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None:
+    """What it leaves is what a warm start reads, and renders to the recorded tokens; nothing to take is an error."""
+    launched = forked.run(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "out", "--min-reward", "2", timeout_s=60)
+    assert launched.returncode == 0 and launched.stdout.startswith(
+        "1 of 6 rollouts (one per example: --best 1), mean reward 3.000: 1 transcripts\n"
+    )
+    (shown,) = demonstrations_of(DataSettings(demonstrations=[str(tmp_path / "out" / "transcripts.jsonl")]), "transcripts", num=1, seed=0)
+    again = renderer.transcript(shown.messages)
+    expected = renderer.transcript([{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "one"}])
+    assert (again.token_ids, again.loss_mask) == (expected.token_ids, expected.loss_mask)
+    empty = forked.run(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "none", "--min-reward", "7", timeout_s=60)
+    assert empty.returncode == 1 and f"error: {recorded}: nothing is left; lower --min-reward" in empty.stdout
+    lost = forked.run(ROOT / "launch" / "export.py", tmp_path / "nowhere", "--out", tmp_path / "none", timeout_s=60)
+    assert lost.returncode == 1 and f"error: {tmp_path}/nowhere/config.yaml: cannot be read (" in lost.stdout
+
+
+def test_pictures_go_along(renderer: Renderer, tmp_path: Path) -> None:
+    """With its pictures a transcript renders to the recorded context, token for token."""
+    rollouts = [played(seed, renderer, PROTOCOLS[0])[0] for seed in range(80)]
+    rollouts = [replace(each, reward=1.0, example_id=str(seed)) for seed, each in enumerate(rollouts) if each.status is not Status.FAILED]
+    folder = tmp_path / "rollouts"
+    store_pictures(folder, rollouts)
+    write(path_of(folder, 0), rollouts, step=0, rounds=1)
+    exported = export(folder, tmp_path / "out", renderer, best=1, min_reward=0.0, cut_at=CUT_AT)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "transcripts.jsonl").read_text().splitlines()]
+    data = DataSettings(demonstrations=[str(tmp_path / "out" / "transcripts.jsonl")])
+    shown = demonstrations_of(data, "transcripts", num=len(lines), seed=0)
+    assert not any("not read" in line for line in shown.warnings)
+    assert len(lines) == exported.num_transcripts > 10 and sum(exported.left_out.values()) == len(rollouts) - len(lines)
+    words = {renderer.shown(renderer.transcript(each.messages)).removesuffix("<|im_end|>") for each in shown}
+    sources = [each.contexts[0] for each in rollouts if each.example_id in {line["id"] for line in lines}]
+    assert words == {renderer.shown(context).removesuffix("<|im_end|>") for context in sources}
+    assert sum(len(context.images) for context in sources) > 10

@@ -1,0 +1,71 @@
+"""A quantile of counts in bins against sorted numbers, and that of an update against those of its micro-batches and ranks."""
+
+import math
+from itertools import pairwise
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.io.histogram import HIGHEST, LOWEST, NUM_BINS, STEPS, counts_of, quantile
+from megatron_rl.policy.loss_metrics import read_numbers, reduce_numbers
+from megatron_rl.types import LossMetrics
+
+NAME = "engine/logprob_gap"
+
+
+def by_bin(size_R: torch.Tensor) -> dict[int, int]:
+    return {place: count for place, count in enumerate(counts_of(size_R).tolist()) if count}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num", [1, 7, 99, 100, 101, 5000])
+def test_a_quantile_is_that_of_the_sorted_numbers(num: int, seed: int) -> None:
+    """The smallest number that 99% do not exceed, or up to 9% more. Gaps as bfloat16 makes them: most are small, a few are not."""
+    size_R = (torch.randn(num, generator=torch.Generator().manual_seed(seed)) * 2 - 5).exp()
+    truth = numpy.quantile(size_R.numpy(), 0.99, method="inverted_cdf")
+    assert truth * (1 - 1e-6) <= quantile(by_bin(size_R), 99) <= truth * 2 ** (1 / STEPS) * (1 + 1e-6)
+
+
+def test_bins_by_hand() -> None:
+    """An edge belongs to the bin below it. Nothing is lost: zeros, what is beyond the last edge, what is no number."""
+    edges = [2.0 ** (LOWEST + place / STEPS) for place in range(NUM_BINS - 1)]
+    assert edges[-1] == 2.0**HIGHEST and all(upper / lower == pytest.approx(1.0905077) for lower, upper in pairwise(edges))
+    assert by_bin(torch.tensor([0.0, 1e-30, 0.5, 0.51, 1e9, math.inf, math.nan])) == {0: 2, 208: 1, 209: 1, NUM_BINS - 1: 3}
+    assert quantile({208: 98, 209: 1, 210: 1}, 99) == pytest.approx(0.5 * 2 ** (1 / 8)) and quantile({208: 99, 210: 1}, 99) == 0.5
+    assert quantile({208: 98, NUM_BINS - 1: 2}, 99) == math.inf and quantile({}, 99) == 0.0
+    assert counts_of(torch.zeros(0)).tolist() == [0] * NUM_BINS
+
+
+@pytest.mark.parametrize("cuts", [[1000], [1, 999], [300, 0, 700], [250] * 4])
+def test_an_update_has_the_quantile_of_all_its_tokens(cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they lie on micro-batches, and on two ranks with the same of them; the micro-batches' own would be other numbers."""
+    size_R = torch.cat([torch.full((985,), 0.01), torch.linspace(0.1, 1.5, 15)])[torch.randperm(1000)]
+
+    def told(part_R: torch.Tensor) -> LossMetrics:
+        largest = part_R.max() if len(part_R) else torch.zeros(())
+        return LossMetrics(
+            sums={"tokens": len(part_R), "denominator": len(part_R), NAME: part_R.sum()}, maxima={f"{NAME}_max": largest},
+            histograms={NAME: counts_of(part_R)},
+        )  # fmt: skip
+
+    def gather(into: list, mine: object) -> None:
+        into[:] = [mine, mine]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    found = reduce_numbers(read_numbers([told(part_R) for part_R in size_R.split(cuts)]), trouble="")
+    truth = float(size_R.sort().values[989])  # 0.5
+    assert truth <= found[f"{NAME}_p99"] <= truth * 2 ** (1 / STEPS) and found["tokens"] == 2000
+    assert found[NAME] == pytest.approx(float(size_R.mean())) and found[f"{NAME}_max"] == 1.5
+
+
+def test_a_quantile_is_never_above_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(0, mine))
+    for value in (0.0, 0.3, 1e9):
+        size_R = torch.tensor([value])
+        sums = {"tokens": 1.0, "denominator": 1.0}
+        one = LossMetrics(sums=sums, maxima={f"{NAME}_max": size_R.max()}, histograms={NAME: counts_of(size_R)})
+        assert reduce_numbers(read_numbers([one]), trouble="")[f"{NAME}_p99"] == pytest.approx(value)

@@ -1,0 +1,283 @@
+"""The codec of a rollout: what goes in comes out bit for bit, no field is forgotten, and a stranger's record is a ValueError at worst."""
+
+import copy
+import json
+import math
+import struct
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image as pil
+
+from megatron_rl.io.jsonl import to_line
+from megatron_rl.io.rollout_codec import VERSION, from_record, to_record
+from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Turn, Verdict
+
+FIELDS = {
+    Rollout: "task example_id group sample source question answer extra contexts turns status end reason reward outcome dropped "
+    "rewards verdicts wall_s environment_s scoring_s",
+    Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages returns coefficients "
+    "entropies",
+    Turn: "context span text action reward score gain call images state reply_s environment_s",
+    ToolCall: "tool source text error ran frame",
+    Verdict: "judge prompt value turn wall_s words",
+    Image: "picture patch_PC grid key merge",
+}
+"""Of version 6."""
+PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
+NUMBERS = st.floats()
+TEXT = st.text(st.characters())
+"""Lone surrogates among them: a policy's bytes decode to what they like."""
+
+
+def bits(value: object) -> Any:
+    """Equal where two values are of the same kind and have the same bits; every NaN is one."""
+    if is_dataclass(value):
+        kept = [field.name for field in fields(value) if field.name != "patch_PC"]
+        return type(value).__name__, {name: bits(getattr(value, name)) for name in kept}
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else struct.pack("<d", value)
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [bits(each) for each in value]
+    if isinstance(value, dict):
+        return [(key, bits(each)) for key, each in value.items()]
+    return type(value).__name__, value
+
+
+def travelled(rollout: Rollout) -> Rollout:
+    """Through a line of JSON and back."""
+    pictures = {}
+
+    def store(image: Image) -> str:
+        assert image.key not in pictures, "stored twice"
+        pictures[image.key] = image.picture
+        return f"name of {image.key}"
+
+    line = to_line(to_record(rollout, store))
+    assert "\n" not in line and line.isascii()
+    return from_record(json.loads(line), lambda name: pictures[name.removeprefix("name of ")])
+
+
+@st.composite
+def contexts(draw: st.DrawFn, images: list[Image]) -> Context:
+    length = draw(st.integers(0, 6))
+
+    def column(values: st.SearchStrategy, *, may_lack: bool = False) -> list:
+        return [] if may_lack and draw(st.booleans()) else draw(st.lists(values, min_size=length, max_size=length))
+
+    return Context(
+        token_ids=column(st.integers(0, 200_000)), loss_mask=column(st.integers(0, 1)), engine_logprobs=column(NUMBERS),
+        versions=column(st.integers(-1, 9)), images=draw(st.lists(st.sampled_from(images), max_size=2)),
+        old_logprobs=column(NUMBERS, may_lack=True), reference_logprobs=column(NUMBERS, may_lack=True),
+        values=column(NUMBERS, may_lack=True), advantages=column(NUMBERS, may_lack=True),
+        returns=column(NUMBERS, may_lack=True), coefficients=column(NUMBERS, may_lack=True),
+    )  # fmt: skip
+
+
+@st.composite
+def turns(draw: st.DrawFn, shown: list[Context], images: list[Image]) -> Turn:
+    number = draw(st.integers(0, len(shown) - 1))
+    span = tuple(sorted(draw(st.tuples(*[st.integers(0, len(shown[number].token_ids))] * 2))))
+    call = st.builds(ToolCall, tool=TEXT, source=TEXT, text=TEXT, error=TEXT, ran=st.booleans())
+    return Turn(
+        context=number, span=span, text=draw(TEXT), action=draw(st.sampled_from([None, *range(*span)])),
+        reward=draw(NUMBERS), score=draw(st.none() | NUMBERS), gain=draw(NUMBERS),
+        call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)), state=draw(TEXT),
+        reply_s=draw(NUMBERS), environment_s=draw(NUMBERS),
+    )  # fmt: skip
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> Rollout:
+    grids = draw(
+        st.lists(
+            st.tuples(st.just(1), st.integers(1, 40).map(lambda n: 3 * n), st.integers(1, 40).map(lambda n: 3 * n)), min_size=1, max_size=3
+        )
+    )
+    images = [Image(pil.new("L", (1, number + 1)), None, grid, f"{number}a", merge=3) for number, grid in enumerate(grids)]
+    shown = draw(st.lists(contexts(images), max_size=3))
+    return Rollout(
+        task=draw(TEXT), example_id=draw(TEXT), source=draw(TEXT), group=draw(st.integers(0, 99)), sample=draw(st.integers(0, 99)),
+        contexts=shown, question=draw(TEXT), answer=draw(TEXT), extra=draw(TEXT),
+        turns=draw(st.lists(turns(shown, images), max_size=3)) if shown else [], status=draw(st.sampled_from(Status)),
+        end=draw(st.sampled_from(End)), reason=draw(TEXT), reward=draw(st.none() | NUMBERS), outcome=draw(NUMBERS), dropped=draw(TEXT),
+        rewards=draw(st.dictionaries(TEXT, NUMBERS, max_size=3)),
+        wall_s=draw(NUMBERS), environment_s=draw(NUMBERS), scoring_s=draw(NUMBERS),
+    )  # fmt: skip
+
+
+@settings(deadline=None)
+@given(rollouts())
+def test_a_rollout_comes_back_bit_for_bit(rollout: Rollout) -> None:
+    """NaN, infinities and negative zeros among the numbers, columns that are empty, scores that are None, any text."""
+    assert bits(travelled(rollout)) == bits(rollout)
+
+
+def full() -> Rollout:
+    """No field of it has its default."""
+    image = Image(PICTURE, torch.zeros(4, 1176), (1, 2, 2), "ab12", merge=2)
+    context = Context(
+        token_ids=[5, 6, 7], loss_mask=[0, 0, 1], engine_logprobs=[0.0, 0.0, -0.1], versions=[-1, -1, 4], images=[image],
+        old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0],
+        returns=[0.0, 0.0, 0.7], coefficients=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
+    )  # fmt: skip
+    call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False, frame=(80, 60))
+    turn = Turn(
+        context=0, span=(2, 3), text="\u4e2d\ud800\n", action=2, reward=0.5, score=0.25, gain=0.125, call=call, images=[image], state="2 5",
+        reply_s=1.5, environment_s=0.75,
+    )  # fmt: skip
+    return Rollout(
+        task="mine", example_id="e-1", group=3, sample=4, source="vstar", contexts=[context], turns=[turn],
+        question="<image>\nHow many?", answer="4", extra='{"index": 7}',
+        status=Status.TRUNCATED, end=End.MAX_TURNS,
+        reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
+        verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5, words="Hm.")],
+        wall_s=3.0, environment_s=2.0, scoring_s=1.0,
+    )  # fmt: skip
+
+
+def test_every_field_is_carried() -> None:
+    """A new one must be given a value in `full`, which must then come back."""
+    rollout = full()
+    back = travelled(rollout)
+    for kind, (sent, came) in {
+        Rollout: (rollout, back),
+        Context: (rollout.contexts[0], back.contexts[0]),
+        Turn: (rollout.turns[0], back.turns[0]),
+        ToolCall: (rollout.turns[0].call, back.turns[0].call),
+        Verdict: (rollout.verdicts[0], back.verdicts[0]),
+        Image: (rollout.contexts[0].images[0], back.contexts[0].images[0]),
+    }.items():
+        for field in fields(kind):
+            value = getattr(sent, field.name)
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            assert value is not None and repr(value) != repr(default), f"give {kind.__name__}.{field.name} a value in full()"
+            assert field.name == "patch_PC" or bits(getattr(came, field.name)) == bits(value), f"{kind.__name__}.{field.name} is lost"
+    assert back.contexts[0].images[0].patch_PC is None
+    assert back.contexts[0].images[0] is back.turns[0].images[0], "one picture in memory, however often it is shown"
+
+
+def test_other_fields_are_another_version() -> None:
+    now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
+    assert (VERSION, now) == (6, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
+
+
+def test_a_reader_may_do_without_pictures() -> None:
+    (image,) = from_record(to_record(full(), lambda image: image.key), lambda name: None).contexts[0].images
+    assert (image.picture, image.grid, image.key, image.num_tokens) == (None, (1, 2, 2), "ab12", 1)
+
+
+def test_numbers_of_others_become_ours() -> None:
+    """What a user's environment hands in as numpy's: JSON takes it, and gives Python's back."""
+    rollout = full()
+    rollout.reward, rollout.group, rollout.turns[0].gain, rollout.rewards = np.float32(0.1), np.int64(7), True, {"a": 3}
+    back = travelled(rollout)
+    assert bits([back.reward, back.group, back.turns[0].gain, back.rewards]) == bits([float(np.float32(0.1)), 7, 1.0, {"a": 3.0}])
+
+
+DAMAGED: dict[str, tuple[tuple, object]] = {
+    "turns\\[0\\].action: 3: not within the span \\(2, 3\\)": (("turns", 0, "action"), 3),
+    "version: 1: this program reads 6": (("version",), 1),
+    "version: None: this program reads 6": (("version",), None),
+    "rollout: \\['new'\\]: no such field": (("new",), 1),
+    "rollout.reward: 'nan': no number": (("reward",), "nan"),
+    "rollout.reward: True: no number": (("reward",), True),
+    "rollout.group: 1.0: no integer of 64 bits": (("group",), 1.0),
+    "rollout.group: 9223372036854775808: no integer of 64 bits": (("group",), 1 << 63),
+    "rollout.status: 'Failed': none of completed, truncated, failed": (("status",), "Failed"),
+    "rollout.rewards\\['a'\\]: None: no number": (("rewards", "a"), None),
+    "rollout.contexts: {}: not a list": (("contexts",), {}),
+    "rollout.contexts\\[0\\]: \\[\\]: not an object": (("contexts", 0), []),
+    "rollout.contexts\\[0\\].images\\[0\\]: 'x': none of the record's images": (("contexts", 0, "images", 0), "x"),
+    "contexts\\[0\\].versions: 2: not as many as the 3 tokens": (("contexts", 0, "versions"), [1, 2]),
+    "contexts\\[0\\].values: 1: not as many as the 3 tokens": (("contexts", 0, "values"), [1.0]),
+    "contexts\\[0\\].engine_logprobs: 0: not as many": (("contexts", 0, "engine_logprobs"), []),
+    "contexts\\[0\\].token_ids: \\[5, -6, 7\\]: tokens below 0": (("contexts", 0, "token_ids", 1), -6),
+    "contexts\\[0\\].loss_mask: \\[0, 2, 1\\]: not 0 and 1": (("contexts", 0, "loss_mask", 1), 2),
+    "turns\\[0\\].context: 1: none of 1 contexts": (("turns", 0, "context"), 1),
+    "turns\\[0\\].span: \\(2, 4\\): not within the 3 tokens of its context": (("turns", 0, "span"), [2, 4]),
+    "rollout.turns\\[0\\].span: \\[2\\]: not 2 values": (("turns", 0, "span"), [2]),
+    "rollout.turns\\[0\\].call.ran: 1: neither true nor false": (("turns", 0, "call", "ran"), 1),
+    "rollout.turns\\[0\\].text: None: no text": (("turns", 0, "text"), None),
+    "images: None: not named pictures": (("images",), None),
+    "images\\['ab12'\\]: \\[1, 0, 2\\]: no grid of patches": (("images", "ab12", "grid"), [1, 0, 2]),
+    "images\\['ab12'\\]: \\[1, 5000, 5000\\]: no grid of patches": (("images", "ab12", "grid"), [1, 5000, 5000]),
+    "images\\['ab12'\\]: 'x': not a name, a grid and a merge": (("images", "ab12"), "x"),
+    "images\\['ab12'\\]: 0: does not merge that grid": (("images", "ab12", "merge"), 0),
+    "images\\['ab12'\\]: 3: does not merge that grid": (("images", "ab12", "merge"), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_a_damaged_record_is_told_in_a_line(said: str) -> None:
+    *path, last = DAMAGED[said][0]
+    record = place = to_record(full(), lambda image: image.key)
+    for name in path:
+        place = place[name]
+    place[last] = DAMAGED[said][1]
+    with pytest.raises(ValueError, match=f"^rollout record: {said}") as refused:
+        from_record(record, lambda name: None)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_field_that_lacks_is_named() -> None:
+    record = to_record(full(), lambda image: image.key)
+    del record["turns"][0]["gain"]
+    with pytest.raises(ValueError, match=r"^rollout record: rollout.turns\[0\]: \['gain'\]: lacking$"):
+        from_record(record, lambda name: None)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def refused_or_read(record: object) -> None:
+    """And what was read is what is written: a second journey changes nothing of it."""
+    try:
+        rollout = from_record(record, lambda name: PICTURE)
+    except ValueError as refused:
+        said = str(refused)
+        assert said.startswith("rollout record: ") and "\n" not in said and len(said) < 500
+    else:
+        line = to_line(to_record(rollout, lambda image: image.key))
+        again = from_record(json.loads(line), lambda name: PICTURE)
+        assert bits(again) == bits(rollout)
+        assert to_line(to_record(again, lambda image: image.key)) == line
+
+
+@settings(deadline=None)
+@given(JSON | st.fixed_dictionaries({"version": st.just(VERSION), "images": JSON}))
+def test_anything_is_read_or_refused(record: object) -> None:
+    refused_or_read(record)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_record_with_any_part_changed_is_read_or_refused(data: st.DataObject) -> None:
+    record = json.loads(to_line(to_record(full(), lambda image: image.key)))
+    place, steps = record, data.draw(st.integers(1, 5))
+    while True:
+        names = sorted(place) if isinstance(place, dict) else list(range(len(place)))
+        name, steps = data.draw(st.sampled_from(names)), steps - 1
+        if not steps or not isinstance(place[name], dict | list) or not place[name]:
+            break
+        place = place[name]
+    how = data.draw(st.sampled_from(["replace", "remove", "add", "twice"]))
+    match how:
+        case "replace":
+            place[name] = data.draw(JSON)
+        case "remove":
+            del place[name]
+        case "add" if isinstance(place, dict):
+            place[data.draw(st.text())] = data.draw(JSON)
+        case _ if isinstance(place, list):
+            place.append(copy.deepcopy(place[name]))
+    refused_or_read(record)

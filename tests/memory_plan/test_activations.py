@@ -1,0 +1,294 @@
+"""The formula of activations against what autograd keeps of our own layers, and against the most that ever exists at once."""
+
+import json
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_rl.batching.minibatches import KEYS
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
+from megatron_rl.config import LoraSettings, ParallelSettings
+from megatron_rl.distributed.world import connect, place
+from megatron_rl.memory_plan.activations import LOGIT_BYTES, activations, language_layer, mergers, vision_block
+from megatron_rl.models.hf_config import parse_spec
+from megatron_rl.models.known_models import released_config
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.policy.attention import SharedPromptParams
+from megatron_rl.policy.logprobs import Distribution
+from megatron_rl.policy.optimizer import with_gradients
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.transformer import build_chunks
+from megatron_rl.policy.vision import encode
+from megatron_rl.types import Batch
+from tests.support import gpu_kernels
+
+HIDDEN, VISION, PATCHES = 256, 160, 1024
+FROZEN = ["vision", "merger"]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is one for GPUs."""
+    gpu_kernels.use(monkeypatch)
+
+
+def small(num_layers: int) -> ModelSpec:
+    """Proportions of the released models, sizes of a test."""
+    stored = json.loads(json.dumps(released_config("3B")))
+    stored |= {"hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "bos_token_id": 1}
+    stored |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
+    stored["vision_config"] |= {"depth": 3, "hidden_size": VISION, "num_heads": 4, "intermediate_size": 428, "fullatt_block_indexes": [1]}
+    stored["vision_config"]["out_hidden_size"] = HIDDEN
+    stored["eos_token_id"] = 2
+    return parse_spec(stored, folder="small", key="model.path")
+
+
+def other(family: str, num_layers: int) -> ModelSpec:
+    """The same of another family; of Qwen3-VL two pictures are added behind layers."""
+    text = {
+        "hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+    if family == "qwen2_vl":
+        vision = {"depth": 3, "embed_dim": VISION, "hidden_size": HIDDEN, "num_heads": 4, "mlp_ratio": 4}
+    else:
+        text["head_dim"], rope = 64, {**rope, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+        vision = {"depth": 3, "hidden_size": VISION, "out_hidden_size": HIDDEN, "num_heads": 4, "intermediate_size": 600, "patch_size": 14}
+        vision["deepstack_visual_indexes"] = [0, 1]
+    stored = {"model_type": family, "text_config": {**text, "rope_parameters": rope}, "vision_config": vision}
+    return parse_spec(stored, folder="other", key="model.path")
+
+
+MADE = {"qwen2_5_vl": small, "qwen2_vl": partial(other, "qwen2_vl"), "qwen3_vl": partial(other, "qwen3_vl")}
+
+
+def build(model: ModelSpec, dtype: torch.dtype, *, recompute: str = "none", lora: int = 0, frozen: list[str] | None = None) -> nn.Module:
+    """The model inside its gradient buffers."""
+    layout, adapters = build_layout(ParallelSettings(recompute=recompute), seed=0), LoraSettings(rank=lora)
+    with megatron_on_cpu():
+        chunks = build_chunks(model, layout, dtype, lora=adapters)
+        for parameter in chunks.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        (chunk,) = with_gradients(chunks, frozen or [], lora=adapters)
+    return chunk.train()
+
+
+def batch_of(num_tokens: int, *, num_patches: int) -> Batch:
+    zeros = torch.zeros(num_tokens)
+    vision = torch.arange(num_patches // 4)
+    return Batch(
+        token_T=zeros.long(), target_T=zeros.long(), mask_T=zeros.bool(), weight_T=zeros,
+        position_3T=torch.arange(num_tokens).expand(3, -1),
+        cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), offset_S1=[0, num_tokens], prefix_S=[-1], origin_S=[None],
+        context_T=zeros.long(),
+        images=[], patch_PC=torch.randn(num_patches, 1176),
+        grid_I3=torch.tensor([[1, 16, num_patches // 16]]), vision_position_M=vision, vision_row_M=vision, denominator=1,
+        advantage_T=zeros, engine_logprob_T=zeros,
+    )  # fmt: skip
+
+
+def sharing(batch: Batch) -> Batch:
+    """Its 512 tokens as a prompt of 448 that eight segments of 8 tokens continue: as many keys as a micro-batch may have."""
+    offsets = [0, *range(448, 513, 8)]
+    assert 448 + 8 * 456 == KEYS * batch.num_tokens == KEYS * offsets[-1]
+    return replace(batch, cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32), offset_S1=offsets, prefix_S=[-1] + [0] * 8)
+
+
+def kept_by_autograd(model: nn.Module, forward) -> int:  # noqa: ANN001
+    """Bytes of the distinct storages that a forward pass leaves for the backward pass, parameters apart."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with megatron_on_cpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alive = forward()
+    del alive
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages made inside, now and at most; those of `known` tensors do not count."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.seen:
+                storage = tensor.untyped_storage()
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+        return result
+
+    def _drop(self, place: int, size: int) -> None:
+        self.seen.discard(place)
+        self.now -= size
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("qwen2_5_vl", HIDDEN // 4), ("qwen2_5_vl", 96), ("qwen3_vl", HIDDEN // 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.dtype, family: str, head_dim: int) -> None:
+    """On a CPU K numbers less (attention reads a copy of the values, not the fused projection), and five indices of 8 bytes more.
+
+    Heads of 96 are half as wide again as the hidden size divided by their number.
+    """
+    model, num_tokens, width = replace(MADE[family](2), head_dim=head_dim, rope_sections=(8, 12, head_dim // 2 - 20)), 256, dtype.itemsize
+    chunk = build(model, dtype).module
+    rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
+    packed = chunk._packed(batch_of(num_tokens, num_patches=64), None)
+    assert isinstance(packed, SharedPromptParams)
+    hidden = torch.randn(num_tokens, 1, HIDDEN, dtype=dtype, requires_grad=True)
+    layer = chunk.language.decoder.layers[1]
+    kept = kept_by_autograd(
+        layer, lambda: layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
+    )
+    formula = language_layer(model, ParallelSettings(), width=width, lora=LoraSettings())
+    assert abs(kept / num_tokens - (formula - 2 * head_dim * width)) <= 40
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_layer_keeps_gathered_keys_as_the_formula_says(world: None, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values as often as segments attend to them, 8 * 2 K a token; in return nothing is kept of the fused projection, A + 2 K, and
+    of rotated keys, K. The rows that they are gathered by are every layer's."""
+    gpu_kernels.use_varlen(monkeypatch)
+    model, num_tokens = MADE[family](2), 512
+    chunk = build(model, torch.bfloat16).module
+    rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
+    packed = chunk._packed(sharing(batch_of(num_tokens, num_patches=64)), None)
+    rows = packed.segments.gathered.row_K.nbytes
+    hidden = torch.randn(num_tokens, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    layer = chunk.language.decoder.layers[1]
+    kept = kept_by_autograd(
+        layer, lambda: layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
+    )
+    query, key = 4 * 64, 2 * 64
+    formula = language_layer(model, ParallelSettings(), width=2, lora=LoraSettings()) + 2 * (8 * 2 * key - query - 3 * key)
+    assert kept - rows == pytest.approx(num_tokens * formula, rel=0.001)
+
+
+@pytest.mark.parametrize("family", MADE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dtype, family: str) -> None:
+    """On a CPU one hidden row less for the same reason; the whole tower has three blocks, its pixels, and the merger."""
+    model, width = MADE[family](2), dtype.itemsize
+    tower = build(model, dtype).module.vision
+    pixels = torch.randn(PATCHES, 1176, dtype=dtype)
+    kept = kept_by_autograd(tower, lambda: encode(tower, pixels, [[1, 32, PATCHES // 32]], model.vision))
+    blocks = 3 * (vision_block(model, width=width) - VISION * width)
+    rest = 1176 * width + mergers(model, width=width)
+    assert abs(kept / PATCHES - (blocks + rest)) <= 0.03 * (blocks + rest)
+
+
+RECOMPUTED = ["none", "selective", "vision", "full"]
+FILLED = [  # type, patches, rank of adapters, what is frozen
+    (torch.bfloat16, 64, 0, FROZEN), (torch.float32, 64, 0, FROZEN), (torch.bfloat16, 4 * 512, 0, []),
+    (torch.bfloat16, 4 * 512, 0, FROZEN), (torch.bfloat16, 64, 8, []),
+]  # fmt: skip
+OF_OTHERS = {*((recompute, 2) for recompute in RECOMPUTED), ("full", 3), ("none", 4)}
+"""What a family adds to the first one's cases: its tower under every recomputation, what it adds behind layers without a gradient, and its
+layers with adapters. All others are long."""
+PASSES = [
+    pytest.param(family, recompute, *case, marks=[] if family == "qwen2_5_vl" or (recompute, number) in OF_OTHERS else pytest.mark.long)
+    for family in MADE for recompute in RECOMPUTED for number, case in enumerate(FILLED)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "recompute", "dtype", "num_patches", "lora", "frozen"), PASSES)
+def test_a_pass_stays_below_the_plan_and_near_it(
+    world: None, family: str, recompute: str, dtype: torch.dtype, num_patches: int, lora: int, frozen: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Forward and backward of a whole model, with as many keys as may be gathered: never above what is planned, and where the batch is as
+    full of images as the plan assumes, within a third of it."""
+    gpu_kernels.use_varlen(monkeypatch)
+    model, num_tokens, parallel = MADE[family](4), 512, ParallelSettings(recompute=recompute, logprob_rows=1)
+    chunk = build(model, dtype, recompute=recompute, lora=lora, frozen=frozen)
+    batch = sharing(batch_of(num_tokens, num_patches=num_patches))
+    known = [*chunk.parameters(), *chunk.module.buffers(), *(buffer.grad_data for buffer in chunk.buffers), batch.patch_PC]
+    live = Live(known)
+    with megatron_on_cpu(), live:
+        hidden_RH = chunk(batch, torch.arange(8))
+        hidden_RH.float().sum().backward()
+    planned = activations(
+        model, parallel, stage=0, num_tokens=num_tokens, max_patches=num_patches, width=dtype.itemsize, lora=LoraSettings(rank=lora),
+        frozen=frozen,
+    ).total  # fmt: skip
+    assert live.peak <= planned
+    if num_patches == 4 * num_tokens:
+        assert live.peak >= planned * 2 / 3
+
+
+@pytest.mark.parametrize(("rows", "block"), [(64, 64), (256, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_cost_what_the_plan_says(world: None, dtype: torch.dtype, rows: int, block: int) -> None:
+    """24 bytes an entry of one block, however many blocks there are."""
+    build_layout(ParallelSettings(), seed=0)
+    head = nn.Linear(32, 8192, bias=False, dtype=dtype).requires_grad_(False)
+    distribution = Distribution(torch.zeros(8192, dtype=torch.bool), 1.0, 0, dist.group.WORLD, block)
+    hidden_RH = torch.randn(rows, 32, dtype=dtype, requires_grad=True)
+    live = Live([head.weight, hidden_RH, distribution.banned_V])
+    with megatron_on_cpu(), live:
+        logprob_R, entropy_R = distribution(head, hidden_RH, torch.zeros(rows, dtype=torch.long))
+        (logprob_R.sum() + entropy_R.sum()).backward()
+    assert live.peak == pytest.approx(LOGIT_BYTES * block * 8192, rel=0.02)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "expected"), [(1, 1, [1]), (4, 1, [4, 3, 2, 1]), (2, 2, [2.5, 1.5])])
+def test_micro_batches_in_flight(pp: int, vpp: int, expected: list[float]) -> None:
+    """1F1B: a stage has begun one micro-batch more than the stage behind it. Interleaved, two stages of two chunks: the first warms up with
+    four chunks and holds a fifth in its steady state, the second two and a third (Narayanan et al. 2021, arXiv 2104.04473, figure 4)."""
+    planned = [
+        activations(
+            small(4), ParallelSettings(pp=pp, vpp=vpp), stage=stage, num_tokens=16, max_patches=4, width=2, lora=LoraSettings(), frozen=[]
+        ).in_flight
+        for stage in range(pp)
+    ]
+    assert planned == expected
+
+
+def test_a_layer_is_cut_by_tensor_parallelism() -> None:
+    """With sequence parallelism nothing of a layer is whole on a rank but the sines and cosines."""
+    model = small(4)
+    whole = language_layer(model, ParallelSettings(), width=2, lora=LoraSettings())
+    cut = language_layer(model, ParallelSettings(tp=2, sequence_parallel=True), width=2, lora=LoraSettings())
+    rotary = 4 * 64 * 2
+    assert cut - rotary == (whole - rotary) / 2
+
+
+def test_a_vision_token_is_as_many_patches_as_the_tower_merges() -> None:
+    """Where nine patches and not four make a token, a batch full of images has the tower keep nine quarters."""
+    model, parallel = small(4), ParallelSettings()
+    wider = replace(model, vision=replace(model.vision, merge=3))
+
+    def of_images(model: ModelSpec) -> int:
+        given = {"stage": 0, "num_tokens": 64, "max_patches": 4, "width": 2, "lora": LoraSettings()}
+        trained, still = (activations(model, parallel, **given, frozen=frozen).kept for frozen in ([], FROZEN))
+        return trained - still
+
+    assert of_images(wider) == of_images(model) * 9 // 4

@@ -1,0 +1,189 @@
+"""The engine's plan against vLLM itself: its configuration of every recipe, the pictures it profiles, and what it holds at once."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings
+from megatron_rl.memory_plan.engine_memory import (
+    LOGIT_BYTES,
+    batched_tokens,
+    largest_picture,
+    patch_numbers,
+    plan_engine,
+    profiled_tokens,
+    token_numbers,
+)
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.rollout.colocated import LocalEngine
+from megatron_rl.rollout.vllm.sampler import EngineNoise
+from tests.conftest import SUPPORT
+from tests.contracts.test_configs import settings_of
+from tests.contracts.test_recipes import RECIPES
+from tests.memory_plan.test_activations import Live
+from tests.support import forked
+from tests.support.qwen3 import qwen3_4b
+
+FIRST = "codev_7b_l40s8"
+"""Whose configuration is also made without our limits of pictures."""
+
+
+@pytest.fixture(scope="module")
+def described(random_model: Path) -> list[dict]:
+    """What vLLM made of each recipe; of FIRST twice."""
+    others = [recipe for recipe in RECIPES if recipe != FIRST]
+    ended = forked.run(SUPPORT / "cuda_config.py", random_model, FIRST, *others, timeout_s=400)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+def test_vllm_batches_profiles_and_sleeps_as_the_plan_says(described: list[dict]) -> None:
+    """For every recipe: tokens and sequences of a step, the pictures of its profile, who gives memory back in sleep, what stays."""
+    ours = {made["recipe"]: made for made in described if made["is_ours"]}
+    assert ours.keys() == set(RECIPES)
+    for recipe, made in ours.items():
+        settings = settings_of(f"experiment={recipe}")
+        model, engine = known_spec(settings.model.path), settings.engine
+        assert made["batched"] == batched_tokens(settings), recipe
+        assert (made["sequences"], made["length"], made["share"]) == (
+            engine.max_num_seqs, engine.max_model_len, engine.gpu_memory_utilization,
+        ), recipe  # fmt: skip
+        assert made["picture"] == {"image": largest_picture(model, settings)}, recipe
+        assert made["patches"][0] == model.vision.patches_a_token * largest_picture(model, settings), recipe
+        assert made["pictures"]["image"] * made["picture"]["image"] == profiled_tokens(model, settings), recipe
+        assert made["cumem"] and not made["graphs_leave"], "GRAPHS stay in sleep, the rest of the share goes"
+        assert made["graphs"] != "NONE" and made["async"] and made["prefix_caching"] and not made["v2"]
+        assert (made["tp"], made["launcher"]) == (engine.tp, "external_launcher")
+        assert (made["load"], made["logprobs"], made["dtype"]) == ("dummy", "processed_logprobs", f"torch.{engine.dtype}")
+
+
+def test_vllm_profiles_our_pictures_and_not_its_own(described: list[dict]) -> None:
+    """Told nothing it would encode one picture of 12.8 megapixels, and keep room for its 16,384 tokens; we have 0.7 megapixels at most."""
+    ours, its_own = [made for made in described if made["recipe"] == FIRST]
+    assert (its_own["picture"], its_own["pictures"], its_own["patches"][0]) == ({"image": 16384}, {"image": 1}, 65536)
+    assert (ours["picture"], ours["pictures"], ours["patches"][0]) == ({"image": 892}, {"image": 9}, 3568)
+    assert (its_own["cache"], ours["cache"]) == (16384, 8192)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "images", "length", "sequences", "expected"),
+    [
+        (2_000_000, 8, 28672, 256, 6 * 2550), (2_000_000, 1, 28672, 5, 5 * 2550), (784 * 16384, 8, 28672, 256, 16384),
+        (784 * 20000, 8, 28672, 256, 20000), (784 * 1280, 8, 1000, 8, 6 * 1280), (784, 1, 100, 7, 7),
+    ],
+)  # fmt: skip
+def test_pictures_of_a_profile_by_hand(pixels: int, images: int, length: int, sequences: int, expected: int) -> None:
+    """On an H200, whose step has 16,384 tokens: 2 megapixels are 2,551 squares of 28 pixels, a prime; 2,550 = 50 * 51 are a rectangle.
+    Eight sequences of 1,000 tokens batch 8,000."""
+    settings = Settings(
+        model=ModelSettings(max_pixels=pixels, min_pixels=784), run=RunSettings(dir="there"),
+        engine=EngineSettings(max_images=images, max_model_len=length, max_num_seqs=sequences),
+    )  # fmt: skip
+    assert profiled_tokens(known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings) == expected
+
+
+def test_the_engine_of_7b_by_hand() -> None:
+    """16.58 GB of weights; a token of keys and values is 2 * 28 layers * 4 heads * 128 * 2 bytes = 57,344. Its largest step: 13 * 1,280
+    numbers for each of 4 * 15,300 patches and their 1,176 pixels, more than the language model's 16,384 tokens; the pictures' embeddings;
+    256 rows of logits; 1.5 GB of graphs."""
+    model, of_a_run = known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
+    given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "max_model_len": 32768}
+    pictures = ModelSettings(max_pixels=2_000_000)
+    engine = plan_engine(model, Settings(model=pictures, engine=EngineSettings(**given), run=of_a_run))
+    language, tower = 16384 * (4 * 3584 + 3 * 18944) * 2, 4 * 15300 * (13 * 1280 * 2 + 1176 * 6)
+    assert tower > language
+    assert engine.working == tower + 15300 * 3584 * 2 + 256 * 152064 * 22 + 1_500_000_000
+    assert (engine.budget, engine.weights, engine.token) == (70_500_000_000, 16_584_333_312, 57_344)
+    assert engine.cache_tokens == (70_500_000_000 - 16_584_333_312 - engine.working) // 57_344
+    halved = plan_engine(model, Settings(model=pictures, engine=EngineSettings(**given, tp=2), run=of_a_run))
+    assert (halved.weights, halved.token) == (engine.weights // 2, 57_344 // 2)
+
+
+def test_the_engine_of_another_family_by_hand() -> None:
+    """8B of Qwen3-VL, whose squares are 32 pixels wide: 2 megapixels are 1,953 of them, 8 pictures 15,624. Its tower has a row of learned
+    positions more in hand, and of each token three rows of 4,096 that are added behind layers, for which there are buffers, too."""
+    model = known_spec("Qwen/Qwen3-VL-8B-Instruct")
+    given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=32768)
+    engine = plan_engine(model, Settings(model=ModelSettings(max_pixels=2_000_000), engine=given, run=RunSettings(dir="there")))
+    language, tower = 16384 * (4 * 4096 + 3 * 12288) * 2, 15624 * (4 * (14 * 1152 * 2 + 1536 * 6) + 3 * 4096 * 2)
+    assert tower > language
+    assert engine.working == tower + 4 * 15624 * 4096 * 2 + 256 * 151936 * 22 + 1_500_000_000
+    assert (engine.weights, engine.token) == (2 * 8_767_123_696 + 3 * 16384 * 4096 * 2, 2 * 36 * 8 * 128 * 2)
+
+
+def test_an_engine_of_qwen3_holds_what_its_layers_add() -> None:
+    """Three layers add rows to 16,384 tokens, and so a picture's token is four rows of 2,560 numbers. 2 megapixels are 1,953 squares of 32
+    pixels, a rectangle of 31 by 63, of which a step has eight. vLLM's own rows: tests/parity/test_engine_families.py."""
+    model, pictures, of_a_run = qwen3_4b(), ModelSettings(max_pixels=2_000_000), RunSettings(dir="there")
+    given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "max_model_len": 32768}
+    whole, halved = (plan_engine(model, Settings(model=pictures, engine=EngineSettings(**given, tp=tp), run=of_a_run)) for tp in (1, 2))
+    tokens, added = 8 * 1953, 3 * 16384 * 2560 * 2
+    language, tower = 16384 * (4 * 2560 + 3 * 9728) * 2, tokens * (4 * (14 * 1024 * 2 + 1536 * 6) + 3 * 2560 * 2)
+    assert tower > language
+    assert whole.working == tower + tokens * (1 + 3) * 2560 * 2 + 256 * 151936 * 22 + 1_500_000_000
+    assert whole.weights - added == 2 * (halved.weights - added) == 2 * sum(math.prod(shape) for shape in model.shapes().values())
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path) -> Iterator[LocalEngine]:
+    made = LocalEngine(str(random_model), EngineSettings(kv_cache_mib=32), image_token_id=1, banned_ids=[3], stop_ids=[2], group=None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model(random_model: Path) -> ModelSpec:
+    return read_spec(random_model)
+
+
+@pytest.fixture
+def runner(engine: LocalEngine) -> GPUModelRunner:
+    return engine._core._engine.model_executor.driver_worker.worker.model_runner
+
+
+def peak(runner: GPUModelRunner, act, *given: torch.Tensor) -> int:  # noqa: ANN001
+    """Bytes of what exists at most at once, apart from weights and what is given."""
+    served = runner.get_model()
+    live = Live([*served.parameters(), *served.buffers(), *given])
+    with torch.inference_mode(), live:
+        act()
+    return live.peak
+
+
+@pytest.mark.parametrize("side", [20, 40])
+def test_the_tower_holds_at_once_what_the_plan_says(runner: GPUModelRunner, model: ModelSpec, side: int) -> None:
+    """vLLM's own, in fp32; its attention on a CPU is torch's."""
+    patch_PC, grid = torch.randn(side * side, 1176), torch.tensor([[1, side, side]])
+    held = peak(runner, lambda: runner.get_model().embed_multimodal(pixel_values=patch_PC, image_grid_thw=grid), patch_PC)
+    assert held == pytest.approx(side * side * patch_numbers(model, tp=1) * 4, rel=0.01)
+
+
+def test_a_layer_holds_at_once_what_the_plan_says(runner: GPUModelRunner, model: ModelSpec) -> None:
+    """Of a token more. On a CPU the activation before the product is another F of the MLP, which CUDA's kernel does not keep."""
+    few, many = (peak(runner, lambda tokens=tokens: runner._dummy_run(tokens, is_profile=True)) for tokens in (1024, 2048))
+    assert (many - few) / 1024 / 4 >= token_numbers(model, tp=1)
+    assert (many - few) / 1024 / 4 == pytest.approx(token_numbers(model, tp=1) + model.ffn_size, rel=0.01)
+
+
+def test_drawing_a_token_holds_at_once_what_the_plan_says(runner: GPUModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EngineNoise, which draws on CUDA, behind vLLM's own sampler: from logits in bfloat16."""
+    monkeypatch.setattr(runner.sampler.topk_topp_sampler, "forward", None)
+    EngineNoise(runner)
+    rows, nothing = 64, torch.empty(0)
+    asked = SamplingMetadata(
+        temperature=torch.full((rows,), 0.5), all_greedy=False, all_random=True, top_p=None, top_k=None, generators={}, max_num_logprobs=0,
+        logprob_token_ids=None, no_penalties=True, prompt_token_ids=None, frequency_penalties=nothing, presence_penalties=nothing,
+        repetition_penalties=nothing, output_token_ids=[[] for _ in range(rows)], spec_token_ids=[[] for _ in range(rows)],
+        allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+    )  # fmt: skip
+    held = peak(runner, lambda: runner.sampler(logits=torch.randn(rows, 50_000).bfloat16(), sampling_metadata=asked))
+    assert held / rows / 50_000 == pytest.approx(LOGIT_BYTES, rel=0.02)

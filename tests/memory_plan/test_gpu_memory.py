@@ -1,0 +1,314 @@
+"""The plan's numbers against a real policy's storages, a hand-computed engine, and what is refused."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl import build, config
+from megatron_rl.algo.value import value_objective
+from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.config import (
+    AlgoSettings,
+    CriticSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    ParallelSettings,
+    RunSettings,
+    Settings,
+)
+from megatron_rl.entrypoints.train import run
+from megatron_rl.memory_plan import host_memory
+from megatron_rl.memory_plan.engine_memory import plan_engine
+from megatron_rl.memory_plan.gpu_memory import plan, residue
+from megatron_rl.memory_plan.image_memory import pictures
+from megatron_rl.memory_plan.rank_shares import Footprint, Share, shares
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.patches import carried
+from megatron_rl.policy.policy import Policy
+from megatron_rl.registry import has_critic
+from megatron_rl.types import Context, LossMetrics
+from tests.support.held import held_after_a_step
+from tests.support.one_process import opened, world_of_one
+from tools.data.make_tiny_qwen2_5_vl import make
+
+KINDS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "frozen": {"dtype": "bfloat16", "frozen": ["vision", "merger"]},
+    "lora": {"lora": LoraSettings(rank=4, targets=["attention", "vision"])},
+    "value head": {"critic": CriticSettings(head_sizes=[6], normalize_returns=True)},
+    "own critic": {"dtype": "bfloat16", "critic": CriticSettings(trunk="own", lora=LoraSettings(rank=2))},
+}
+
+
+def settings_for(folder: Path, *, lora: LoraSettings | None = None, critic: CriticSettings | None = None, **model: object) -> Settings:
+    return Settings(
+        model=ModelSettings(path=str(folder), **model), lora=lora or LoraSettings(), run=RunSettings(dir="there"),
+        algo=AlgoSettings(name="ppo" if critic else "grpo"), critic=critic or CriticSettings(),
+        task=config.TaskSettings(name="number_line"), optim=config.OptimSettings(lr=1e-3),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def measured(settings: Settings) -> Footprint:
+    """Build policy and critic, train them for one step, and add up the distinct storages of each kind."""
+    layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.trunk == "own"
+    policy = opened(Policy(
+        settings.model, layout, parallel=settings.parallel, optim=settings.optim, num_steps=1, lora=settings.lora, banned_ids=[],
+        image_token_id=7, critic=settings.critic if has_critic(settings) and not is_own else None,
+    ))  # fmt: skip
+    context = Context()
+    context.extend([11, 12])
+    context.extend([13, 14], logprobs=[0.0, 0.0])
+    batches = policy.pack([WeightedContext(context)], max_tokens=10)
+    for batch in batches:
+        batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
+    policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
+    found = held_after_a_step(policy.network)
+    if is_own:
+        critic = opened(build.build_critic(settings, layout, patches=carried, num_steps=1))
+        critic.update(batches, value_objective(settings.critic, over="tokens"), step=0)
+        found = found + held_after_a_step(critic.network)
+    return found
+
+
+def check_held(folder: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    settings = settings_for(folder, **KINDS[kind])
+    (share,) = shares(read_spec(folder), settings, world_size=1, has_values=has_critic(settings))
+    request.getfixturevalue("world")
+    assert share.held == measured(settings)
+    assert share.held.gradients >= 4 * share.num_trained
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path, request: pytest.FixtureRequest) -> None:
+    check_held(random_model, kind, request)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("others")
+    for family in ("qwen2_vl", "qwen3_vl"):
+        make(folder / family, family=family, init="random", seed=1, vision_depth=3)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["bfloat16", "frozen", "lora", "own critic"])
+def test_so_does_one_of_another_family(family: str, kind: str, others: Path, request: pytest.FixtureRequest) -> None:
+    check_held(others / family, kind, request)
+
+
+def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
+    """Each of four replicas has a fourth of the padded buffer."""
+    settings, model = settings_for(random_model, dtype="bfloat16"), read_spec(random_model)
+    (alone,), (one,) = (shares(model, settings, world_size=size) for size in (1, 4))
+    assert (one.num_parameters, one.held.parameters) == (alone.num_parameters, one.held.gradients // 2)
+    assert one.held.main <= one.held.gradients // 4
+    assert abs(4 * one.held.main - alone.held.main) <= one.held.gradients - alone.held.main
+    assert one.held.moments == 2 * one.held.main
+
+
+@pytest.mark.parametrize("merge", [2, 4])
+def test_pictures_by_hand(merge: int) -> None:
+    """Of 7B, whose patches are 14 pixels wide: the engine's largest step is that of its tower, with as many of the largest pictures (1,280
+    tokens, or 320 of 16 patches each) as 8,000 tokens hold, or eight contexts."""
+    model = known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
+    model = replace(model, vision=replace(model.vision, merge=merge))
+    given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=1000, max_num_seqs=8, max_images=1000)
+    settings = Settings(
+        model=ModelSettings(dtype="bfloat16"), engine=given, run=RunSettings(dir="there"),
+        batch=config.BatchSettings(prompts_per_step=8, group_size=16),
+    )  # fmt: skip
+    planned = plan(model, settings, world_size=1)
+    shown = 6 * 1280 if merge == 2 else 8 * 3 * 320
+    tower = merge**2 * shown * (13 * 1280 * 2 + 1176 * (4 + 2))
+    assert planned.engine.working == tower + shown * 3584 * 2 + 8 * 152064 * 22 + 1_500_000_000
+    assert planned.host.pictures == pictures(model, settings, world_size=1) > 0
+
+
+@pytest.mark.parametrize(("share", "length"), [(0.3, 4096), (0.45, 128000)])
+def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
+    """Neither the weights of 7B in a third of 48 GB, nor one context of 128,000 tokens, 7.3 GB, in what they leave of 21.6 GB."""
+    engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
+    settings = Settings(engine=engine, run=RunSettings(dir="there", gpu="l40s"))
+    with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s have no room .* \(16.6 GB\)"):
+        plan_engine(known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
+
+
+def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+
+    def planned(**parallel: object) -> tuple:
+        engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
+        settings = Settings(
+            model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", **parallel), engine=engine,
+            run=RunSettings(dir="there"),
+        )  # fmt: skip
+        result = plan(model, settings, world_size=1)
+        return result.ranks[0], result.host
+
+    (here, host_here), (away, host_away) = planned(), planned(offload_optimizer=True, offload_parameters=True)
+    held = here.share.held
+    assert here.sync - away.sync == here.optimizer - away.optimizer == held.moments
+    assert here.rollout - away.rollout == held.moments + held.parameters + held.gradients
+    assert host_away.total - host_here.total == held.parameters + held.moments + 2 * sum(map(rounded, tensors_of_3b()))
+    assert 1.5 < sum(map(rounded, tensors_of_3b())) / held.main < 1.6
+
+
+def rounded(num: int) -> int:
+    """Bytes of as many fp32 numbers in torch's pool of page-locked memory."""
+    return next(1 << power for power in range(64) if 1 << power >= 4 * num)
+
+
+def tensors_of_3b() -> list[int]:
+    """Numbers of each tensor that Megatron steps: 36 layers by hand (q, k and v are one, and gate and up), embeddings that the output has
+    too, the last norm; the tower as Hugging Face has it."""
+    layer = [2048 * (2048 + 2 * 256), 2048 + 2 * 256, 2048 * 2048, 2 * 11008 * 2048, 11008 * 2048, 2048, 2048]
+    shapes = known_spec("Qwen/Qwen2.5-VL-3B-Instruct").shapes()
+    return 36 * layer + [151936 * 2048, 2048] + [math.prod(shape) for name, shape in shapes.items() if name.startswith("visual.")]
+
+
+def test_an_engine_elsewhere_takes_nothing_here() -> None:
+    """Neither its share of the GPU nor its weights; the trainer stays where it is, whatever it could leave."""
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+
+    def planned(**engine: object) -> tuple:
+        settings = Settings(
+            model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", offload_parameters=True),
+            engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, **engine), run=RunSettings(dir="there"),
+        )  # fmt: skip
+        result = plan(model, settings, world_size=1)
+        return result.ranks[0], result.engine
+
+    (local, engine), (remote, _) = planned(), planned(kind="remote", urls=["http://node2:8000"])
+    held = local.share.held
+    assert local.rollout - remote.rollout == engine.budget - held.parameters - held.gradients
+    assert local.sync - remote.sync == engine.weights > 0 and local.update == remote.update
+
+
+def test_a_sync_holds_two_buckets() -> None:
+    """One is filled while the engine reads the other; the largest tensor comes in a bucket of its own."""
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+
+    def planned(bucket_mib: float) -> int:
+        engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, bucket_mib=bucket_mib)
+        settings = Settings(
+            model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full"), engine=engine, run=RunSettings(dir="there")
+        )
+        return plan(model, settings, world_size=1).ranks[0].sync
+
+    assert planned(512) - planned(256) == 2 * (256 << 20)
+
+
+def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -> None:
+    """With a KL term the host holds the reference or, while it is swapped in, the current weights; AdamW's step holds the roots of all
+    second moments at once: more, here, than the activations of micro-batches of one short context."""
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024)
+
+    def planned(stage: str = "rl", **algo: float) -> tuple:
+        settings = Settings(
+            stage=stage, model=ModelSettings(dtype="bfloat16", frozen=["vision"]), parallel=ParallelSettings(recompute="full"),
+            engine=engine, batch=config.BatchSettings(micro_batch_tokens=1024), algo=config.AlgoSettings(**algo),
+            run=RunSettings(dir="there"),
+        )  # fmt: skip
+        result = plan(model, settings, world_size=1)
+        return result.ranks[0], result.host
+
+    (rank, host), (_, host_kl), (_, host_sft) = planned(), planned(kl_coef=0.1), planned(stage="sft", kl_coef=0.1)
+    held = rank.share.held
+    assert host_kl.copies - host.copies == held.parameters and host_sft.copies == host.copies == 0
+    assert rank.activations.total < held.moments // 2
+    assert rank.update == 1_000_000_000 + 1_500_000_000 + held.main + held.moments + held.parameters + held.gradients + held.moments // 2
+
+
+def test_a_checkpoint_is_each_ranks_share() -> None:
+    """By hand: 2 bytes of weights, 4 of main weights and 8 of moments for each of 3,754,622,976 parameters, over all ranks."""
+    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
+    for world_size in (1, 8):
+        settings = Settings(model=ModelSettings(dtype="bfloat16"), engine=engine, run=RunSettings(dir="there"))
+        host = plan(model, settings, world_size=world_size).host
+        assert host.checkpoint == pytest.approx(14 * 3_754_622_976 / world_size, rel=1e-4)
+
+
+def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^run.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
+        run(dry(gpu="l40s", host_gb=9999.0))
+    out = capsys.readouterr().out
+    assert "3,754,622,976" in out and "not fit" not in out
+
+
+def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its memory is stated the plan is refused. Where it is not, the plan may be for another machine than this one, which is not
+    judged, and the one verdict says so. What is needed is the sum that the line of the host itself shows."""
+    with pytest.raises(ValueError, match=r"^run.host_gb=5.0: its 5.0 GB are less than the \d+\.\d GB that 1 process may need at most"):
+        run(dry(gpu="h200", host_gb=5.0))
+    capsys.readouterr()
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=5 * 10**9))
+    run(dry(gpu="h200", host_gb=0.0))
+    *_, told, fits = capsys.readouterr().out.splitlines()
+    needed = re.fullmatch(r"host, a node of 1: up to (\d+\.\d GB) = 1 x .*", told)
+    assert fits.startswith("fits: ") and fits.endswith("; main memory was not judged: run.host_gb states a node's")
+    run(dry(gpu="h200", host_gb=float(needed[1].removesuffix(" GB")) + 0.1))
+    assert "not " not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_boxes_and_checkpoints_by_hand() -> None:
+    """Eight boxes of a GiB, of which an engine over two ranks has one pool; a checkpoint is copied from the GPU, and where it is written
+    beside training from the host, too."""
+    held = Footprint(parameters=100, gradients=200, main=400, moments=600)
+    share = Share(tp_rank=0, pp_rank=0, num_parameters=50, num_trained=50, policy=held, pinned=900)
+
+    def planned(
+        *, has_boxes: bool, tp: int = 1, background: bool = True, offload: bool = False, kind: str = "local"
+    ) -> host_memory.HostPlan:
+        sandbox = config.SandboxSettings(memory_mib=1024, size=8)
+        settings = Settings(
+            engine=EngineSettings(tp=tp, kind=kind, urls=["http://h:1"] if kind == "remote" else []),
+            task=config.TaskSettings(name="mine", sandbox=sandbox), run=RunSettings(dir="there"),
+            checkpoint=config.CheckpointSettings(background=background), parallel=ParallelSettings(offload_optimizer=offload),
+        )  # fmt: skip
+        return host_memory.plan_host([share], known_spec("Qwen/Qwen2.5-VL-3B-Instruct"), settings, world_size=2, has_boxes=has_boxes)
+
+    assert [planned(has_boxes=True).boxes, planned(has_boxes=True, tp=2).boxes, planned(has_boxes=False).boxes] == [8 << 30, 4 << 30, 0]
+    assert planned(has_boxes=False).checkpoint == planned(has_boxes=False, background=False).checkpoint == 100 // 2 + 3 * 300
+    assert planned(has_boxes=False, background=False, offload=True).checkpoint == 100 // 2 + 300
+    assert planned(has_boxes=False, offload=True).optimizer == 600 + 900
+    whole = planned(has_boxes=True)
+    assert (whole.sent, whole.of_node(2)) == (0, 2 * whole.total)
+    far = planned(has_boxes=True, kind="remote")
+    assert far.of_node(2) == 2 * far.total + 100, "all weights once, for an engine that comes back"
+    assert whole.total == host_memory.PROCESS + whole.optimizer + whole.copies + whole.checkpoint + whole.pictures + whole.boxes
+
+
+def dry(**run: object) -> Settings:
+    return Settings(
+        model=ModelSettings(path="Qwen/Qwen2.5-VL-3B-Instruct", dtype="bfloat16"), parallel=ParallelSettings(recompute="full"),
+        engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3), task=config.TaskSettings(name="number_line"),
+        run=RunSettings(dir="there", dry=True, **run),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "engine_tp", "groups"), [(1, 1, 1, 1, 0), (8, 2, 1, 1, 3), (2, 2, 1, 1, 2), (16, 2, 2, 2, 5)]
+)
+def test_what_nobody_counts_grows_with_the_groups_of_ranks(world: int, tp: int, pp: int, engine_tp: int, groups: int) -> None:
+    """A GB of CUDA's and of the libraries', half a GB for each group that is more than one rank."""
+    settings = Settings(parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))
+    assert residue(settings, world_size=world) == 1_000_000_000 + groups * 500_000_000

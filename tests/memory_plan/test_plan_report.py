@@ -1,0 +1,20 @@
+"""What the plan says of engines."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config import EngineSettings
+from megatron_rl.memory_plan.plan_report import _engine
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        ({}, "engine: 40.0 GB = weights 10.0 GB, largest step 6.0 GB, cache 24.0 GB: 4,096 tokens, 2.0 full contexts"),
+        ({"kind": "remote", "servers": 3, "tp": 2}, "engine: 3 servers on 6 more GPUs of the first node, each 40.0 GB = weights 10.0 GB, "),
+    ],
+)
+def test_where_engines_compute(engine: dict, line: str) -> None:
+    planned = SimpleNamespace(engine=SimpleNamespace(budget=40e9, weights=10e9, working=6e9, cache=24e9, cache_tokens=4096))
+    assert _engine(planned, SimpleNamespace(engine=EngineSettings(max_model_len=2048, **engine))).startswith(line)

@@ -1,0 +1,57 @@
+"""What an error says of a model that is not where it was looked for; commands are those of recipes and scripts as they ship."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.models.model_folder import config_file
+from tests.conftest import ROOT
+
+EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+
+
+def error_of(folder: str) -> str:
+    with pytest.raises(ValueError, match="^model.path=") as raised:
+        config_file(folder, key="model.path")
+    return str(raised.value)
+
+
+def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "config.json").touch()
+    (tmp_path / "empty").mkdir()
+    here = "relative paths start where you stand"
+    for folder, said in {
+        "3b": f"no such folder (looked in {tmp_path}/3b); give a Hugging Face model folder; {here}",
+        "/nowhere": "no such folder (looked in /nowhere); give a Hugging Face model folder",
+        "empty": f"no config.json in it (looked in {tmp_path}/empty); give a Hugging Face model folder",
+        "run": f"no config.json in it (looked in {tmp_path}/run); did you mean run/final?",
+        "run/final/config.json": f"is a file (looked at {tmp_path}/run/final/config.json); give the Hugging Face folder that it lies in",
+        "run/nothing": f"no such folder (looked in {tmp_path}/run/nothing); give a Hugging Face model folder; {here}",
+        "runs/mine": f"no such folder (looked in {tmp_path}/runs/mine); give a Hugging Face model folder; {here}",
+        "Qwen/Qwen2.5-VL-3B-Instruct": (
+            f"no such folder (looked in {tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct); a model of the hub is downloaded first: hf download "
+            "Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, and then model.path=Qwen2.5-VL-3B-Instruct"
+        ),
+    }.items():
+        assert error_of(folder) == f"model.path={folder}: {said}"
+    assert config_file("run/final", key="model.path") == Path("run/final/config.json")
+
+
+def test_the_first_command_of_the_readme_names_the_step_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = EXPERIMENTS["numberline_grpo_cpu"]["model"]["path"]
+    said = "it is made by bash launch/quickstart.sh, or by python launch/train.py stage=sft experiment=numberline_sft_cpu"
+    assert error_of(folder).endswith(said)
+    assert error_of(EXPERIMENTS["numberline_sft_cpu"]["model"]["path"]).endswith("it is made by bash launch/quickstart.sh")
+
+
+def test_every_recipe_that_begins_with_anothers_result_says_whose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = {f"{recipe['run']['dir']}/final": name for name, recipe in EXPERIMENTS.items() if "dir" in recipe.get("run", {})}
+    begun = [recipe["model"]["path"] for recipe in EXPERIMENTS.values() if recipe.get("model", {}).get("path") in results]
+    assert len(begun) >= 6
+    for folder in begun:
+        assert f"experiment={results[folder]}" in error_of(folder) and f"(looked in {tmp_path}/{folder})" in error_of(folder)

@@ -1,0 +1,44 @@
+"""Pictures that layers add: gradients against plain autograd's, and none where nobody wants them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
+from megatron_rl.policy.deepstack import Stacked, stack, unstacked
+from tests.memory_plan.test_activations import FROZEN, MADE, batch_of, build
+from tests.support.one_process import world_of_one
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_gradients_are_those_of_plain_additions(is_trained: bool) -> None:
+    """Two layers that multiply; what they add of five tokens."""
+    generator = torch.Generator().manual_seed(0)
+    embedded = torch.randn(5, 1, 12, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(3, 5, 1, 4, generator=generator, dtype=torch.float64)
+    hidden, stacked = unstacked(embedded, 4, is_trained=is_trained)
+    named = {"packed_seq_params": SimpleNamespace(stacked=stacked)}
+    for number in range(2):
+        hidden, _ = stack(number, nn.Identity(), (), named, (hidden * weights[number], None))
+    (ours,) = torch.autograd.grad((hidden * weights[2]).sum(), embedded)
+    first, second, third = embedded.split(4, -1)
+    plain = ((first * weights[0] + second) * weights[1] + third) * weights[2]
+    (theirs,) = torch.autograd.grad(plain.sum(), embedded)
+    assert torch.allclose((hidden * weights[2]).detach(), plain.detach())
+    assert torch.allclose(ours, theirs if is_trained else theirs * torch.tensor([1.0] * 4 + [0.0] * 8))
+    assert [gradient is not None for gradient in stacked.gradients] == [is_trained] * 2
+
+
+@pytest.mark.parametrize(("lora", "frozen", "is_kept"), [(0, [], True), (0, ["vision"], True), (0, FROZEN, False), (4, [], False)])
+def test_a_frozen_tower_leaves_no_gradients(lora: int, frozen: list[str], is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole model; also where the embeddings are frozen, whose output yet requires a gradient: adapters of the language model."""
+    with world_of_one():
+        chunk = build(MADE["qwen3_vl"](4), torch.float32, lora=lora, frozen=frozen)
+        seen: list[Stacked] = []
+        packed = chunk.module._packed
+        monkeypatch.setattr(chunk.module, "_packed", lambda batch, stacked: seen.append(stacked) or packed(batch, stacked))
+        with megatron_on_cpu():
+            chunk(batch_of(32, num_patches=64), torch.arange(8)).sum().backward()
+        assert len(seen[0].added) == 2 and [gradient is not None for gradient in seen[0].gradients] == [is_kept] * 2

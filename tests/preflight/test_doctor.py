@@ -1,0 +1,370 @@
+"""The doctor finds what is wrong before a run does. Oracles: faults planted one by one, the run itself, real HTTP servers."""
+
+import asyncio
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import islice
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import sandbox.doctor
+from megatron_rl.algo.rollout_correction import uncorrected
+from megatron_rl.config import ColumnSettings, Settings
+from megatron_rl.data.questions import open_questions, questions
+from megatron_rl.data.survey import survey
+from megatron_rl.preflight import doctor
+from megatron_rl.preflight.check_report import Report, show
+from megatron_rl.preflight.doctor import examine, look_at_judges, look_at_sandbox, tell_questions
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.vqa import ANSWER
+from megatron_rl.types import HostFault
+from tests.conftest import ROOT
+from tests.contracts.test_configs import settings_of
+from tests.support import forked
+from tests.support.tables import png, write
+from tools.data.make_tiny_qwen2_5_vl import make
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow copies go to a folder of the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+
+
+ROW = {"question": "Which color?", "answer": "red", "data_source": "vstar", "images": [{"bytes": png()}]}
+
+
+@pytest.fixture
+def sound(random_model: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a run that can start."""
+    path = write(tmp_path / "mine.parquet", [ROW] * 3)
+    limits = ["model.min_pixels=784", "model.max_pixels=3136"]
+    return ["task=vqa", f"model.path={random_model}", f"run.dir={tmp_path}/run", f"task.data.train=[{path}]", f"task.data.eval=[{path}]",
+            "task.max_tokens_per_turn=100", "run.host_gb=100", *limits]  # fmt: skip
+
+
+@pytest.fixture
+def judge() -> Iterator[tuple[str, dict[str, object]]]:
+    """A server and what it answers: a status and a body for /v1/models."""
+    answers: dict[str, object] = {"status": 200, "body": json.dumps({"data": [{"id": "judge"}]})}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answers["status"] if self.path == "/v1/models" else 404)
+            self.end_headers()
+            self.wfile.write(str(answers["body"]).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", answers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_run_that_can_start(sound: list[str], tmp_path: Path) -> None:
+    report = examine(settings_of(*sound))
+    assert report.errors == report.warnings == []
+    found = dict(report.rows)
+    assert found["data.train"].startswith("3 rows, 3 images, longest question ") and found["data.train"].endswith("; vstar 3")
+    assert found["task"] == "vqa" and str(tmp_path / "run") in found["run.dir"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) -> None:
+    changed = [{"answer": ""}, {"data_source": "mine"}, {"extra_info": {"bbox": [5, 5, 5, 9]}}, {"images": ["no.png"]}]
+    path = write(tmp_path / "bad.jsonl", [ROW | change for change in changed])
+    talks = write(tmp_path / "talks.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
+    changes = [f"task.data.train=[{path}]", f"task.data.demonstrations=[{talks}]", "engine.max_images=1", "model.path=/nowhere"]
+    report = examine(settings_of(*sound, *changes))
+    assert report.errors == [
+        "model.path=/nowhere: no such folder (looked in /nowhere); give a Hugging Face model folder",
+        "task.data.train: bad.jsonl row 0: answer: is empty",
+        f"task.data.train: bad.jsonl row 3: images[0]: no such file {tmp_path}/no.png; "
+        "task.data.images is the folder that relative paths start from",
+        "task.data.demonstrations: talks.jsonl row 0: messages: must end with the assistant",
+    ]
+    assert [line.partition(": ")[2] for line in report.warnings] == [
+        "bad.jsonl row 2: bbox [5, 5, 5, 9] is empty",
+        "data_source mine: no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge",
+    ]
+
+
+def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    """A file in which pictures have another name, and one without answers: a line each."""
+    for name in ("red.png", "blue.png"):
+        (tmp_path / name).write_bytes(png())
+    rows = [{"question": "?", "answer": "a", "image": "red.png", "shot": "blue.png"}] * 2 + [
+        {"question": "?", "answer": "a", "look": "red.png"}
+    ]
+    report = Report()
+    for name, given in {"a.jsonl": rows, "b.jsonl": [{"question": "?", "label": "x"}] * 30}.items():
+        opened = open_questions([str(write(tmp_path / name, given))], images_root="", name="train", columns=ColumnSettings(id="number"))
+        tell_questions(survey(opened), report, split="train", longest=None)
+    shows = "looks like paths of pictures that exist and is not read"
+    assert report.errors == [
+        "task.data.columns.id=number: no row has that column; columns: question, answer, image, shot, look",
+        f"task.data.train: a.jsonl row 2: column look {shows} (1 of 3 rows): 'task.data.columns={{images: look}}'",
+        "task.data.train: b.jsonl: no answer (all 30 rows). Columns: question, label. Name yours: 'task.data.columns={answer: label}'",
+    ]
+    bare, warning, unread = report.warnings
+    assert bare.startswith("task.data.train: a.jsonl row 2: 1 of 3 rows have no picture in column image: ")
+    assert unread.startswith("task.data.train: a.jsonl row 0: columns shot, look are not read: ")
+    assert warning.startswith(f"task.data.train: a.jsonl row 0: column shot {shows} (2 of 3 rows): the row's other pictures are read; ")
+    assert dict(report.rows)["data.train"].startswith("30 rows, 0 images; ")
+
+
+def test_a_picture_that_is_cut_off_is_found(sound: list[str], tmp_path: Path) -> None:
+    """Its header is whole, and gives its size."""
+    path = write(tmp_path / "cut.jsonl", [ROW, ROW | {"images": [{"bytes": png(size=(300, 300))[:-30]}]}])
+    (error,) = examine(settings_of(*sound, f"task.data.train=[{path}]")).errors
+    assert error.startswith("task.data.train: cut.jsonl row 1: images[0]: cannot be opened (")
+
+
+def test_a_host_that_cannot_hold_the_plan(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process of 7 GB and a little more, on a machine of 5 GB that is stated, and on one of 4 GiB that is there."""
+    (warning,) = examine(settings_of(*sound, "run.host_gb=5")).warnings
+    assert re.match(r"run.host_gb=5.0: its 5.0 GB are less than the 7\.\d GB that 1 process may need at most; ", warning), warning
+    memory = psutil.virtual_memory()._replace(total=4 << 30, available=4 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    (warning,) = examine(settings_of(*sound, "run.host_gb=0")).warnings
+    assert warning.startswith("run.host_gb=0.0: this machine's 4.3 GB are less than the 7.")
+
+
+def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in random_model.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    (broken / "model.safetensors").write_bytes((random_model / "model.safetensors").read_bytes()[:1000])
+    (error,) = examine(settings_of(*sound, f"model.path={broken}")).errors
+    assert error.startswith(f"model.path={broken}: ")
+
+
+def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path, tmp_path: Path) -> None:
+    """As the policy's is looked at, by its own name; what is wrong with it is told once."""
+    trunk, own = tmp_path / "trunk", ["algo=ppo", "critic.trunk=own"]
+    shutil.copytree(random_model, trunk)
+    well = examine(settings_of(*sound, *own, f"critic.path={trunk}"))
+    assert well.errors == [] and dict(well.rows)["critic.path"].startswith(f"{trunk}: 4 layers of ")
+    save_file(dict(islice(load_file(trunk / "model.safetensors").items(), 3, None)), trunk / "model.safetensors")
+    (lacks,) = examine(settings_of(*sound, *own, f"critic.path={trunk}")).errors
+    assert re.fullmatch(rf"critic.path={trunk}: has no \S+ and 2 more tensors; download it again", lacks)
+    os.truncate(trunk / "model.safetensors", 1000)
+    (damaged,) = examine(settings_of(*sound, *own, f"critic.path={trunk}")).errors
+    assert damaged.startswith(f"critic.path={trunk}: ") and "corrupt" in damaged
+    report = examine(settings_of(*sound, *own, "critic.path=/nowhere"))
+    assert report.errors[0].startswith("critic.path=/nowhere: no such folder (looked in /nowhere); ") and len(report.errors) == 1
+    assert dict(report.rows)["critic.path"] == "not usable" and "longest question" in dict(report.rows)["data.train"]
+
+
+def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path) -> None:
+    """Its heads, not the policy's four."""
+    make(tmp_path / "trunk", preset="nano", init="random", seed=1, hidden=96, heads=3, kv_heads=1)
+    (error,) = examine(settings_of(*sound, "algo=ppo", "critic.trunk=own", f"critic.path={tmp_path / 'trunk'}", "parallel.tp=2")).errors
+    assert error == "parallel.tp=2: does not divide the critic's 3 attention heads; use one of 1"
+
+
+def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random_model: Path) -> None:
+    """As a run tells them when it starts. What there is room for is the whole prompt, as the renderer makes it of the task's words, and one
+    token of a reply; the length of a question is what it adds to a prompt."""
+    many = {**ROW, "question": "Is <image> or <image> larger, or are they equally large?", "images": [{"bytes": png(size=(300, 90))}] * 2}
+    path = write(tmp_path / "long.json", [ROW, many])
+    renderer = Renderer(settings_of(*sound).model)
+    picture = {"type": "image", "image": Image.new("RGB", (300, 90))}
+    texts = [{"type": "text", "text": text} for text in ("Is ", " or ", " larger, or are they equally large?")]
+    parts = [texts[0], picture, texts[1], picture, texts[2]]
+    told = {"type": "text", "text": ANSWER}
+    prompts = [renderer.prompt([{"role": "user", "content": content}]) for content in ([*parts, told], parts, [])]
+    whole, asked, nothing = (len(prompt.token_ids) for prompt in prompts)
+    length = asked - nothing
+    changes = [f"task.data.train=[{path}]", "engine.max_images=1", f"engine.max_model_len={whole}", "run.max_failed=0.5"]
+    report = examine(settings_of(*sound, *changes))
+    assert report.errors == []
+    assert report.warnings == [
+        f"task.data.train: long.json row 1: {length} tokens beside the {whole - length} of its prompt leave no room for a reply; "
+        "raise engine.max_model_len or lower model.max_pixels",
+        "task.data.train: long.json row 1: 2 pictures; raise engine.max_images=1",
+    ]
+    assert f"longest question {length} tokens" in dict(report.rows)["data.train"]
+    (error,) = examine(settings_of(*sound, *changes, "run.max_failed=0.49")).errors
+    assert error.startswith(f"task.data.train=['{path}']: 1 of 2 prompts do not fit, run.max_failed=0.49; long.json row 1: ")
+    shown = [f"task.data.eval=[{path}]", *changes[1:3], "run.max_failed=0"]
+    assert examine(settings_of(*sound, *shown, "task.data.max_eval=1")).errors == [], "the row that does not fit is not played"
+    assert len(examine(settings_of(*sound, *shown, "task.data.max_eval=2")).errors) == 1
+    asked = ["stage=sft", "sft.splits=[transcripts]", "sft.steps=[1]"]
+    warm = examine(settings_of(*sound, *shown, *asked)).errors
+    assert len(warm) == 1 and "task.data.demonstrations" in warm[0], "which lacks; nobody minds the questions of a warm start"
+    fits = examine(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={whole + 1}"))
+    assert fits.warnings == []
+    assert len(questions([str(path)], images_root="", name="train")) == 2
+
+
+OTHER = '{"data": [{"id": "other"}]}'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "found"),
+    [(200, OTHER, "not usable"), (401, "", "not usable"), (200, '{"data": []}', "answers"), (200, "<html>", "answers"),
+     (200, "[]", "answers"), (404, "", "answers"), (429, "busy", "answers"), (500, "", "answers"),
+     (200, OTHER.replace("other", "judge"), "serves judge")],
+)  # fmt: skip
+def test_the_doctor_thinks_of_a_judge_as_a_run_does(status: int, body: str, found: str, judge: tuple, sound: list[str]) -> None:
+    url, answers = judge
+    answers |= {"status": status, "body": body}
+    settings = settings_of(*sound, f"task.judge.urls=[{url}]", "task.judge.model=judge")
+    report = Report()
+    look_at_judges(settings, report)
+    assert report.rows == [(f"judge {url}", found.replace("answers", "answers, and does not list its models"))]
+    assert report.errors == refusals(settings) and report.warnings == [] and bool(report.errors) == (found == "not usable")
+    assert all(error.startswith(f"task.judge.urls=['{url}']: no judge can be asked ({url}: ") for error in report.errors)
+
+
+def refusals(settings: Settings) -> list[str]:
+    """Why a run with this judge would not start."""
+
+    async def start() -> None:
+        asked = Judge(settings.task.judge)
+        try:
+            await asked.start()
+        finally:
+            await asked.close()
+
+    try:
+        asyncio.run(start())
+    except HostFault as fault:
+        return [str(fault)]
+    return []
+
+
+def test_judges_one_well_and_one_down(judge: tuple, sound: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A run starts, with the same warning."""
+    url, _ = judge
+    settings = settings_of(*sound, f"task.judge.urls=[{url},http://127.0.0.1:9/v1]", "task.judge.model=judge")
+    report = Report()
+    look_at_judges(settings, report)
+    assert report.rows == [(f"judge {url}", "serves judge"), ("judge http://127.0.0.1:9/v1", "not usable")]
+    (warning,) = report.warnings
+    assert report.errors == [] and "not all can be asked, the others are (http://127.0.0.1:9/v1: ConnectError" in warning
+    assert refusals(settings) == [] and capsys.readouterr().err == f"warning: {warning}\n"
+
+
+@pytest.mark.parametrize("url", ["http://judge:port/v1", "http://[/v1"])
+def test_an_address_that_is_none(url: str, sound: list[str]) -> None:
+    settings = settings_of(*sound, f"task.judge.urls=['{url}']", "task.judge.model=judge")
+    report = Report()
+    look_at_judges(settings, report)
+    (error,) = report.errors
+    assert error.startswith(f"task.judge.urls={url}: ") and error.endswith("; correct the address") and [error] == refusals(settings)
+
+
+def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = judge[0].removesuffix("/v1")
+    monkeypatch.setattr(sandbox.doctor, "report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
+
+    def told(*overrides: str) -> Report:
+        report = Report()
+        look_at_sandbox(settings_of(*sound, *overrides), report)
+        return report
+
+    assert told().rows == []
+    agent = "task.name=visual_python"
+    assert told(agent).errors == ["task.sandbox.isolation=auto: isolation: not available; python -m sandbox doctor shows all"]
+    assert told(agent, "task.sandbox.isolation=none").errors == []
+    (warning,) = told(agent, "task.sandbox.isolation=none").warnings
+    assert warning == "task.sandbox.isolation=none: the policy's code runs without any wall; use auto"
+    (error,) = told(agent, f"task.sandbox.url={url}").errors
+    assert error.startswith(f"task.sandbox.url={url}: SandboxFault: {url}: no sandbox server, or one that is too busy: BoxClosed: ")
+    monkeypatch.setattr(sandbox.doctor, "report", lambda **_: ("a in use b\nc in use d\n", True))
+    assert told(agent).rows == [("sandbox", "2 layers in use")]
+
+
+def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project below /usr, Docker's habit, shows the answers of its questions to the code that is to find them."""
+    monkeypatch.setattr(sandbox.doctor, "report", lambda **_: ("a in use b\n", True))
+    monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: [str(tmp_path)])
+    questions = tmp_path / "questions.json"
+    questions.write_text("[]")
+    settings = settings_of(
+        *sound, "task.name=visual_python", f"run.dir={tmp_path}/run", f"task.data.train=[{questions}]", "task.data.eval=[]"
+    )
+    report = Report()
+    look_at_sandbox(settings, report)
+    below = f"lies below {tmp_path}, which code in every box reads: move it"
+    assert report.warnings == [f"run.dir ({tmp_path}/run) {below}", f"task.data.train[0] ({questions}) {below}"]
+    monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: ["/usr"])
+    look_at_sandbox(settings, clear := Report())
+    assert clear.warnings == []
+
+
+def test_what_is_shown() -> None:
+    report = Report(rows=[("task", "vqa [bold]")], errors=["key=[value]: remedy"], warnings=["odd"])
+    out = io.StringIO()
+    show(report, Console(file=out, width=30))
+    assert out.getvalue().splitlines()[-2:] == ["warning: odd", "error: key=[value]: remedy"]
+    assert "vqa [bold]" in out.getvalue()
+
+
+def test_the_exit_code(sound: list[str], tmp_path: Path) -> None:
+    """In an interpreter of its own nothing but the report is said."""
+    command = (ROOT / "launch" / "doctor.py", *sound)
+    well = forked.run(*command, cwd=tmp_path, timeout_s=120)
+    assert well.returncode == 0 and well.stdout.endswith("\na run can start\n")
+    ill = subprocess.run(
+        [sys.executable, *map(str, command), "task.data.train=[]"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ill.returncode, ill.stderr) == (1, "")
+    error = "error: task.data.train=[]: give the files, JSON lists, JSON lines or Parquet"
+    assert ill.stdout.splitlines()[-2:] == [error, "a run cannot start"]
+
+
+def test_tasks_are_named_as_they_are() -> None:
+    """A task that is renamed must be renamed here."""
+    folder = ROOT / "megatron_rl" / "tasks"
+    assert all((folder / name).is_dir() or (folder / f"{name}.py").is_file() for name in (*doctor.USES_SANDBOX, *doctor.USES_DATA))
+
+
+def test_staleness_without_a_correction_is_warned_of() -> None:
+    for words, num in ((["run.max_staleness=2"], 1), (["run.max_staleness=2", "algo.correction=token_tis"], 0), (["stage=sft"], 0)):
+        lines = uncorrected(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
+        told = "algo.correction=none: run.max_staleness=2 trains on what older weights sampled, which may end in collapse; use "
+        assert lines == [f"{told}algo.correction=bypass, and a lower learning rate"] * num
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["model.dtype=bfloat16"], 1),
+        (["engine.dtype=bfloat16"], 1),
+        (["model.dtype=bfloat16", "algo.correction=token_tis"], 0),
+        (["model.dtype=bfloat16", "algo.correction=bypass+geo_mask"], 0),
+        (["model.dtype=bfloat16", "algo.correction=sequence_mask+opsm"], 0),
+        (["model.dtype=bfloat16", "algo.correction=opsm"], 1),
+        (["model.dtype=bfloat16", "stage=sft"], 0),
+        ([], 0),
+    ],
+)
+def test_bfloat16_without_a_correction_is_warned_of(words: list[str], warned: int) -> None:
+    lines = uncorrected(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
+    told = ("algo.correction=none: engine and trainer", "algo.correction=opsm: engine and trainer")
+    assert len(lines) == warned and all(line.startswith(told) for line in lines)

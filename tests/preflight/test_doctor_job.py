@@ -1,0 +1,72 @@
+"""The doctor in a job: two nodes with troubles of their own, and the time that is left of it."""
+
+import json
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.preflight.check_report import Report
+from megatron_rl.preflight.doctor_job import look_at_time
+from tests.conftest import ROOT, SUPPORT
+from tests.support import forked
+from tests.support.two_nodes import ranks
+
+HOST = socket.gethostname()
+
+
+def report_of(*words: object, folders: list[Path]) -> Report:
+    nodes = ranks(SUPPORT / "doctor_job.py", *words, folders=folders)
+    try:
+        said, _ = nodes[0].communicate(timeout=120)
+        assert nodes[0].returncode == 0, said
+    finally:
+        for node in nodes:
+            node.kill()
+    return Report(**json.loads(said.splitlines()[-1]))
+
+
+def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
+    """Rows of both, what all say once, what one says with its name; run.dir=run is two folders; the clocks differ by what was planted."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    report = report_of(random_model, "run", folders=folders)
+    rows = {what: found for what, found in report.rows}
+    assert rows[f"node 0 ({HOST}): GPUs"] == "0" and rows[f"node 1 ({HOST}): GPUs"] == "1"
+    assert report.errors[:2] == ["a=1: all have it", f"b=2: one has it (node 1 ({HOST}))"]
+    assert re.match(rf"run.dir=run: (could not be written|node 1 \({HOST}\) does not see there)", report.errors[2]), report.errors
+    (clock,) = report.warnings
+    ahead = re.fullmatch(rf"clock: that of node 1 \({HOST}\) is (.*) s ahead of that of rank 0; set it \(chronyc makestep\)", clock)
+    assert 4.5 < float(ahead[1]) < 5.5
+    assert re.fullmatch(r"2 ranks, 64 MiB: \d+\.\d GB/s", rows["all-reduce"])
+    assert not any((folder / "run").exists() for folder in folders), "nothing stays"
+
+
+def test_two_ranks_of_a_run_that_can_start(random_model: Path, tmp_path: Path) -> None:
+    """The whole of it, as a launcher starts it: plan, model and task by the first rank of the node, sums and clocks by both."""
+    words = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "run.host_gb=100")
+    done = forked.world(2, ROOT / "launch" / "doctor.py", *words, timeout_s=120)
+    assert done.returncode == 0 and done.stdout.count("a run can start\n") == 1, done.stdout
+    assert "2 processes fit" in done.stdout and "2 ranks, 64 MiB" in done.stdout and "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize(("hours", "warned"), [(1.0, False), (0.1, True)])
+def test_the_time_that_is_left_is_held_against_the_steps(
+    hours: float, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 of 100 steps are done, 10 s each by the last ones: 700 s, more than six minutes and less than an hour."""
+    steps = [{"step": step, "time/update": 6.0, "time/engine": 94.0 if step < 20 else 4.0, "time/start": 500.0} for step in range(30)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    settings = Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(tmp_path), steps=100), task=TaskSettings(name="number_line"))
+    report = Report()
+    look_at_time(settings, report)
+    assert not report.rows, "outside of a job nobody knows"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(round(time.time() + 3600 * hours)))
+    look_at_time(settings, report)
+    assert report.rows == [("time", f"70 steps of 10.0 s, {hours:.1f} hours left")]
+    told = "run.steps=100: 70 steps of 10.0 s are left, 36 fit into the job; the same command goes on in the next one"
+    assert report.warnings == [told] * warned

@@ -1,0 +1,174 @@
+"""The doctor's look at a machine: drivers, compilers, versions, the disk and GPUs, each planted; and the plan, without a GPU."""
+
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.config import ParallelSettings, Settings
+from megatron_rl.distributed import world
+from megatron_rl.preflight.check_report import Report
+from megatron_rl.preflight.doctor_machine import look_at_disk, look_at_files, look_at_gpus, look_at_plan, look_at_versions
+from megatron_rl.registry import Own
+from tests.conftest import ROOT
+from tests.contracts.test_configs import settings_of
+from tests.support.planted_gpus import H100, L4, plant
+from tools.data.make_tiny_qwen2_5_vl import make
+
+
+@pytest.fixture
+def settings(random_model: Path, tmp_path: Path) -> Settings:
+    return settings_of("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two H100, of which somebody uses most of the second."""
+    plant(monkeypatch, tmp_path, [H100] * 2)
+    cuda = SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 29, 7)), mem_get_info=lambda index: ((80 - 70 * index) << 30, 80 << 30))
+    for name, value in vars(cuda).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+    for hard in (96, 4096):
+        monkeypatch.setattr(world.resource, "getrlimit", lambda _, hard=hard: (hard, hard))
+        reports.append(Report())
+        look_at_files(reports[-1])
+    assert (reports[0].rows, reports[1].rows) == ([("open files", "not usable")], [("open files", "up to 4096 a process")])
+    assert reports[0].errors[0].startswith("ulimit -n 96: a run needs 256 open files at least; raise") and reports[1].errors == []
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_that_can_be_used_are_told(settings: Settings) -> None:
+    report = Report()
+    look_at_gpus(settings, report)
+    assert dict(report.rows) == {
+        "GPUs": "NVIDIA H100 80GB HBM3 79 GiB, NVIDIA H100 80GB HBM3 79 GiB",
+        "CUDA": "driver 580.65.06, torch for CUDA 13.0, NCCL 2.29.7",
+    }
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_triton_and_nccl_lack(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is there where the others are planted."""
+
+    def has_shared(mib: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=mib << 20))
+
+    def told() -> tuple[list[str], list[str]]:
+        report = Report()
+        look_at_gpus(settings, report)
+        return report.errors, report.warnings
+
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    has_shared(1024)
+    assert told() == ([], [])
+    has_shared(64)
+    lacking = "/dev/shm: 0.06 GiB are free, NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
+    assert told() == ([lacking], [])
+    has_shared(128)
+    assert told() == ([], [lacking.replace("0.06", "0.12")])
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    compiler, headers = told()[0]
+    assert compiler.startswith("PATH: has no cc or gcc or clang") and headers.startswith(f"{tmp_path}: has no Python.h")
+
+
+def test_a_machine_without_a_gpu_says_so(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.engine, "device", "cuda")
+    report = Report()
+    look_at_gpus(settings, report)
+    assert (report.rows, len(report.errors)) == ([("GPUs", "none")], 1) and "no usable GPU" in report.errors[0]
+
+
+def test_versions_are_held_against_the_lock(tmp_path: Path) -> None:
+    """This environment is that of the lock; one that is not has its first three packages named."""
+    report = Report()
+    look_at_versions(ROOT / "requirements" / "cpu.txt", report)
+    ((_, found),) = report.rows
+    assert not report.warnings and found.split()[0] == found.split()[2] and int(found.split()[0]) > 100
+    (tmp_path / "lock.txt").write_text("# torch==1\ntorch==2.12.0\nnone-such==1.0\nhydra-core==1.3.2\nsix_such==2\npillow==0.1\n")
+    report = Report()
+    look_at_versions(tmp_path / "lock.txt", report)
+    (warning,) = report.warnings
+    assert dict(report.rows)["versions"].startswith("1 of 5 as in")
+    assert f"torch {torch.__version__}, not 2.12.0; none-such is not installed, not 1.0; six_such" in warning
+    assert warning.endswith("and 1 more; bash launch/install.sh")
+    report = Report()
+    look_at_versions(tmp_path / "absent.txt", report)
+    assert report.rows == [("versions", "no lock beside this package")] and not report.warnings
+
+
+def test_a_disk_is_measured_and_left_as_it_was(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of 1 TB of weights would take hours on any; where nothing can be written that is said."""
+    report, before = Report(), sorted(tmp_path.iterdir())
+    assert look_at_disk(settings, tmp_path, report, weights=1 << 20).endswith(" MB/s") and not report.warnings
+    look_at_disk(settings, tmp_path, report, weights=1 << 60)
+    assert "a checkpoint takes up to" in report.warnings[0] and sorted(tmp_path.iterdir()) == before
+    for error, said in ((PermissionError("no"), "cannot be written"), (OSError(28, "No space left on device"), "No space left")):
+
+        def refuse(failure: OSError = error, **_: object) -> None:
+            raise failure
+
+        monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+        report = Report()
+        assert look_at_disk(settings, tmp_path, report, weights=1) == "" and said in report.errors[0]
+
+
+def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
+    """A nano fits an L40S whose half is the engine's, and not one whose whole is. Without run.world a CPU's run is planned for none."""
+    make(tmp_path / "wide", preset="nano", init="random", seed=0, heads=8, kv_heads=4)
+
+    def told(*words: str) -> Report:
+        report = Report()
+        given = ("experiment=numberline_grpo_cpu", f"model.path={tmp_path}/wide", "run.host_gb=1000", *words)
+        look_at_plan(settings_of(*given), report, Own())
+        return report
+
+    assert [name for name, _ in told().rows] == ["host"]
+    small = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.5")
+    assert " s a step expected on 2 l40s: rollout " in dict(small.rows)["seconds"]
+    assert not small.errors and dict(small.rows)["plan"].endswith(" of the 43.2 GB that are 90% of a l40s; 2 GPUs")
+    full = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.95")
+    assert full.errors[0].startswith("run.gpu=l40s: its 43.2 GB (90%) are less than the ")
+    split = told("run.world=2", "parallel.tp=16")
+    assert split.errors and dict(split.rows)["layout"] == "not usable"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
+    """Of two, the second has 10 of its 80 GiB left."""
+    settings.run.host_gb, settings.run.gpu, settings.parallel = 1000, "h100", ParallelSettings()
+    report = Report()
+    look_at_plan(settings, report, Own())
+    (error,) = report.errors
+    assert error.startswith("GPU 1: 10.7 GB of its 85.9 GB are free, and the plan needs ")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor says what a run would: of all GPUs, of the first alone where run.world=1; and where one is too small."""
+    plant(monkeypatch, tmp_path, [H100, L4])
+
+    def told() -> list[str]:
+        report = Report()
+        look_at_gpus(settings, report)
+        return [line for line in report.errors if "CUDA_VISIBLE" in line]
+
+    (line,) = told()
+    assert line.startswith("CUDA_VISIBLE_DEVICES=: this node has 1 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4,")
+    settings.run.world = 1
+    assert told() == []
+    settings.run.host_gb, settings.run.gpu, settings.engine.gpu_memory_utilization = 1000, "h100", 0.5
+    report = Report()
+    look_at_plan(settings, report, Own())
+    (line,) = report.errors
+    assert line.startswith("engine.gpu_memory_utilization=0.5: GPU 1 (NVIDIA L4) has 23.6 GB, and the plan needs 4")

@@ -1,0 +1,216 @@
+"""GPUs that a run cannot start on are refused in one line, by the run itself, before a model is loaded. Torch's answers are planted."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.config import Settings
+from megatron_rl.distributed.world import World, connect
+from megatron_rl.entrypoints import train
+from megatron_rl.memory_plan.gpu_memory import plan
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.preflight.gpus import Gpu, check_gpus, driver_of, misfits, trouble_of
+from megatron_rl.registry import Own
+from tests.contracts.test_configs import settings_of
+from tests.support.planted_gpus import CLOSED_MODULE, H100, L4, L40S, OPEN_MODULE, SLICE, plant
+
+NODE = World(rank=0, size=8, local_rank=0, device=torch.device("cuda", 0), local_size=8)
+ALONE = replace(NODE, size=1, local_size=1)
+NEEDED = 40 * 10**9
+
+
+@pytest.fixture
+def settings(random_model: Path, tmp_path: Path) -> Settings:
+    return settings_of("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "run.gpu=h100")
+
+
+def with_tp(settings: Settings, tp: int) -> Settings:
+    return replace(settings, parallel=replace(settings.parallel, tp=tp))
+
+
+def test_a_driver_is_read_as_its_module_says_it(tmp_path: Path) -> None:
+    for number, (text, found) in enumerate([(OPEN_MODULE, "580.65.06"), (CLOSED_MODULE, "535.183.01"), ("nothing of it", "")]):
+        (tmp_path / str(number)).write_text(text)
+        assert driver_of(tmp_path / str(number)) == found
+    assert driver_of(tmp_path / "absent") == ""
+
+
+def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
+    assert trouble_of("580.65.06", "13.0", num_devices=1) == trouble_of("535.183.01", "13.0", num_devices=1) == ""
+    assert trouble_of("535.183.01", "13.0", num_devices=0) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
+    assert "is built for CPUs, and this machine has NVIDIA's driver 580.1" in trouble_of("580.1", None, num_devices=0)
+    assert trouble_of("580.1", "13.0", num_devices=0).startswith("CUDA_VISIBLE_DEVICES=")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "line"),
+    [
+        ([H100] * 8, ""),
+        ([H100] * 7 + [L4], "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold the same;"),
+        ([SLICE] * 8, "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones; start one"),
+        ([L4] * 8, "engine.gpu_memory_utilization=0.45: GPU 0 (NVIDIA L4) has 23.6 GB, and the plan needs 40.0; lower it"),
+        ([L40S] * 8 + [L4], ""),
+    ],
+)
+def test_eight_ranks_need_eight_alike(
+    gpus: Sequence[Gpu], line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ninth GPU, which no rank has, is none of their business."""
+    plant(monkeypatch, tmp_path, gpus)
+    assert refusal(settings, NODE, needed=NEEDED).startswith(line) and bool(line) == bool(refusal(settings, NODE, needed=NEEDED))
+
+
+def refusal(settings: Settings, world: World, *, needed: int = 0) -> str:
+    try:
+        check_gpus(settings, world, needed=needed)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shared", "line"),
+    [
+        ([H100] * 7 + [L4], 8 << 30, "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold"),
+        ([SLICE] * 8, 8 << 30, "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones;"),
+        ([L4] * 8, 64 << 20, "/dev/shm: 0.06 GiB are free, NCCL may need 2.0;"),
+        ([L4] * 8, 8 << 30, "engine.gpu_memory_utilization=0.9: no room"),
+    ],
+)
+def test_what_gpus_are_is_told_before_a_plan_that_fails_on_them(
+    gpus: Sequence[Gpu], shared: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of the smallest GPU says that the engine has no room, which is not what is wrong with a slice or with one L4 among H100s."""
+    plant(monkeypatch, tmp_path, gpus, shared=shared)
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        train.prepared(settings, Own(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
+
+
+def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, tmp_path, [SLICE])
+    assert refusal(settings, ALONE, needed=10**10) == ""
+    told = f"engine.gpu_memory_utilization=0.45: GPU 0 ({SLICE.name}) has 10.5 GB, and the plan needs 11.0;"
+    assert refusal(settings, ALONE, needed=11 * 10**9).startswith(told)
+
+
+def test_layers_are_not_cut_across_nodes(settings: Settings) -> None:
+    """Two nodes of two GPUs; of six; and one node, whose layout check_layout has looked at."""
+    two, six = [H100] * 2, [H100] * 6
+    assert misfits(with_tp(settings, 2), two, num_ranks=4) == misfits(with_tp(settings, 4), [H100] * 4, num_ranks=4) == []
+    for gpus, num_ranks, fitting in ((two, 4, "1, 2"), (six, 12, "1, 2")):
+        (line,) = misfits(with_tp(settings, 4), gpus, num_ranks=num_ranks)
+        assert line == f"parallel.tp=4: would cut layers across nodes of {len(gpus)} GPUs; use one of {fitting}, or parallel.pp"
+
+
+def test_shared_memory_of_a_container(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's own 64 MB are too few for two ranks, the 1 GB that NVIDIA asks for is enough for eight; one rank needs none."""
+    pair = replace(NODE, size=2, local_size=2)
+    plant(monkeypatch, tmp_path, [H100] * 8, shared=64 << 20)
+    assert refusal(settings, pair) == "/dev/shm: 0.06 GiB are free, NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
+    assert refusal(settings, ALONE) == ""
+    plant(monkeypatch, tmp_path, [H100] * 8, shared=1 << 30)
+    assert refusal(settings, NODE) == ""
+    plant(monkeypatch, tmp_path, [H100] * 8, shared=64 << 20)
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
+    assert refusal(settings, pair) == ""
+
+
+def test_a_run_that_would_take_place_on_the_cpu_unasked(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sees no GPU: the driver is too old, a name is wrong, or the GPUs are hidden on purpose, which is nobody's mistake."""
+    on_cpu = replace(ALONE, device=torch.device("cpu"))
+    plant(monkeypatch, tmp_path, [], module=CLOSED_MODULE)
+    assert refusal(settings, on_cpu) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert refusal(settings, on_cpu) == ""
+    plant(monkeypatch, tmp_path, [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    assert refusal(settings, on_cpu).startswith("CUDA_VISIBLE_DEVICES=9: torch sees no GPU, and driver 580.65.06 is there;")
+    assert refusal(replace(settings, engine=replace(settings.engine, device="cpu")), on_cpu) == ""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert refusal(settings, on_cpu) == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "line"),
+    [
+        ([H100] * 2, "0,1", r"CUDA_VISIBLE_DEVICES=0,1: leaves 2 GPUs to the 8 processes of \S+; name one for each$"),
+        ([H100] * 4, None, r"--nproc_per_node=8: \S+ has 4 GPUs; start one process a GPU$"),
+        ([SLICE], None, r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most, here NVIDIA H100 80GB HBM3 MIG 1g.10gb;"),
+        ([SLICE], "MIG-1,MIG-2", r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most"),
+    ],
+)
+@pytest.mark.parametrize("local_rank", [0, 7])
+def test_fewer_gpus_than_ranks(
+    gpus: Sequence[Gpu], visible: str | None, line: str, local_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said by every rank, those that have a GPU too: they would wait for the others."""
+    plant(monkeypatch, tmp_path, gpus)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError, match=f"^{line}"):
+        connect(replace(NODE, local_rank=local_rank, device=torch.device("cuda", local_rank)), timeout_s=1)
+
+
+def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """For the GPU that is there, whatever run.gpu names: vLLM takes its share of that one, and run.gpu has not every kind."""
+    plant(monkeypatch, tmp_path, [L4])
+    l4 = replace(settings, run=replace(settings.run, gpu="l4"))
+    named = plan(read_spec(settings.model.path), settings, world_size=1)
+    here = plan(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory)
+    share = settings.engine.gpu_memory_utilization
+    assert named.engine.budget == int(share * 80e9) and here.engine.budget == int(share * L4.memory)
+    assert train.planned_bytes(settings, Own(), world=ALONE) == here.peak < L4.memory < named.peak
+    assert train.planned_bytes(settings, Own(), world=replace(ALONE, device=torch.device("cpu"))) == 0
+    lost = replace(settings, model=replace(settings.model, path="nowhere"))
+    told = train.planned_bytes(lost, Own(), world=ALONE)
+    assert isinstance(told, ValueError) and str(told).startswith("model.path=nowhere: ")
+    with pytest.raises(ValueError, match="^model.path=nowhere: "):  # where the ranks are together
+        train.prepared(lost, Own(), world=ALONE, needed=told, splits=())
+    assert train.planned_bytes(settings, Own(), world=replace(NODE, local_rank=3)) == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "there", "line"),
+    [
+        (5, 10**12, "run.host_gb=5: its 5.0 GB are less than the "),
+        (1000, 5 * 10**9, "run.host_gb=1000: this machine's 5.0 GB are less than the "),
+        (1000, 10**12, ""),
+        (0, 5 * 10**9, ""),
+    ],
+)
+def test_main_memory_that_is_stated_is_a_gate(
+    stated: int, there: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the run itself, not of its dry run alone; and no more of it is counted than this machine has. Three processes of a node."""
+    plant(monkeypatch, tmp_path, [L4] * 3)
+    monkeypatch.setattr("megatron_rl.memory_plan.host_memory.psutil.virtual_memory", lambda: SimpleNamespace(total=there))
+    settings = replace(settings, run=replace(settings.run, host_gb=stated))
+    told = train.planned_bytes(settings, Own(), world=replace(NODE, size=6, local_size=3))
+    if line:
+        assert isinstance(told, ValueError) and str(told).startswith(line) and "that 3 processes may need at most" in str(told)
+    else:
+        assert isinstance(told, int) and told > 0
+
+
+def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of start.run in a world of one, whose engine leaves nothing of the GPU to what lies beside it."""
+
+    def meet(world: World, *, timeout_s: float) -> None:
+        connect(replace(world, device=torch.device("cpu")), timeout_s=timeout_s)
+
+    settings = replace(settings, engine=replace(settings.engine, gpu_memory_utilization=0.97))
+    plant(monkeypatch, tmp_path, [L4])
+    planted = {"place": lambda: ALONE, "connect": meet, "expand_segments": lambda: None, "build_task": None, "build": None}
+    for name, value in planted.items():
+        monkeypatch.setattr(train, name, value)
+    with pytest.raises(ValueError, match=r"^engine.gpu_memory_utilization=0.97: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan"):
+        train.run(settings)
+    assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()

@@ -1,0 +1,70 @@
+"""What is refused of several nodes, from what their first processes see."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import DataSettings, EngineSettings, JudgeSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.preflight.nodes import View, described, require_alike
+
+FILES = {"model.path": {"m/config.json": "d1", "m/model.safetensors": 100}, "task.data.train": {"a.jsonl": 5}}
+FIRST = View(host="a", node=0, num_processes=8, files=FILES)
+SECOND = View(host="b", node=1, num_processes=8, files=FILES)
+
+
+def settings_of(**engine: int) -> Settings:
+    judge = JudgeSettings(urls=["http://j/v1"], cache="c.sqlite")
+    task = TaskSettings(name="vqa", judge=judge, data=DataSettings(train=["a.jsonl"]))
+    return Settings(model=ModelSettings(path="m"), run=RunSettings(dir="runs/x"), task=task, engine=EngineSettings(**engine))
+
+
+def other(key: str, **files: object) -> View:
+    return replace(SECOND, files={**FILES, key: files})
+
+
+@pytest.mark.parametrize(
+    ("second", "line"),
+    [
+        (
+            replace(SECOND, run_dir="does not see there what rank 0 wrote"),
+            "run.dir=runs/x: node 1 (b) does not see there what rank 0 wrote; put it on a folder that all nodes share",
+        ),
+        (
+            replace(SECOND, num_processes=6),
+            "engine.tp=4: an engine cannot span nodes, and node 1 (b) has 6 processes; use one of 1, 2",
+        ),
+        (
+            other("model.path", **{"m/config.json": "d2", "m/model.safetensors": 100}),
+            "model.path=m: node 1 (b) has not the m/config.json of node 0 (a); copy it, or put it on a folder that all nodes share",
+        ),
+        (
+            other("model.path", **{"m/config.json": "d1", "m/model.safetensors": 99}),
+            "model.path=m: node 1 (b) has not the m/model.safetensors of node 0 (a)",
+        ),
+        (other("model.path", **FILES["model.path"], more=1), "model.path=m: node 1 (b) has not the more of node 0 (a)"),
+        (other("task.data.train"), "task.data.train=a.jsonl: node 1 (b) has not the a.jsonl of node 0 (a)"),
+        (replace(SECOND, sees_cache=True), "task.judge.cache=c.sqlite: is shared by node 0 (a) and node 1 (b), and SQLite"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named(second: View, line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        require_alike(settings_of(tp=4), [FIRST, second])
+
+
+def test_nodes_that_are_alike_may_begin() -> None:
+    require_alike(settings_of(tp=4), [FIRST, SECOND])
+    require_alike(settings_of(tp=4), [FIRST, replace(SECOND, host="a", sees_cache=True)])
+
+
+def test_a_file_is_told_by_its_size_and_a_shape_by_its_digest(tmp_path: Path) -> None:
+    """Equal lengths of config.json, other words; weights of another length; a file; a name that is none."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder, text, length in zip(folders, ("1 2", "2 1"), (3, 4), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(text)
+        (folder / "model.safetensors").write_bytes(b"x" * length)
+    one, two = ({Path(name).name: value for name, value in described(folder).items()} for folder in folders)
+    assert one.keys() == two.keys() == {"config.json", "model.safetensors"} and all(one[name] != two[name] for name in one)
+    assert list(described(folders[0] / "config.json").values()) == [3] and described(Path("hub/name")) == {}

@@ -1,0 +1,121 @@
+"""What settings choose by name, of what ships and of a user's own."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import DataSettings, JudgeSettings, TaskSettings
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.registry import Own, build_task, check_sight
+from megatron_rl.rollout.task import Env, Task
+from megatron_rl.types import Example
+from tests.support.qwen3 import qwen3_4b
+
+
+class OwnTask(Task):
+    @dataclass
+    class Options:
+        size: int = 3
+
+    def examples(self, split: str) -> list[Example]:
+        return []
+
+    def env(self, example: Example) -> Env:
+        raise NotImplementedError
+
+
+OWN = Own(tasks={"own": OwnTask}, rewards={"short": lambda reply: -len(reply), "kind": lambda: 1})
+
+
+def parts_of(name: str, reward: str) -> list[str]:
+    data = DataSettings(eval=["held_out.jsonl"])
+    return list(build_task(TaskSettings(name=name, reward=reward, data=data, max_turns=3), OWN).rubric.parts)
+
+
+def test_a_reward_is_chosen_by_its_name() -> None:
+    assert parts_of("vqa", "") == parts_of("vqa", "accuracy") == ["accuracy"]
+    assert parts_of("vqa", "short") == parts_of("number_line", "short") == parts_of("own", "short") == ["short"]
+    assert parts_of("vqa", "kind+accuracy+short") == ["accuracy", "kind", "short"]
+    assert parts_of("own", "") == parts_of("number_line", "") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "remedy"),
+    [
+        ("vqa", "deepeyes", "task vqa takes accuracy, short, kind; at most one that ships, with your own joined by +"),
+        ("visual_python", "accuracy+tapo", "task visual_python takes accuracy, pyvision, deepeyes, codev, tapo, short, kind; "),
+        ("vqa", "accuracy+shrot", "task vqa takes accuracy, short, kind; "),
+        ("number_line", "accuracy", "task number_line takes short, kind"),
+    ],
+)
+def test_a_reward_that_there_is_not(name: str, reward: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'task.reward={reward}: {remedy}')}"):
+        parts_of(name, reward)
+    with pytest.raises(ValueError, match=r"^task.reward=short: task number_line takes none but its own$"):
+        build_task(TaskSettings(name="number_line", reward="short"))
+
+
+def test_a_task_is_a_subclass() -> None:
+    class Looks:
+        pass
+
+    with pytest.raises(ValueError, match=r"^tasks\['looks'\]=<class .*Looks'>: must be a class below megatron_rl.rollout.task.Task$"):
+        build_task(TaskSettings(name="looks"), Own(tasks={"looks": Looks}))
+
+
+def test_half_a_task() -> None:
+    class Half(Task):
+        def examples(self, split: str) -> list[Example]:
+            return []
+
+    with pytest.raises(ValueError, match=r"^tasks\['half'\]=Half: lacks env$"):
+        build_task(TaskSettings(name="half"), Own(tasks={"half": Half}))
+
+
+def test_options_that_cannot_be_kept() -> None:
+    """Those of a run are in its config.yaml, and compared when it goes on."""
+    with pytest.raises(ValueError, match=r"^task.options=.*PosixPath.*: is kept as yaml; use numbers, text, lists and mappings of them$"):
+        build_task(TaskSettings(name="own", options=OwnTask.Options(size=Path("/"))), OWN)
+
+
+def test_a_judge_that_nobody_asks() -> None:
+    with pytest.raises(ValueError, match=r"^task.judge.model=judge: task number_line asks no judge; leave it out$"):
+        build_task(TaskSettings(name="number_line", judge=JudgeSettings(model="judge", urls=["http://a"])))
+
+
+def test_options_are_of_a_task_that_has_some() -> None:
+    assert build_task(TaskSettings(name="own", options=OwnTask.Options(size=4)), OWN).settings.options.size == 4
+    with pytest.raises(ValueError, match=r"^task.options={'size': 4}: task vqa has no options of its own$"):
+        build_task(TaskSettings(name="vqa", options={"size": 4}), OWN)
+    with pytest.raises(ValueError, match=r"^task.options={'size': 4}: are not those of this task; choose task=number_line$"):
+        build_task(TaskSettings(name="number_line", options={"size": 4}), OWN)
+
+
+MODEL = known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
+VISION, FAMILY = MODEL.vision, MODEL.family
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (replace(MODEL, vision=replace(VISION, patch=16)), "patch_size=16, the policy 14"),
+        (replace(MODEL, vision=replace(VISION, temporal_patch=1)), "temporal_patch_size=1, the policy 2"),
+        (replace(MODEL, vision=replace(VISION, merge=3)), "spatial_merge_size=3, the policy 2"),
+        (replace(MODEL, vision=replace(VISION, channels=4)), "in_channels=4, the policy 3"),
+        (replace(MODEL, image_token_id=7), "image_token_id=7, the policy 151655"),
+        (replace(MODEL, vision_end_id=7), "vision_end_token_id=7, the policy 151653"),
+        (replace(MODEL, family=replace(FAMILY, is_interleaved=True)), "mrope_interleaved=True, the policy False"),
+        (qwen3_4b(), "patch_size=16, the policy 14"),
+    ],
+)
+def test_a_critic_that_reads_something_else(other: ModelSpec, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^critic.path=there: has {said}; take a model of the policy's family: "):
+        check_sight(other, MODEL, path="there")
+
+
+@pytest.mark.parametrize("size", ["3B", "7B", "72B"])
+def test_a_critic_of_another_size_reads_the_same(size: str) -> None:
+    check_sight(known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, path="there")

@@ -1,0 +1,202 @@
+"""The event loop of an engine that is LocalEngine but for vLLM: what it waits for, and what it does not. With vLLM: tests/parity."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image as Pillow
+from PIL.Image import Image as Picture
+
+from benchmarks.engine_stalls import FixedCore, fixed_engine
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout import colocated
+from megatron_rl.rollout.colocated import LocalEngine
+from megatron_rl.rollout.conversation import ContextLimits, Opening, TokenConversation
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.renderer import SMALL_PIXELS, Renderer, small_pixels
+from megatron_rl.rollout.transcript_segments import pictures_of
+from megatron_rl.types import Context, Image, Message, Turn
+
+STEP_S, RENDER_S = 0.005, 0.3
+LIMITS = ContextLimits(max_context=9000, max_images=9)
+LARGE = (SMALL_PIXELS // 256, 256)
+
+
+@pytest.fixture
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+
+
+@pytest.fixture
+def engine(random_model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, FixedCore]:
+    monkeypatch.setattr(colocated, "VllmCore", None)  # and back again afterwards
+    return fixed_engine(random_model, renderer, step_s=STEP_S, max_model_len=9000)
+
+
+@pytest.fixture
+def seen(renderer: Renderer, engine: tuple[LocalEngine, FixedCore], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Engine steps when a picture began to be rendered, and when it was done, which takes RENDER_S."""
+    image, steps = renderer.image, []
+
+    def slow(picture: Picture) -> Image:
+        before = engine[1].num_steps
+        time.sleep(RENDER_S)
+        made = image(picture)
+        steps.append((before, engine[1].num_steps))
+        return made
+
+    monkeypatch.setattr(renderer, "image", slow)
+    return steps
+
+
+def asked(color: int, size: tuple[int, int] = LARGE) -> list[Message]:
+    picture = Pillow.new("RGB", size, (color, 0, 0))
+    return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]}]
+
+
+def of_length(num: int) -> Sampling:
+    """A reply of exactly so many tokens, as FixedCore reads a seed."""
+    return Sampling(max_tokens=num, temperature=1.0, seed=num - 1)
+
+
+async def beside(engine: LocalEngine, act: Callable[[], object]) -> None:
+    """`act` while another episode's long reply is under way."""
+    other = asyncio.create_task(engine.generate([65], [], of_length(2000)))
+    await asyncio.sleep(5 * STEP_S)
+    await act()
+    other.cancel()
+
+
+def test_steps_go_on_while_pictures_are_rendered(
+    engine: tuple[LocalEngine, FixedCore], renderer: Renderer, seen: list[tuple[int, int]]
+) -> None:
+    """A prompt, an observation and a prompt anew. In 0.3 s the engine makes 60 steps where nothing else wants the processor."""
+    conversation = TokenConversation(engine[0], renderer, LIMITS)
+
+    async def episode() -> None:
+        assert await conversation.open(asked(1)) is None
+        for anew in (False, True):
+            await conversation.say(of_length(2))
+            assert await conversation.hear(asked(2 + anew), anew=anew) is None
+
+    engine[0].run(beside(engine[0], episode))
+    assert len(seen) == 3 and all(after - before >= 6 for before, after in seen), seen
+    assert [len(context.images) for context in conversation.contexts] == [2, 1]
+
+
+def test_small_pictures_are_rendered_at_once(
+    renderer: Renderer, engine: tuple[LocalEngine, FixedCore], seen: list[tuple[int, int]]
+) -> None:
+    """So that requests come in the same order every time. One pixel more, over all pictures, and the loop goes on."""
+    width, height = LARGE
+
+    async def episode() -> None:
+        for size in ((width - 1, height), (width // 2, height)):
+            await TokenConversation(engine[0], renderer, LIMITS).open(asked(1, size))
+        await TokenConversation(engine[0], renderer, LIMITS).open([*asked(1, (width // 2, height)), *asked(2, (width // 2, height))])
+
+    engine[0].run(beside(engine[0], episode))
+    assert [after > before for before, after in seen] == [False, False, True, True], seen
+
+
+@pytest.mark.parametrize(("kind", "size", "is_aside"), [
+    ("local", LARGE, True), ("local", (56, 56), False), ("remote", LARGE, True), ("remote", (56, 56), True), ("remote", None, False),
+])  # fmt: skip
+def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop itself, which the episodes of engines elsewhere share by the thousand, renders no picture of theirs."""
+    settings = EngineSettings(kind=kind, urls=["http://a:1"] if kind == "remote" else [])
+    renderer, threads = Renderer(ModelSettings(path=str(random_model)), small_pixels=small_pixels(settings)), []
+    prompt = renderer.prompt
+
+    def noted(messages: Sequence[Message]) -> Context:
+        threads.append(threading.current_thread())
+        return prompt(messages)
+
+    monkeypatch.setattr(renderer, "prompt", noted)
+    messages = asked(7, size) if size else [{"role": "user", "content": "?"}]
+
+    async def shown() -> None:
+        conversation = TokenConversation(None, renderer, LIMITS)
+        await conversation.open(messages)
+        conversation.turns.append(Turn(0, (0, 0), ""))
+        await conversation.hear(messages, anew=True)
+
+    asyncio.run(shown())
+    assert [each is not threading.current_thread() for each in threads] == [is_aside] * 2
+
+
+@pytest.mark.parametrize(("colors", "num_rendered"), [((7, 7, 7, 7), 1), ((7, 7, 8, 9), 3)])
+@pytest.mark.parametrize("size", [LARGE, (56, 56)], ids=["large", "small"])
+def test_the_prompt_of_a_group_is_rendered_once(
+    renderer: Renderer, colors: tuple[int, ...], num_rendered: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other objects with the same pixels are the same pictures. Members of a group whose messages differ have prompts of their own."""
+    rendered, prompt, opening = [], renderer.prompt, Opening(renderer, 4)
+    monkeypatch.setattr(renderer, "prompt", lambda messages: (rendered.append(messages), prompt(messages))[1])
+    members = [TokenConversation(None, renderer, LIMITS, opening) for _ in range(4)]
+    shown = [asked(color, size) for color in colors]
+
+    async def all_open() -> None:
+        await asyncio.gather(*(member.open(messages) for member, messages in zip(members, shown, strict=True)))
+
+    asyncio.run(all_open())
+    assert len(rendered) == num_rendered
+    assert [member.contexts for member in members] == [[prompt(messages)] for messages in shown]
+    members[0].contexts[0].extend([5], logprobs=[-1.0])
+    assert members[1].contexts == [prompt(shown[1])], "each has a context of its own"
+
+
+@pytest.mark.parametrize("colors", [(7, 7, 7), (7, 8, 7)])
+def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, colors: tuple[int, ...]) -> None:
+    """Its pictures as they were given are nobody's then, while the episodes go on; and its patches are theirs and the renderer's. A member
+    that begins anew has the same prompt."""
+    opening = Opening(renderer, len(colors))
+    members = [TokenConversation(None, renderer, LIMITS, opening) for _ in colors]
+    shown = [asked(color) for color in colors]
+    given = [weakref.ref(picture) for messages in shown for picture in pictures_of(messages)]
+
+    async def all_open() -> list[int]:
+        alive = []
+        for member in members:
+            await member.open(shown.pop(0))
+            gc.collect()
+            alive.append(sum(each() is not None for each in given))
+        return alive
+
+    assert asyncio.run(all_open()) == [3, 2, 0], "the first waits for the others' to be held against it"
+    assert members[2].contexts[0].images[0] is members[0].contexts[0].images[0]
+    patches = weakref.ref(members[0].contexts[0].images[0].patch_PC)
+    members.clear()
+    renderer._images.clear()
+    gc.collect()
+    assert patches() is None
+    renderer._finals.clear()
+    again = TokenConversation(None, renderer, LIMITS, opening)
+    asyncio.run(again.open(asked(7)))
+    assert again.contexts == [renderer.prompt(asked(7))]
+
+
+def test_a_prompt_that_cannot_be_rendered_is_everyones_own_trouble(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever for the first, which has failed, or was given up."""
+    opening, tries = Opening(renderer, 3), []
+
+    def broken(messages: Sequence[Message]) -> None:
+        tries.append(messages)
+        time.sleep(0.05)
+        raise ValueError("no picture")
+
+    monkeypatch.setattr(renderer, "prompt", broken)
+
+    async def members() -> list[object]:
+        tasks = [asyncio.create_task(opening.prompt(asked(1))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+    ends = asyncio.run(members())
+    assert [type(end) for end in ends] == [asyncio.CancelledError, ValueError, ValueError] and len(tries) == 3

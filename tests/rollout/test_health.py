@@ -1,0 +1,273 @@
+"""Who of the servers is asked: the looks at one that dies, hangs, has other weights, or says that it is well and samples nothing. In the
+place of the wire are functions that answer as vLLM's servers do."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import httpx
+import pytest
+
+from megatron_rl.clients.endpoint_pool import ServerFault
+from megatron_rl.config import EngineSettings
+from megatron_rl.rollout import health, server_engine
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.server_engine import RemoteEngine
+from megatron_rl.rollout.vllm.server_api import Server
+from sandbox.bounded_http import BoundedClient
+
+PROBE_S = 0.2
+GENERATE = "/inference/v1/generate"
+
+
+class Fake:
+    """A server. Its weights' label, whether it is there, answers and samples, and whether what it has sampled grows; what it was asked."""
+
+    def __init__(self, number: int) -> None:
+        self.url, self.label = f"http://server{number}:1", "run.0"
+        self.is_there = self.answers = self.samples = True
+        self.moves, self.count = False, 0
+        self.asked: list[str] = []
+
+    gives_up = is_broken = False
+    """Another rank has it give up all that it does; its engine has died."""
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.asked.append(path)
+        if not self.is_there:
+            raise httpx.ConnectError("refused")
+        if not self.answers or (path == GENERATE and not self.samples):
+            await asyncio.sleep(600)
+        if self.is_broken:
+            return httpx.Response(500, text="the engine is gone")
+        if path == "/weight_info":
+            return httpx.Response(200, json={"weight_version": self.label})
+        if path == "/metrics":
+            self.count += self.moves
+            return httpx.Response(200, text=f"# HELP\nvllm:generation_tokens_total{{}} {self.count}\nvllm:num_requests_running 1\n")
+        return httpx.Response(200, json=self.sampled(json.loads(request.content)) if path == GENERATE else {})
+
+    def sampled(self, body: dict) -> dict:
+        num = 0 if self.gives_up else body["sampling_params"]["max_tokens"]
+        choice = {
+            "finish_reason": "abort" if self.gives_up else "length", "token_ids": [5] * num,
+            "logprobs": {"content": [{"logprob": -1.0}] * num}, "weight_versions": [{"version": self.label, "start": 0, "end": num}],
+        }  # fmt: skip
+        return {"prompt_token_ids": body["token_ids"], "choices": [choice]}
+
+
+class Kept:
+    """A household that starts nobody. What it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, bool]] = []
+        self.well: set[str] = set()
+
+    def heard(self, url: str) -> None:
+        """Of no interest here."""
+
+    def is_well(self, url: str) -> None:
+        self.well.add(url)
+
+    def revive(self, url: str, *, hangs: bool) -> None:
+        self.said.append((url, hangs))
+
+
+class Giver:
+    """A sender that has given all servers their weights before it was asked."""
+
+    transfer_s = 0.0
+
+    def __init__(self, fakes: list[Fake]) -> None:
+        self.fakes, self.admitted, self.sent = {fake.url: fake for fake in fakes}, [], []
+        self.refuses = False
+
+    def send(self, tensors: object, label: str, *, to: list[str]) -> tuple[list[str], dict[str, str]]:
+        self.sent.append(list(to))
+        for url in to:
+            self.fakes[url].label = label
+        return list(to), {}
+
+    def admit(self, url: str) -> None:
+        self.admitted.append(url)
+        if self.refuses:
+            raise ServerFault("it would not")
+        self.fakes[url].label, self.fakes[url].samples = "run.0", True
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
+    both = [Fake(0), Fake(1)]
+    wire = httpx.MockTransport(lambda request: next(each for each in both if each.url.endswith(f"{request.url.host}:1")).answer(request))
+    monkeypatch.setattr(server_engine, "BoundedClient", partial(BoundedClient, transport=wire))
+    monkeypatch.setattr(health, "WATCH_S", 0.02)
+    return both
+
+
+class Room:
+    def __init__(self, fakes: list[Fake], *, own: bool, gives: bool = True) -> None:
+        self.household, self.giver, self.told = Kept() if own else None, Giver(fakes), []
+        self.servers = [Server(fake.url) for fake in fakes]
+        settings = EngineSettings(kind="remote", urls=[fake.url for fake in fakes], probe_s=PROBE_S, turn_s=60.0, patience_s=60.0)
+        self.engine = RemoteEngine(
+            self.servers, settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=lambda mine: [mine or ([], {})],
+            sender=self.giver if gives else None, household=self.household, tell=self.told.append,
+        )  # fmt: skip
+        self.engine.load_weights(iter(()), version=0)
+
+    def until(self, holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(within_s):
+                while not holds():
+                    await asyncio.sleep(0.02)
+
+        self.engine.run(main())
+
+    def rest(self, seconds: float) -> None:
+        self.engine.run(asyncio.sleep(seconds))
+
+
+@pytest.fixture(params=[True, False], ids=["own servers", "others'"])
+def room(request: pytest.FixtureRequest, fakes: list[Fake]) -> Iterator[Room]:
+    room = Room(fakes, own=request.param)
+    assert all(server.is_in for server in room.servers)
+    yield room
+    room.engine.close()
+
+
+def test_one_that_answers_and_samples_stays(room: Room, fakes: list[Fake]) -> None:
+    """Who has just sampled is not asked for a token; who has been idle is."""
+    room.until(lambda: all(fake.asked.count(GENERATE) >= 3 for fake in fakes))
+    assert all(server.is_in for server in room.servers) and room.told == [] and room.giver.admitted == []
+    for server, fake in zip(room.servers, fakes, strict=True):
+        before, server.heard = len(fake.asked), time.monotonic() + 1000
+        room.until(lambda fake=fake, before=before: fake.asked[before:].count("/weight_info") >= 5)
+        assert GENERATE not in fake.asked[before + 3 :]
+    if room.household:
+        assert room.household.well == {fake.url for fake in fakes} and room.household.said == []
+
+
+def test_one_that_hangs_is_out_and_told(room: Room, fakes: list[Fake]) -> None:
+    """At the first look without an answer it is out, at the third it is one that hangs. It comes back by itself with the weights it had."""
+    fakes[1].answers = False
+    room.until(lambda: not room.servers[1].is_in)
+    assert (
+        room.servers[0].is_in
+        and room.servers[1].answers is False
+        and room.servers[1].fall.result() == "/weight_info: no whole answer within 0.2 s"
+    )
+    if room.household:
+        room.until(lambda: (fakes[1].url, True) in room.household.said)
+        assert room.household.said[:3] == [(fakes[1].url, False)] * 2 + [(fakes[1].url, True)]
+    fakes[1].answers = True
+    room.until(lambda: room.servers[1].is_in)
+    assert room.giver.admitted == [] and len(room.told) == 1
+
+
+@pytest.mark.parametrize("trouble", ["refuses", "says 500"])
+def test_one_that_has_died_is_revived_at_once(room: Room, fakes: list[Fake], trouble: str) -> None:
+    """It may have ended, or be a server without its engine, which may go on for ever: vLLM's waits for its connections to close."""
+    began = time.monotonic()
+    fakes[0].is_there, fakes[0].is_broken = trouble != "refuses", trouble != "refuses"
+    room.until(lambda: not room.servers[0].is_in)
+    assert room.servers[0].fall.result() == {
+        "refuses": "/weight_info: ConnectError: refused", "says 500": "/weight_info: 500, the engine is gone",
+    }[trouble]  # fmt: skip
+    if room.household:
+        room.until(lambda: (fakes[0].url, True) in room.household.said)
+        assert room.household.said[:3] == [(fakes[0].url, False)] * 3 and time.monotonic() - began >= PROBE_S
+
+
+def test_one_that_samples_nothing_is_out(room: Room, fakes: list[Fake]) -> None:
+    """Though it says all is well: as a server does that was paused and not resumed. Others' are given all weights again, own ones end."""
+    fakes[0].samples = False
+    room.until(lambda: not room.servers[0].is_in)
+    assert f"engine {fakes[0].url}: says that it is well, and samples nothing within engine.probe_s={PROBE_S}" in room.told
+    if room.household:
+        room.until(lambda: (fakes[0].url, True) in room.household.said)
+        room.rest(2 * PROBE_S)
+        assert not room.servers[0].is_in, "its weights' label alone does not let it in"
+    else:
+        room.until(lambda: room.servers[0].is_in)
+        assert {*room.giver.admitted} == {fakes[0].url}
+
+
+def test_one_that_is_busy_stays(room: Room, fakes: list[Fake]) -> None:
+    """A token of our own waits behind others' requests, while what it has computed grows."""
+    fakes[0].samples, fakes[0].moves = False, True
+    room.until(lambda: fakes[0].asked.count(GENERATE) >= 3)
+    assert room.servers[0].is_in and room.told == []
+
+
+def test_one_that_gives_up_for_another_rank_is_as_before(room: Room, fakes: list[Fake]) -> None:
+    """In stays in; who is out comes in with a token that it has sampled alone."""
+    for fake in fakes:
+        fake.gives_up = True
+    fakes[1].answers = False
+    room.until(lambda: not room.servers[1].is_in)
+    before, fakes[1].answers = fakes[1].asked.count(GENERATE), True
+    room.until(lambda: fakes[0].asked.count(GENERATE) >= 3 and fakes[1].asked.count(GENERATE) >= before + 2)
+    assert room.servers[0].is_in and not room.servers[1].is_in and room.giver.admitted == []
+    assert room.household is None or not any(hangs for _, hangs in room.household.said)
+    fakes[1].gives_up = False
+    room.until(lambda: room.servers[1].is_in)
+
+
+def test_one_with_other_weights_is_given_those_that_are_served(room: Room, fakes: list[Fake]) -> None:
+    fakes[1].label = "default"
+    room.until(lambda: room.giver.admitted == [fakes[1].url])
+    room.until(lambda: room.servers[1].is_in)
+    assert room.told == [f"engine {fakes[1].url}: has weights default, not run.0"]
+
+
+def test_one_that_does_not_answer_is_given_no_update(room: Room, fakes: list[Fake]) -> None:
+    """Nobody waits for it; the update after it has answered is its, too. Where none answers all are tried."""
+    fakes[1].answers = False
+    room.until(lambda: not room.servers[1].answers)
+    room.engine.load_weights(iter(()), version=1)
+    assert room.giver.sent[-1] == [fakes[0].url] and [server.is_in for server in room.servers] == [True, False]
+    room.giver.refuses = fakes[1].answers = True
+    room.until(lambda: fakes[1].url in room.giver.admitted)
+    room.engine.load_weights(iter(()), version=2)
+    assert room.giver.sent[-1] == [fake.url for fake in fakes] and all(server.is_in for server in room.servers)
+    for fake in fakes:
+        fake.answers = False
+    room.until(lambda: not any(server.answers for server in room.servers))
+    room.engine.load_weights(iter(()), version=3)
+    assert room.giver.sent[-1] == [fake.url for fake in fakes]
+
+
+def test_a_rank_that_gives_no_weights_looks_as_well(fakes: list[Fake]) -> None:
+    """It mends nothing."""
+    room = Room(fakes, own=False, gives=False)
+    try:
+        room.until(lambda: all(server.is_in for server in room.servers))
+        fakes[0].samples = False
+        room.until(lambda: not room.servers[0].is_in)
+        room.rest(PROBE_S)
+        fakes[0].samples = True
+        room.until(lambda: room.servers[0].is_in)
+        assert room.giver.admitted == []
+    finally:
+        room.engine.close()
+
+
+def test_turns_of_one_that_falls_go_on_elsewhere(room: Room, fakes: list[Fake]) -> None:
+    """Also those that are under way there."""
+    fakes[0].samples = fakes[1].samples = False
+
+    async def main() -> list:
+        turns = [asyncio.create_task(room.engine.generate([1, 2], [], Sampling(3, 1.0, seed=index))) for index in range(4)]
+        while sum(fake.asked.count(GENERATE) for fake in fakes) < 4:
+            await asyncio.sleep(0.01)
+        fakes[0].answers, fakes[1].samples = False, True
+        return await asyncio.gather(*turns)
+
+    completions = room.engine.run(main())
+    assert [each.token_ids for each in completions] == [[5, 5, 5]] * 4 and not room.servers[0].is_in

@@ -1,0 +1,298 @@
+"""What is said to a server and believed of its answers, with an HTTP server in the place of vLLM's; and stop texts that are cut in two."""
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from PIL import Image as pil
+
+from megatron_rl.clients.endpoint_pool import ServerFault
+from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.vllm.client import Asking, Part, Turn, stop_place
+from megatron_rl.rollout.vllm.server_api import HOW, Server
+from megatron_rl.types import Image
+from sandbox.bounded_http import BoundedClient
+from tests.support.json_server import address_of, serve, stop
+
+WANTED = {"model": "abc", "tokenizer": "def", "weight transfer": "megatron_rl"}
+NOTHING = Completion([], [], finished=False, versions=[])
+Answers = dict[str, tuple[int, object]]
+
+
+@pytest.fixture
+def stand_in() -> Iterator[tuple[str, Answers, list]]:
+    """Its address, what it answers by path, and what it was asked."""
+    answers: Answers = {}
+    asked: list[tuple[str, dict]] = []
+
+    def answer(path: str, body: dict) -> tuple[int, object]:
+        asked.append((path, body))
+        return answers.get(path, (404, {"detail": "Not Found"}))
+
+    server = serve(answer)
+    yield address_of(server), answers, asked
+    stop(server)
+
+
+def natures(**changes: str) -> tuple[int, object]:
+    return 200, {"results": [WANTED | {name.replace("_", " "): value for name, value in changes.items()}]}
+
+
+@pytest.mark.parametrize(
+    ("answers", "line"),
+    [
+        ({}, "no server of vLLM answers there (/version: 404"),
+        ({"/version": (200, {"release": "2"})}, "no server of vLLM answers there"),
+        ({"/version": (200, b"<html>Welcome to nginx</html>")}, "no server of vLLM answers there"),
+        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (200, b"<html>")}, "is no engine of a run"),
+        ({"/version": (200, {"version": "0.31.1"})}, "is a server of vLLM 0.31.1, this is for 0.32.0; start one of that version"),
+        ({"/version": (200, {"version": "0.32.0"})}, "is no engine of a run (/collective_rpc: 404"),
+        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_nature"})}, "is no engine of a run"),
+        ({"/version": (200, {"version": "0.32.0+cpu"}), "/collective_rpc": natures(model="xyz")}, f"has model xyz, this run abc; {HOW}"),
+        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures(tokenizer="x")}, f"has tokenizer x, this run def; {HOW}"),
+        (
+            {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures(weight_transfer="none")},
+            f"has weight transfer none, this run megatron_rl; {HOW}",
+        ),
+    ],
+)
+def test_what_is_no_engine_of_this_run_is_told_in_a_line(stand_in: tuple, answers: Answers, line: str) -> None:
+    url, answered, _ = stand_in
+    answered |= answers
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        Server(url).check(WANTED)
+    assert str(error.value).startswith(f"engine.urls={url}: ") and "\n" not in str(error.value)
+
+
+def test_where_nobody_listens(stand_in: tuple) -> None:
+    url, answered, _ = stand_in
+    with pytest.raises(ValueError, match=r"^engine.urls=http://127.0.0.1:1: no server of vLLM answers there \(/version: ConnectError"):
+        Server("http://127.0.0.1:1").check(WANTED)
+    answered |= {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures()}
+    Server(url + "/").check(WANTED)
+
+
+def reply(**changes: object) -> dict[str, object]:
+    choice = {
+        "finish_reason": "length", "token_ids": [8, 9], "logprobs": {"content": [{"logprob": -1.5}, {"logprob": -0.5}]},
+        "weight_versions": [{"version": "mine.3", "start": 0, "end": 2}],
+    }  # fmt: skip
+    return {"prompt_token_ids": [5, 6, 7], "choices": [choice | changes]}
+
+
+def ask(url: str, *, said: Completion = NOTHING) -> Part:
+    async def main() -> Part:
+        async with BoundedClient() as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            turn = Turn([5, 6], [], Sampling(4, 0.5, seed=7, stop=("x",)))
+            return await asking.ask(Server(url), turn, said, label="mine.3", salt="mine.3")
+
+    return asyncio.run(main())
+
+
+def test_the_rest_of_a_turn_is_asked_for(stand_in: tuple) -> None:
+    url, answers, asked = stand_in
+    answers["/inference/v1/generate"] = 200, reply()
+    part = ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+    assert (part.token_ids, part.logprobs, part.reason) == ([8, 9], [-1.5, -0.5], "length")
+    ((_, body),) = asked
+    assert body["token_ids"] == [5, 6, 7] and body["cache_salt"] == "mine.3" and body["content_parts"] is None
+    sampling = body["sampling_params"]
+    assert (sampling["max_tokens"], sampling["temperature"], sampling["stop"]) == (3, 0.5, ["x"])
+    assert sampling["extra_args"] == {"megatron_rl_seed": 7, "megatron_rl_first": 1} and sampling["stop_token_ids"] == [2]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, {"error": "EngineCore encountered an issue"}),
+        (200, b"not JSON"),
+        (200, {"choices": []}),
+        (200, reply(weight_versions=[{"version": "mine.2", "start": 0, "end": 2}])),
+        (200, reply(weight_versions=[{"version": "default", "start": 0, "end": 2}])),
+        (200, reply(weight_versions=[{"version": "theirs.3", "start": 0, "end": 2}])),
+        (200, reply(weight_versions=[{"version": "mine.3", "start": 0, "end": 1}])),
+        (200, reply(weight_versions=None)),
+        (200, reply(logprobs={"content": [{"logprob": -1.5}]})),
+        (200, reply(logprobs=None)),
+    ],
+)
+def test_an_answer_that_cannot_be_believed_is_the_servers_fault(stand_in: tuple, answer: tuple[int, object]) -> None:
+    """Tokens of other weights than those that were asked for, too: it has come back, or serves somebody else."""
+    url, answers, _ = stand_in
+    answers["/inference/v1/generate"] = answer
+    with pytest.raises(ServerFault):
+        ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+
+
+def test_what_vllm_does_not_take_is_the_askers_fault(stand_in: tuple) -> None:
+    url, answers, _ = stand_in
+    answers["/inference/v1/generate"] = 400, {"error": {"message": "temperature must be at most 2"}}
+    with pytest.raises(ValueError, match="temperature must be at most 2"):
+        ask(url)
+
+
+def test_ids_that_were_expanded_otherwise_stop_the_run(stand_in: tuple) -> None:
+    url, answers, _ = stand_in
+    answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 6, 7]}
+    with pytest.raises(RuntimeError, match="the engine read 4 tokens, and was sent 3"):
+        ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+    for other in ([5, 6, 8], [5, 7, 6], [4, 6, 7]):  # another tokenizer, or another processor
+        answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": other}
+        with pytest.raises(RuntimeError):
+            ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+
+
+def shown(key: str) -> Image:
+    return Image(pil.new("RGB", (28, 28)), None, grid=(1, 2, 2), key=key, merge=2)
+
+
+class Album:
+    """A server that says 7, 8, 9 ... after whatever it is asked, and knows the pictures that it was sent."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, list[str]]] = []
+        """By request: the turn's seed, how many tokens were wanted, and of each picture its key, in capitals where it was sent itself."""
+        self.known: set[str] = set()
+        self.faults: list[int] = []
+        """What it answers to the next requests instead."""
+        self.forgets = False
+        """All pictures, whenever it has answered."""
+
+    def answer(self, path: str, body: dict) -> tuple[int, object]:
+        parts, sampling = body["content_parts"] or [], body["sampling_params"]
+        told = [part["uuid"].upper() if part["url"] else part["uuid"] for part in parts]
+        self.asked.append((sampling["extra_args"]["megatron_rl_seed"], sampling["max_tokens"], told))
+        if self.faults:
+            return self.faults.pop(0), {"error": "EngineCore encountered an issue"}
+        self.known |= {part["uuid"] for part in parts if part["url"]}
+        if not {part["uuid"] for part in parts} <= self.known:
+            return 400, {"error": {"message": "data is not provided and the item is not cached"}}
+        if self.forgets:
+            self.known.clear()
+        num = sampling["max_tokens"]
+        return 200, reply(
+            token_ids=[7 + sampling["extra_args"]["megatron_rl_first"] + place for place in range(num)],
+            logprobs={"content": [{"logprob": -1.0}] * num}, weight_versions=[{"version": "mine.3", "start": 0, "end": num}],
+        ) | {"prompt_token_ids": body["token_ids"]}  # fmt: skip
+
+
+@pytest.fixture
+def album() -> Iterator[tuple[Server, Album]]:
+    album = Album()
+    served = serve(album.answer)
+    yield Server(address_of(served)), album
+    stop(served)
+
+
+def turn_of(seed: int, keys: str, *, most: int = 4) -> Turn:
+    ids = [id for _ in keys for id in (99, 5)]
+    return Turn(ids, [shown(key) for key in keys], Sampling(most, 0.5, seed=seed))
+
+
+def asking_all(server: Server, turns: list[Turn], *, cancelled: int | None = None) -> list[Part | BaseException]:
+    """Begun together, in this order."""
+
+    async def main() -> list[Part | BaseException]:
+        async with BoundedClient() as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            asks = [asyncio.create_task(asking.ask(server, turn, NOTHING, label="mine.3", salt="mine.3")) for turn in turns]
+            await asyncio.sleep(0)
+            if cancelled is not None:
+                asks[cancelled].cancel()
+            return await asyncio.gather(*asks, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[Server, Album]) -> None:
+    """The first is asked for one token and then for the rest; a turn of two pictures waits for the one and brings the other."""
+    server, seen = album
+    parts = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "ab"), turn_of(3, "a", most=1)])
+    assert [(part.token_ids, part.reason, part.first) for part in parts] == [
+        ([7, 8, 9, 10], "length", 1), ([7, 8, 9, 10], "length", 0), ([7, 8, 9, 10], "length", 1), ([7], "length", 0),
+    ]  # fmt: skip
+    sent = [key for _, _, keys in seen.asked for key in keys if key.isupper()]
+    assert sorted(sent) == ["A", "B"] and not server.coming
+    assert [(num, keys) for seed, num, keys in seen.asked if seed == 0] == [(1, ["A"]), (3, ["a"])]
+    assert [(num, keys) for seed, num, keys in seen.asked if seed == 1] == [(4, ["a"])]
+
+
+def test_a_turn_of_one_token_is_asked_for_once(album: tuple[Server, Album]) -> None:
+    """And the rest of a turn of which something is said brings its pictures with it, in one request: its server may be another one."""
+    server, seen = album
+    (part,) = asking_all(server, [turn_of(0, "a", most=1)])
+    assert (part.token_ids, part.reason, part.first) == ([7], "length", 0) and seen.asked == [(0, 1, ["A"])]
+
+    async def rest() -> Part:
+        async with BoundedClient() as http:
+            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            said = Completion([7], [-1.0], finished=False, versions=[2])
+            return await asking.ask(server, turn_of(1, "b"), said, label="mine.3", salt="mine.3")
+
+    assert asyncio.run(rest()).token_ids == [8, 9, 10] and seen.asked[1:] == [(1, 3, ["B"])]
+
+
+def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: tuple[Server, Album]) -> None:
+    server, seen = album
+    given_up, brought, told = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "a")], cancelled=0)
+    assert isinstance(given_up, asyncio.CancelledError) and (brought.first, told.first) == (1, 0)
+    assert [keys for seed, _, keys in seen.asked if seed] == [["A"], ["a"], ["a"]] and not server.coming
+
+
+def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[Server, Album]) -> None:
+    """At once, all of them, and the server rests: it is asked once."""
+    server, seen = album
+    seen.faults = [500]
+    faults = asking_all(server, [turn_of(seed, "a") for seed in range(3)])
+    assert [type(fault) for fault in faults] == [ServerFault] * 3 and len(seen.asked) == 1 and server.endpoint.rest_until > 0
+
+
+def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[Server, Album]) -> None:
+    """For the rest of the turn that has just brought it, and for the next one, whole: no more than a request too many for each."""
+    server, seen = album
+    seen.forgets = True
+    parts = [part for seed in range(2) for part in asking_all(server, [turn_of(seed, "a")])]
+    assert [part.token_ids for part in parts] == [[7, 8, 9, 10]] * 2
+    assert [(num, keys) for _, num, keys in seen.asked] == [(1, ["A"]), (3, ["a"]), (3, ["A"]), (4, ["a"]), (4, ["A"])]
+
+
+def test_more_tokens_than_were_asked_for_are_not_believed(stand_in: tuple) -> None:
+    url, answers, _ = stand_in
+    answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 7, 7, 7]}
+    with pytest.raises(ServerFault, match="2 tokens, asked for 1"):
+        ask(url, said=Completion([7, 7, 7], [-0.1] * 3, finished=False, versions=[2] * 3))
+
+
+def letters(token_ids: list[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stop", "place"),
+    [
+        ("ab<st", "op>cd", ("<stop>",), 8),
+        ("ab", "<stop>cd", ("<stop>",), 8),
+        ("ab<sto", "x", ("<stop>",), None),
+        ("a", "bcabc", ("zz", "bc"), 3),
+        ("b", "c", ("zz", "bc"), 2),
+    ],
+)
+@pytest.mark.parametrize("decode", [letters])
+def test_a_stop_text_that_was_cut_in_two(before: str, after: str, stop: tuple[str, ...], place: int | None, decode: Callable) -> None:
+    assert stop_place([ord(letter) for letter in before + after], len(before), stop, decode) == place
+
+
+@pytest.mark.parametrize("text", ["\u505c\u6b62\u8bf4\u8bdd", "\U0001f6d1" * 5, "</\u00e9>"])
+def test_a_stop_text_of_many_bytes_is_found_wherever_it_was_cut(text: str) -> None:
+    """Of tokens of one byte each, between words; cut in its first byte, its last, and everywhere between."""
+
+    def decode(token_ids: list[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+    ahead, whole = b"words before it, ", text.encode()
+    token_ids = [*ahead, *whole, *b" and behind"]
+    for cut in range(1, len(whole)):
+        assert stop_place(token_ids, len(ahead) + cut, (text,), decode) == len(ahead) + len(whole)
+    assert stop_place([*ahead, *whole[:-1], *b" and behind"], len(ahead) + 2, (text,), decode) is None

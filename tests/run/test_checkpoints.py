@@ -1,0 +1,291 @@
+"""Which checkpoints are kept, which one a run goes on from, and what is refused; in a world of one, with a policy that writes one file."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.config import CheckpointSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.distributed.world import connect, place
+from megatron_rl.run.checkpoints import Checkpoints, RunState, find, published, recall, surplus, write_state
+from megatron_rl.run.record import History
+from megatron_rl.types import RunFailed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def settings(random_model: Path, tmp_path: Path) -> Settings:
+    return Settings(
+        model=ModelSettings(path=str(random_model)), task=TaskSettings(name="number_line"), run=RunSettings(dir=str(tmp_path)),
+        checkpoint=CheckpointSettings(every=1, keep_last=1, keep_best=1),
+    )  # fmt: skip
+
+
+@dataclass
+class SlowSave:
+    folder: Path
+    written: bool = False
+    digests: dict[Path, str] = field(default_factory=dict)
+
+    def is_written(self) -> bool:
+        return self.written
+
+    def finish(self, *, group: dist.ProcessGroup | None) -> None:
+        (self.folder / "tensors").write_text("3.14")
+        self.digests = {self.folder / "tensors": hashlib.sha256(b"3.14").hexdigest()}
+
+
+class SlowPolicy:
+    """Stands in for the policy: a save is finished when it is waited for, or was said to be written."""
+
+    def __init__(self) -> None:
+        self.saves: list[SlowSave] = []
+
+    def save(self, folder: Path, *, background: bool) -> SlowSave:
+        self.saves.append(SlowSave(folder))
+        return self.saves[-1]
+
+
+def names(settings: Settings) -> list[str]:
+    return sorted(path.name for path in (Path(settings.run.dir) / "checkpoints").iterdir())
+
+
+def write(settings: Settings, successes: list[float | None]) -> None:
+    """A checkpoint after every step; None where it was not evaluated."""
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, base={"config.json": "ab12"})
+    for step, success in enumerate(successes, start=1):
+        checkpoints.begin(step)
+        metrics = {} if success is None else {"eval/greedy_success": success}
+        checkpoints.step_done(step, history=History(returns=[0.5] * step), metrics=metrics)
+    checkpoints.settle()
+
+
+@pytest.mark.parametrize(
+    ("successes", "keep_last", "keep_best", "gone"),
+    [
+        ({}, 1, 1, set()),
+        ({3: None}, 1, 0, set()),
+        ({1: 0.5, 2: 0.9, 3: None, 4: 0.1}, 1, 1, {1, 3}),
+        ({1: 0.5, 2: 0.9, 3: None, 4: 0.1}, 2, 0, {1, 2}),
+        ({1: 0.5, 2: 0.9, 3: None, 4: 0.1}, 1, 2, {3}),
+        ({1: 0.9, 2: 0.9, 3: 0.1}, 1, 1, {1}),
+        ({1: None, 2: None, 3: None}, 2, 2, {1}),
+        ({9: 0.1, 10: 0.0}, 1, 0, {9}),
+    ],
+)
+def test_the_last_and_the_best_are_kept(successes: dict, keep_last: int, keep_best: int, gone: set[int]) -> None:
+    assert surplus(successes, keep_last=keep_last, keep_best=keep_best) == gone
+
+
+def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings) -> None:
+    assert find(settings) == (None, RunState())
+    write(settings, [0.2, 0.7, None, 0.1, None])
+    assert names(settings) == ["step_00000002", "step_00000005"]
+    checkpoint, state = find(settings)
+    assert (checkpoint.name, state.step, state.history.returns, state.success) == ("step_00000005", 5, [0.5] * 5, None)
+    assert recall(published(checkpoint.parent)[0]).success == 0.7
+    assert state.settings["model"]["path"] == settings.model.path and state.base == {"config.json": "ab12"}
+    assert {"tensors", "hf/config.json", "hf/tokenizer.json"} <= state.files.keys() and state.files["tensors"]["bytes"] == 4
+    sums = subprocess.run(["sha256sum", *state.files], cwd=checkpoint, capture_output=True, text=True, check=True).stdout
+    assert sums == "".join(f"{file['sha256']}  {name}\n" for name, file in state.files.items())
+    assert not [name for name in state.files if name.endswith(".safetensors")]
+
+
+def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
+    """Not before, and never later than the next one is begun; what it replaces goes last."""
+    policy = SlowPolicy()
+    checkpoints = Checkpoints(settings, policy, start=None, base={})
+    for step in (1, 2):
+        checkpoints.begin(step)
+        checkpoints.step_done(step, history=History(), metrics={})
+    assert names(settings) == [".step_00000002.partial", "step_00000001"]
+    policy.saves[1].written = True
+    checkpoints.step_done(3, history=History(returns=[0.0]), metrics={})
+    assert names(settings) == ["step_00000002"]
+    (checkpoint,) = published(Path(settings.run.dir) / "checkpoints")
+    assert recall(checkpoint).history.returns == [], "of its own step, not of the one that published it"
+
+
+def test_in_the_foreground_it_is_there_at_the_end_of_its_step(settings: Settings) -> None:
+    settings.checkpoint = CheckpointSettings(every=2, background=False)
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, base={})
+    for step in (1, 2, 3):
+        checkpoints.begin(step)
+        checkpoints.step_done(step, history=History(), metrics={})
+    assert names(settings) == ["step_00000002"]
+
+
+def test_what_a_kill_left_is_removed(settings: Settings) -> None:
+    write(settings, [None])
+    leftover = Path(settings.run.dir) / "checkpoints" / ".step_00000002.partial" / "hf"
+    leftover.mkdir(parents=True)
+    assert find(settings)[1].step == 1
+    assert names(settings) == ["step_00000001"]
+
+
+def test_a_clock_writes_checkpoints_too(settings: Settings) -> None:
+    """At the end of the first step after 30 s since the last one or the start: steps end at 10, 29, 31, 55, 60, 61 and 200 s."""
+    settings.checkpoint = CheckpointSettings(every=5, every_s=30.0, keep_last=9)
+    now = 0.0
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, base={}, clock=lambda: now)
+    for step, now in enumerate((10, 29, 31, 55, 60, 61, 200), start=1):  # noqa: B007 (the clock reads it)
+        checkpoints.begin(step)
+        checkpoints.step_done(step, history=History(), metrics={})
+    checkpoints.settle()
+    assert names(settings) == ["step_00000003", "step_00000005", "step_00000007"]
+    settings.checkpoint = CheckpointSettings(every_s=0.0)
+    checkpoints.begin(8)
+    checkpoints.settle()
+    assert len(names(settings)) == 3
+
+
+def test_the_last_step_leaves_a_checkpoint(settings: Settings) -> None:
+    """By default, whenever the others are due; save_last=false leaves it to them."""
+    for save_last, every, expected in ((True, 0, ["step_00000003"]), (False, 0, []), (False, 3, ["step_00000003"])):
+        settings.checkpoint = CheckpointSettings(every=every, every_s=0.0, save_last=save_last)
+        shutil.rmtree(Path(settings.run.dir) / "checkpoints", ignore_errors=True)
+        (Path(settings.run.dir) / "checkpoints").mkdir()
+        checkpoints = Checkpoints(settings, SlowPolicy(), start=None, base={})
+        for step in (1, 2, 3):
+            checkpoints.begin(step, is_last=step == 3)
+            checkpoints.step_done(step, history=History(), metrics={})
+        checkpoints.settle()
+        assert names(settings) == expected
+    assert CheckpointSettings().save_last
+
+
+def test_a_checkpoint_can_be_had_at_once(settings: Settings) -> None:
+    """Begun or not, once; none where it is there, and none of step 0."""
+    settings.checkpoint = CheckpointSettings(every=2, keep_last=9)
+    policy = SlowPolicy()
+    checkpoints = Checkpoints(settings, policy, start=None, base={})
+    checkpoints.save(0, history=History(), metrics={})
+    assert policy.saves == []
+    for step in (2, 3):  # begun because it was due, and not
+        checkpoints.begin(step)
+        checkpoints.save(step, history=History(returns=[0.25], owed={"loss": 1.5}), metrics={})
+        assert recall(published(Path(settings.run.dir) / "checkpoints")[-1]).history.owed == {"loss": 1.5}
+    checkpoints.save(3, history=History(), metrics={})
+    assert names(settings) == ["step_00000002", "step_00000003"] and len(policy.saves) == 2
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "shorter": ("tensors has 1 bytes, not 4", lambda folder: (folder / "tensors").write_text("3")),
+    "other numbers": (
+        "tensors has the SHA-256 be7a82b16d01e48c6c40abd3962b891c140f73e612b0b9c48dc4e8db68e1e5c5, not "
+        "2efff1261c25d94dd6698ea1047f5c0a7107ca98b0a6c2427ee6614143500215",
+        lambda folder: (folder / "tensors").write_text("3.41"),
+    ),
+    "missing": ("tensors is missing", lambda folder: (folder / "tensors").unlink()),
+    "a FIFO": ("tensors is missing", lambda folder: (folder / "tensors").unlink() or os.mkfifo(folder / "tensors")),
+    "no state": ("run/state.json is missing", lambda folder: (folder / "run" / "state.json").unlink()),
+    "half a state": (r"run/state.json cannot be read \(is no JSON: [^\n]*\)", lambda folder: _edit(folder, lambda text: text[:20])),
+    "another state": (
+        r"run/state.json cannot be read \(has the SHA-256 \w{64}, not \w{64}\)",
+        lambda folder: _edit(folder, lambda text: text.replace("0.5", "0.7")),
+    ),
+}
+
+
+def _edit(folder: Path, change: Callable[[str], str]) -> None:
+    state = folder / "run" / "state.json"
+    state.write_text(change(state.read_text()))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Settings, capfd: pytest.CaptureFixture[str]) -> None:
+    """With one line, and the damaged one is kept; where no other is intact, nothing is moved and the run ends."""
+    words, spoil = DAMAGES[damage]
+    write(settings, [0.9, None])
+    first, second = published(Path(settings.run.dir) / "checkpoints")
+    spoil(second)
+    damaged = rf"{re.escape(str(second))}: damaged: {words}"
+    kept = Path(settings.run.dir) / "superseded" / "checkpoints" / "step_00000002"
+    for target in (kept, kept.with_name("step_00000002.1")):
+        checkpoint, state = find(settings)
+        assert (checkpoint, state.step, names(settings)) == (first, 1, ["step_00000001"])
+        moved = f"moved to {target}, the run goes on from step_00000001 and does the steps behind it again"
+        assert re.fullmatch(f"{damaged}; {moved}\n", capfd.readouterr().out)
+        assert target.is_dir()
+        shutil.copytree(target, second, symlinks=True, copy_function=_copy_anything)
+    spoil(first)
+    remedy = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
+    with pytest.raises(ValueError, match=rf"^{damaged}; {remedy}$"):
+        find(settings)
+    assert names(settings) == ["step_00000001", "step_00000002"]
+
+
+def _copy_anything(source: str, target: str) -> None:
+    subprocess.run(["cp", "-a", source, target], check=True)
+
+
+def test_a_checkpoint_is_published_beside_a_damaged_older_one(settings: Settings) -> None:
+    settings.checkpoint = CheckpointSettings(every=1, keep_last=2, keep_best=0)
+    write(settings, [0.9])
+    (Path(settings.run.dir) / "checkpoints" / "step_00000001" / "run" / "state.json").write_text("{")
+    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, base={})
+    checkpoints.begin(2)
+    checkpoints.step_done(2, history=History(), metrics={})
+    checkpoints.settle()
+    assert names(settings) == ["step_00000001", "step_00000002"]
+
+
+def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings: Settings) -> None:
+    """Published, when its step was recorded or its evaluation failed; one that was begun in the step that failed is no checkpoint."""
+    for name, num_recorded, num_done, expected in (
+        ("recorded", 1, 1, "step_00000001"), ("evaluation", 0, 1, "step_00000001"), ("step", 0, 0, ".step_00000001.partial"),
+    ):  # fmt: skip
+        changed = replace(settings, run=replace(settings.run, dir=f"{settings.run.dir}/{name}"))
+        checkpoints = Checkpoints(changed, SlowPolicy(), start=None, base={})
+        checkpoints.begin(1)
+        for _ in range(num_recorded):
+            checkpoints.step_done(1, history=History(), metrics={"eval/greedy_success": 0.75})
+        run = SimpleNamespace(num_done=num_done, history=History(owed={"loss": 1.0}), metrics={"loss": 1.0})
+        with pytest.raises(RunFailed, match="judges are down"), checkpoints.settled_on_failure(run):
+            raise RunFailed("judges are down")
+        assert names(changed) == [expected]
+        if name != "step":
+            state = json.loads((Path(changed.run.dir) / "checkpoints" / expected / "run" / "state.json").read_text())
+            assert (state["success"], state["history"]["owed"]) == ((0.75, {}) if name == "recorded" else (None, {"loss": 1.0}))
+
+
+def test_an_evaluation_that_was_owed_is_paid_once(settings: Settings) -> None:
+    write(settings, [None])
+    (newest,) = (Path(settings.run.dir) / "checkpoints").iterdir()
+    Checkpoints(settings, SlowPolicy(), start=newest, base={}).paid(history=History(rounds=7), metrics={"eval/greedy_success": 0.5})
+    _, state = find(settings)
+    assert (state.step, state.success, state.history) == (1, 0.5, History(rounds=7))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", 1e999), ("step", -1), ("step", "3"), ("step", 1.5), ("step", None), ("step", True), ("success", "x"), ("settings", []),
+     ("history", {"rounds": "many"})],
+)  # fmt: skip
+def test_a_state_has_the_types_that_a_run_writes(key: str, value: object, tmp_path: Path) -> None:
+    """Its digest is right: anybody can compute one. A run would meet the value hours later, or never."""
+    (tmp_path / "run").mkdir()
+    write_state(
+        tmp_path / "run" / "state.json", asdict(RunState(step=3, success=float("nan"), history=History(prompts={"a": [1, 0.5, 2]})))
+    )
+    intact = recall(tmp_path)
+    assert (intact.step, intact.history) == (3, History(prompts={"a": [1, 0.5, 2]}))
+    write_state(tmp_path / "run" / "state.json", {**asdict(intact), key: value})
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: damaged: run/state.json cannot be read \({key}.*: .*\)$") as refused:
+        recall(tmp_path)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,167 @@
+"""What signals ask for, how long a play may take then, and what a fleet and a warm start make of it. Whole runs: tests/e2e/test_stop.py."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl import sft
+from megatron_rl.config import ModelSettings, Settings, SftSettings
+from megatron_rl.observe.metrics import Spans
+from megatron_rl.rollout.manager import Play
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.run.shutdown import SIGNALS, Stop
+from megatron_rl.types import Rollout, Stopped
+from tests.support.one_process import world_of_one
+from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_asks_and_interrupts_nothing(number: int) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with Stop(grace_s=9) as stop:
+        assert not stop.is_asked
+        send(number)
+        assert stop.is_asked
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_only_a_second_sigint_interrupts() -> None:
+    with Stop(grace_s=9):
+        send(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_another_thread_hears_no_signals_and_changes_no_handler() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def enter() -> None:
+        with Stop(grace_s=9):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_ranks_agree() -> None:
+    """Of two ranks in tests/e2e/test_stop.py."""
+    with world_of_one(), Stop(grace_s=9) as stop:
+        stop.check()
+        send(signal.SIGUSR1)
+        with pytest.raises(Stopped):
+            stop.check()
+
+
+@pytest.mark.parametrize(("asked", "passed_s", "expected"), [(False, 99, "played"), (True, 5, "played"), (True, 7, None)])
+def test_a_play_may_take_its_grace(asked: bool, passed_s: float, expected: str | None) -> None:
+    """Of 6 s by the clock that the stop was given; who is given up is cancelled and cleans up first."""
+    now, closed = 100.0, []
+
+    async def play() -> str:
+        nonlocal now
+        try:
+            if asked:
+                send(signal.SIGTERM)
+            now += passed_s
+            await asyncio.sleep(0.5)
+            return "played"
+        finally:
+            closed.append(True)
+
+    with Stop(grace_s=6, clock=lambda: now) as stop:
+        assert asyncio.run(stop.within_grace(play)) == expected
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(("passed_s", "expected"), [((4, 3), None), ((4, 1), "played")])
+def test_the_grace_is_counted_from_the_first_signal(
+    passed_s: tuple[float, float], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """6 s, whatever further signals a queue and a launcher send meanwhile."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    now = 100.0
+
+    async def play() -> str:
+        nonlocal now
+        for number, passed in zip((signal.SIGTERM, signal.SIGUSR1), passed_s, strict=True):
+            send(number)
+            now += passed
+        await asyncio.sleep(0.5)
+        return "played"
+
+    with Stop(grace_s=6, clock=lambda: now) as stop:
+        assert asyncio.run(stop.within_grace(play)) == expected
+
+
+def test_what_a_play_raises_comes_out() -> None:
+    async def play() -> None:
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        asyncio.run(Stop(grace_s=6).within_grace(play))
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model)))
+
+
+async def give_up(play: Play) -> None:
+    """As if its grace were over at once."""
+
+
+def test_a_fleet_stops_where_one_engine_gave_up(renderer: Renderer) -> None:
+    """All ranks see the same: fewer episodes than were dealt. The gather brings those of another engine, which had the patience."""
+    others: list[Rollout] = fleet_of(renderer).play(EXAMPLES[:2], samples=2, settings=EPISODE)
+    gathers: list[Callable[[list[Rollout] | None], list[Rollout]]] = [lambda mine: mine or [], lambda mine: [*(mine or []), *others[:2]]]
+    for gather in gathers:
+        with pytest.raises(Stopped):
+            fleet_of(renderer, gather=gather, grace=give_up).play(EXAMPLES[:2], samples=2, settings=EPISODE)
+    follower = fleet_of(renderer, gather=lambda mine: [*(mine or []), *others], grace=give_up)
+    assert follower.play(EXAMPLES[:2], samples=2, settings=EPISODE) == others
+
+
+@dataclass
+class Asked:
+    """A stop that is agreed on at the `at`-th time that it is asked for."""
+
+    at: int
+    log: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        self.log.append("check")
+        if self.log.count("check") == self.at:
+            raise Stopped
+
+
+@pytest.mark.parametrize(("at", "num_steps"), [(1, 0), (3, 2)])
+def test_a_warm_start_stops_between_steps(at: int, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first, and after a step that is recorded and in its checkpoint."""
+    stop = Asked(at)
+    say: Callable[[str], Callable[..., dict]] = lambda word: lambda *_, **__: stop.log.append(word) or {}  # noqa: E731
+    monkeypatch.setattr(sft, "Rendered", lambda *_: range(9))
+    parts = {
+        "task": SimpleNamespace(demonstrations=lambda *_, **__: []),
+        "policy": SimpleNamespace(pack=lambda *_, **__: [], update=say("update"), complete=None),
+        "renderer": None,
+        "run": SimpleNamespace(spans=Spans(), first_step=0, keeping=lambda *_, **__: Spans()("keep"), record=say("record"), history=None),
+        "checkpoints": SimpleNamespace(restore=say("restore"), begin=say("begin"), step_done=say("saved")),
+    }
+    with pytest.raises(Stopped):
+        sft.warm_start(Settings(sft=SftSettings(splits=["a"], steps=[5], batch_size=1)), **parts, stop=stop)
+    assert stop.log == ["restore", "check", *["update", "begin", "record", "saved", "check"] * num_steps]

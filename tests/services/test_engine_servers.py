@@ -1,0 +1,256 @@
+"""The engines that a run starts for itself, with servers in the place of vLLM's that are there at once."""
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.distributed.world import connect, disconnect, place
+from megatron_rl.services import address
+from megatron_rl.services import engine_servers as room
+from megatron_rl.services.address import is_proven, token_file
+from megatron_rl.services.engine_servers import ENGINES, Engine, Engines, check_engines, engines, placed, shares
+from megatron_rl.types import Stopped
+from sandbox.token import read_token, write_token
+from tests.conftest import SUPPORT
+from tests.support.hostile_server import hostile
+
+HERE, HOST = "127.0.0.1", socket.gethostname()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    disconnect()
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Says how the servers fare from now on: at first well."""
+    monkeypatch.setattr(room, "words_of", lambda settings: [sys.executable, str(SUPPORT / "stand_in_engine.py"), str(tmp_path)])
+    monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
+    monkeypatch.setattr(room, "FIRST_REST_S", 0.4)
+
+    def fare(how: str) -> None:
+        (tmp_path / "next").write_text(how)
+        (tmp_path / "next").rename(tmp_path / "how")
+
+    fare("well")
+    return fare
+
+
+def settings_of(run: Path, num: int = 2, **more: object) -> Settings:
+    engine = EngineSettings(kind="remote", servers=num, **more)
+    return Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(run)), task=TaskSettings(name="vqa"), engine=engine)
+
+
+def starts(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "starts").read_text().splitlines()] if (folder / "starts").exists() else []
+
+
+def go_on() -> None:
+    """Nobody asks the run to stop."""
+
+
+def until(holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def revived(own: Engines, url: str, folder: Path, *, hangs: bool = False, within_s: float = 60.0) -> dict:
+    """Asked as the lookout asks, until there is one more start; that one."""
+    before = len(starts(folder))
+
+    def again() -> bool:
+        own.revive(url, hangs=hangs)
+        return len(starts(folder)) > before
+
+    until(again, within_s=within_s)
+    return starts(folder)[-1]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Two of them, each by its own port, as servers of vLLM that take weights, as no ranks, and without the user's keys: finding 4."""
+    for name in ("RANK", "VLLM_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "0")
+    with engines(settings_of(tmp_path), place(), go_on=go_on) as (urls, own):
+        begun = starts(tmp_path)
+        assert sorted(urls) == sorted(f"http://{HERE}:{each['port']}" for each in begun) and len(set(urls)) == 2 and own.urls == urls
+        assert [(each["VLLM_SERVER_DEV_MODE"], each["RANK"]) for each in begun] == [("1", None)] * 2
+        assert {each[name] for each in begun for name in ("VLLM_API_KEY", "OPENAI_API_KEY")} == {None}
+        token = token_file(tmp_path, ENGINES)
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600 and all(is_proven(url, token=read_token(token)) for url in urls)
+    assert all(gone(each["pid"]) for each in begun)
+    said = capsys.readouterr().out
+    assert all(f"engine {number}: {url}, after " in said for number, url in enumerate(urls))
+    assert not token.exists()
+    log = (tmp_path / "services" / "engine_1.log").read_text()
+    assert f"--host {HERE} --port {urls[1].rpartition(':')[2]}" in log
+
+
+@pytest.mark.parametrize(
+    ("how", "more", "line"),
+    [
+        ("ends", {}, "engine.servers=2: engine [01] has ended with exit code 3; .*engine_[01].log ends: ValueError: then why$"),
+        ("silent", {"start_s": 1.0}, r"engine.start_s=1.0: engine [01] does not answer; .*engine_[01].log has no word of it yet$"),
+    ],
+)
+def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path, stand_in: Callable) -> None:
+    stand_in(how)
+    with pytest.raises(ValueError, match=f"^{line}"), engines(settings_of(tmp_path, **more), place(), go_on=go_on):
+        pass
+    assert all(gone(each["pid"]) for each in starts(tmp_path))
+
+
+@pytest.mark.parametrize("way", ["body by drops", "endless", "packed"])
+def test_an_answer_without_end_is_none(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an engine nor a service is there that answers so; who looks at them waits no longer than for one that is silent."""
+    monkeypatch.setattr(address, "ANSWER_S", 0.3)
+    began = time.monotonic()
+    with hostile(way) as url:
+        assert not Engine(name="engine 0", url=url, command=[], environment={}, token="t", log=tmp_path / "log").answers()
+        write_token(tmp_path / "token")
+        assert not any(address.is_there(url, kind, nonce="n", token=tmp_path / "token") for kind in ("vllm", "sandbox"))
+    assert time.monotonic() - began < 20
+
+
+def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path, stand_in: Callable) -> None:
+    stand_in("silent")
+
+    def stop() -> None:
+        if len(starts(tmp_path)) == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped), engines(settings_of(tmp_path), place(), go_on=stop):
+        pass
+    assert all(gone(each["pid"]) for each in starts(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys: pytest.CaptureFixture) -> None:
+    """At its address, the other untouched; who is well is let alone."""
+    with engines(settings_of(tmp_path), place(), go_on=go_on) as (urls, own):
+        first = next(each for each in starts(tmp_path) if urls[1].endswith(f":{each['port']}"))
+        own.revive(urls[1], hangs=False)
+        assert len(starts(tmp_path)) == 2, "it runs"
+        os.kill(first["pid"], number)
+        again = revived(own, urls[1], tmp_path)
+        assert again["port"] == first["port"] and again["pid"] != first["pid"] and len(starts(tmp_path)) == 3
+        assert len({each["seed"] for each in starts(tmp_path)}) == 3, "no two sample alike"
+        own.revive(urls[1], hangs=True)
+        assert len(starts(tmp_path)) == 3, "one that is just starting may be silent"
+    assert re.search(rf"engine 1 \({urls[1]}\): has ended with exit code \d+, and is started again in 0 s; ", capsys.readouterr().out)
+
+
+def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Stopped, it hears no request to end."""
+    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on) as ((url,), own):
+        (first,) = starts(tmp_path)
+        os.kill(first["pid"], signal.SIGSTOP)
+        own.revive(url, hangs=False)
+        assert len(starts(tmp_path)) == 1
+        again = revived(own, url, tmp_path, hangs=True)
+        assert gone(first["pid"]) and not gone(again["pid"])
+    assert ": runs and does not answer, and is started again in 0 s; " in capsys.readouterr().out
+
+
+def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Callable, capsys: pytest.CaptureFixture) -> None:
+    """One that ends at each start is left away after RESTARTS of them; the other one is not."""
+    monkeypatch.setattr(room, "RESTARTS", 3)
+    with engines(settings_of(tmp_path), place(), go_on=go_on) as (urls, own):
+        stand_in("ends")
+        os.kill(next(each["pid"] for each in starts(tmp_path) if urls[0].endswith(f":{each['port']}")), signal.SIGKILL)
+        times = []
+        for _ in range(3):
+            revived(own, urls[0], tmp_path)
+            times.append(time.monotonic())
+        assert times[1] - times[0] >= 0.4 and times[2] - times[1] >= 0.8
+        until(lambda: own.revive(urls[0], hangs=False) or "stays away after 4 ends in a row" in capsys.readouterr().out)
+        num = len(starts(tmp_path))
+        for _ in range(20):
+            own.revive(urls[0], hangs=True)
+            time.sleep(0.1)
+        assert len(starts(tmp_path)) == num == 5
+        own.revive(urls[1], hangs=False)
+        assert len(starts(tmp_path)) == 5
+
+
+def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(room, "STEADY_S", 0.3)
+    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on) as ((url,), own):
+        for life in (0.0, 0.4, 0.0):
+            own.heard(url)
+            own.is_well(url)
+            time.sleep(life)
+            own.is_well(url)
+            os.kill(starts(tmp_path)[-1]["pid"], signal.SIGKILL)
+            revived(own, url, tmp_path)
+    rests = re.findall(r"is started again in (\d) s", capsys.readouterr().out)
+    assert rests == ["0", "0", "0"], "0.4 s are told as none"
+    assert own._engines[url].ends == 2, "the second life was long"
+
+
+def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
+    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on) as ((url,), own):
+        pass
+    own.revive(url, hangs=True)
+    time.sleep(0.3)
+    assert len(starts(tmp_path)) == 1
+
+
+def test_cores_by_hand() -> None:
+    """What is left over is the ranks'; where there are too few nobody has any of his own."""
+    two, wide = EngineSettings(kind="remote", servers=2), EngineSettings(kind="remote", servers=2, tp=2)
+    assert shares([0, 1], EngineSettings(kind="remote", servers=1), num_ranks=1) == ([0], [[1]])
+    assert shares([0, 1], two, num_ranks=1) == ([], [])
+    assert shares([3, 4, 5, 8, 9, 10, 11], two, num_ranks=1) == ([3, 4, 5], [[8, 9], [10, 11]])
+    assert shares(list(range(14)), wide, num_ranks=2) == (list(range(6)), [[6, 7, 8, 9], [10, 11, 12, 13]])
+
+
+def test_engine_and_trainer_have_a_core_each(tmp_path: Path) -> None:
+    """As long as the engines are there."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core")
+    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on):
+        (begun,) = starts(tmp_path)
+        own = os.sched_getaffinity(0)
+        assert begun["cores"] and not own & {*begun["cores"]} and own | {*begun["cores"]} == before
+        assert begun["OMP_NUM_THREADS"] == str(len(begun["cores"]))
+        assert all(os.sched_getaffinity(int(thread)) == own for thread in os.listdir("/proc/self/task"))
+    assert os.sched_getaffinity(0) == before
+
+
+def test_servers_have_the_gpus_behind_those_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the numbers of those that the run sees."""
+    monkeypatch.setattr(room, "is_on_gpu", lambda settings: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,7")
+    settings = settings_of(tmp_path, tp=2)
+    own = Engines(settings, host=HERE, num_ranks=3, cores=[])
+    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in own._engines.values()] == ["3,4", "5,7"]
+    assert placed(settings.engine, num_ranks=3) == "GPU 3-4, GPU 5-6"
+    check_engines(settings.engine, num_ranks=3, num_gpus=7)
+    few = f"^engine.servers=2: 4 GPUs are needed beside those of the 4 ranks, and {HOST} has 7 in all; start 1$"
+    with pytest.raises(ValueError, match=few):
+        check_engines(settings.engine, num_ranks=4, num_gpus=7)
+    with pytest.raises(ValueError, match=f"^engine.servers=2: {HOST} has 7 GPUs, and its 6 ranks leave none; start fewer ranks"):
+        check_engines(settings.engine, num_ranks=6, num_gpus=7)
+    monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
+    check_engines(settings.engine, num_ranks=6, num_gpus=0)

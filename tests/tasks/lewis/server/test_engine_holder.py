@@ -1,0 +1,60 @@
+"""What a service says of itself while its weights change: its engine here is a stand-in."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.tasks.lewis.server import engine_holder
+from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
+from megatron_rl.types import HostFault
+
+
+class Engine:
+    """Asks its room how it is while it takes weights; `fails` says that it does not take them."""
+
+    room: EngineRoom
+    fails = False
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.weight_version, self.said = 0, []
+
+    def run(self, stay: Coroutine) -> None:
+        asyncio.run(stay)
+
+    def load_weights(self, tensors: Iterator, *, version: int) -> None:
+        self.said.append(self.room.is_well)
+        if self.fails:
+            raise RuntimeError("half of them")
+        self.weight_version = version
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_service_is_well_while_its_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run that begins just then would take it for broken. It is not well once an update has failed, until one is taken."""
+    renderer = SimpleNamespace(image_token_id=0, banned_ids=[], stop_ids=[], final_pixels=(1, 2))
+    for name, value in {
+        "LocalEngine": Engine, "Renderer": lambda model, *, cached_bytes: renderer, "version_of": lambda *_: "first",
+        "version_of_tensors": lambda tensors, *_: f"{tensors['a'].item():g}",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(engine_holder, name, value)
+    room = EngineRoom(ModelSettings(path="nowhere"), EngineSettings())
+    engine = room._engine
+    engine.room = room
+    try:
+        asyncio.run(room.load({"a": torch.tensor(1.0)}))
+        assert (engine.said, room.is_well, room.version) == ([True], True, "1")
+        engine.fails = True
+        with pytest.raises(HostFault, match="half of them"):
+            asyncio.run(room.load({"a": torch.tensor(2.0)}))
+        assert not room.is_well and room.version == "1"
+        engine.fails = False
+        asyncio.run(room.load({"a": torch.tensor(3.0)}))
+        assert room.is_well and room.version == "3"
+    finally:
+        room.close()

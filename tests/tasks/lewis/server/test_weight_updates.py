@@ -1,0 +1,235 @@
+"""Weights that come by HTTP: all or none, none while somebody is answered; and the run's end that sends them."""
+
+import asyncio
+import base64
+import math
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save
+
+from megatron_rl.config import AudienceSettings
+from megatron_rl.rollout.weight_publisher import Audience
+from megatron_rl.tasks.lewis.server.model_version import version_of_tensors
+from megatron_rl.tasks.lewis.server.read_write_lock import Standing
+from megatron_rl.tasks.lewis.server.weight_updates import Incoming, WeightPart
+from megatron_rl.types import HostFault
+from tests.support.hostile_server import hostile
+from tests.support.listeners import Room, app_of
+from tests.support.listening import listener_of
+from tests.support.model_servers import as_base64, noise, png
+
+SHAPES = {"model.language_model.norm.weight": (3,), "model.visual.patch.weight": (2, 2), "lm_head.weight": (4, 3)}
+TENSORS = {name: torch.arange(math.prod(shape), dtype=torch.float32).view(shape) for name, shape in SHAPES.items()}
+RELEASED = {"model.language_model.norm.weight": "model.norm.weight", "model.visual.patch.weight": "visual.patch.weight"}
+
+
+def part(number: int, parts: int, tensors: dict[str, torch.Tensor], *, update: str = "u") -> WeightPart:
+    return WeightPart(update=update, part=number, parts=parts, safetensors=base64.b64encode(save(tensors)).decode())
+
+
+def some(*places: int) -> dict[str, torch.Tensor]:
+    names = list(TENSORS)
+    return {names[place]: TENSORS[names[place]] for place in places}
+
+
+def test_all_parts_are_an_update_whatever_the_names_are_spelled_like() -> None:
+    incoming = Incoming(SHAPES)
+    first = {RELEASED.get(name, name): tensor for name, tensor in some(0, 1).items()}
+    assert incoming.take(part(0, 2, first)) == (1, None)
+    held, tensors = incoming.take(part(1, 2, some(2)))
+    assert held == 2 and tensors.keys() == SHAPES.keys()
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in SHAPES)
+    assert incoming.take(part(0, 1, TENSORS, update="next"))[1].keys() == SHAPES.keys()
+
+
+def test_the_first_part_of_another_update_begins_anew() -> None:
+    incoming = Incoming(SHAPES)
+    incoming.take(part(0, 2, some(0, 1)))
+    incoming.take(part(0, 2, some(0), update="v"))
+    with pytest.raises(ValueError, match="part 1 of 2 of u: part 1 of v is due"):
+        incoming.take(part(1, 2, some(2)))
+    assert incoming.take(part(1, 2, some(1, 2), update="v"))[1].keys() == SHAPES.keys()
+
+
+BROKEN = {
+    "a tensor that is not the model's": ({**some(0, 1, 2), "model.other": torch.zeros(1)}, "model.other: is no tensor of this model"),
+    "another shape": ({**some(0, 1), "lm_head.weight": torch.zeros(3, 4)}, r"lm_head.weight: has shape \(3, 4\)"),
+    "what is no number": ({**some(0, 1), "lm_head.weight": torch.full((4, 3), math.nan)}, "lm_head.weight: holds what is no finite number"),
+    "whole numbers": ({**some(0, 1), "lm_head.weight": torch.zeros(4, 3, dtype=torch.int64)}, "lm_head.weight: holds what is no finite"),
+    "one is missing": (some(0, 2), "1 tensors did not come: model.visual.patch.weight"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_not_all_of_this_model_is_refused(case: str) -> None:
+    tensors, said = BROKEN[case]
+    incoming = Incoming(SHAPES)
+    with pytest.raises(ValueError, match=said):
+        incoming.take(part(0, 1, tensors))
+    with pytest.raises(ValueError, match="is due"):  # nothing of it is left
+        incoming.take(part(1, 2, some(0)))
+    assert incoming.take(part(0, 1, TENSORS))[1].keys() == SHAPES.keys()
+
+
+def test_a_tensor_comes_once_and_a_part_in_its_turn() -> None:
+    incoming = Incoming(SHAPES)
+    incoming.take(part(0, 3, some(0)))
+    with pytest.raises(ValueError, match="norm.weight: came before"):
+        incoming.take(part(1, 3, some(0, 1)))
+    incoming.take(part(0, 3, some(0)))
+    with pytest.raises(ValueError, match="part 2 of 3 of u: part 1 of u is due"):
+        incoming.take(part(2, 3, some(2)))
+    for text in ("?", base64.b64encode(b"no such file").decode(), base64.b64encode(save(TENSORS)[:-5]).decode()):
+        with pytest.raises(ValueError, match="safetensors: cannot be read"):
+            Incoming(SHAPES).take(WeightPart(update="u", part=0, parts=1, safetensors=text))
+
+
+def test_who_changes_waits_for_all_who_read_and_lets_none_begin() -> None:
+    """By the order of what happened, with readers of two lengths and one that comes while the change waits."""
+    happened: list[str] = []
+
+    async def read(standing: Standing, name: str, seconds: float) -> None:
+        async with standing.reading():
+            happened.append(f"{name} begins")
+            await asyncio.sleep(seconds)
+            happened.append(f"{name} ends")
+
+    async def change(standing: Standing) -> None:
+        async with standing.changing():
+            happened.append("change begins")
+            await asyncio.sleep(0.05)
+            happened.append("change ends")
+
+    async def main() -> None:
+        standing = Standing()
+        begun = [asyncio.create_task(read(standing, "short", 0.02)), asyncio.create_task(read(standing, "long", 0.1))]
+        await asyncio.sleep(0.01)
+        begun.append(asyncio.create_task(change(standing)))
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(asyncio.gather(*begun, read(standing, "late", 0.0)), 10)
+
+    asyncio.run(main())
+    assert happened[2:4] == ["short ends", "long ends"]
+    assert happened[4:] == ["change begins", "change ends", "late begins", "late ends"]
+
+
+def test_a_version_is_that_of_every_bit() -> None:
+    changed = {**TENSORS, "lm_head.weight": TENSORS["lm_head.weight"].clone()}
+    changed["lm_head.weight"].view(-1).view(torch.uint8)[0] ^= 1
+    versions = [version_of_tensors(TENSORS, 1), version_of_tensors(TENSORS, 2), version_of_tensors(changed, 1)]
+    assert len({*versions}) == 3
+    others = [  # the same bytes in the same order
+        {"lm_head_weight" if name == "lm_head.weight" else name: tensor for name, tensor in TENSORS.items()},
+        {name: tensor.reshape(-1) for name, tensor in TENSORS.items()},
+        {name: tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor.view(torch.int16) for name, tensor in TENSORS.items()},
+    ]
+    assert len({*versions, *(version_of_tensors(each, 1) for each in others)}) == 6
+    assert version_of_tensors(dict(reversed(TENSORS.items())), 1) == versions[0]
+
+
+class Trained(Room):
+    """Its version is the sum of what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes, self.standing, self.loads, self.fails = SHAPES, Standing(), 0, False
+
+    @asynccontextmanager
+    async def steady(self):
+        async with self.standing.reading():
+            yield self.version
+
+    async def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self.fails:
+            raise HostFault("the engine has not taken the weights")
+        async with self.standing.changing():
+            self.version, self.loads = f"{sum(tensor.sum().item() for tensor in tensors.values()):g}", self.loads + 1
+
+
+def pairs(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, tensor * factor) for name, tensor in TENSORS.items())
+
+
+SUM = sum(tensor.sum().item() for tensor in TENSORS.values())
+
+
+def test_a_run_sends_its_weights_and_they_answer(tmp_path: Path) -> None:
+    """In one part and in three; what is answered is by the version that stands beside it; at two of three steps none are due."""
+    room, told, token = Trained(), [], tmp_path / "token"
+    token.write_text("a-word-of-many-letters\n")
+    with listener_of(room, trained=True, token="a-word-of-many-letters") as url:
+        for part_mib, factor in ((16.0, 2.0), (1e-5, 3.0)):
+            settings = AudienceSettings(urls=[url], every=3, part_mib=part_mib, token_file=str(token))
+            audience = Audience(settings, run="runs/a", is_main=True, tell=told.append)
+            assert audience.serve(lambda: pairs(100.0), step=4) == {}
+            assert audience.serve(lambda factor=factor: pairs(factor), step=6) == {"audience/behind": 0.0}
+            candidates = [{"base64": as_base64(png(noise(seed, side=28)))} for seed in range(2)]
+            body = {"candidates": candidates, "question": "This?"}
+            answer = httpx.post(f"{url}/score", json=body, headers={"Authorization": f"Bearer {token.read_text().strip()}"}, timeout=30)
+            assert answer.json()["version"] == f"{SUM * factor:g}"
+    assert room.loads == 2 and told == []
+
+
+def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them() -> None:
+    room, plain, told = Trained(), Room(), []
+    with listener_of(room, trained=True) as url, listener_of(plain) as without:
+        urls = [url, without, "http://127.0.0.1:9"]
+        audience = Audience(AudienceSettings(urls=urls, tries=2, timeout_s=5.0), run="r", is_main=True, tell=told.append)
+        assert audience.serve(pairs, step=1) == {"audience/behind": 2.0}
+        bad = Audience(AudienceSettings(urls=[url]), run="r", is_main=True, tell=told.append)
+        assert bad.serve(lambda: iter([("lm_head.weight", torch.zeros(4, 3))]), step=1) == {"audience/behind": 1.0}
+    assert room.loads == 1 and room.version == f"{SUM:g}"
+    assert "HTTP 404" in told[0] and "--trained" in told[0] and "127.0.0.1:9" in told[1] and "2 tensors did not come" in told[2]
+
+
+def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
+    told: list[str] = []
+    with listener_of(Trained(), trained=True, token="a-word-of-many-letters") as url:
+        audience = Audience(AudienceSettings(urls=[url]), run="r", is_main=True, tell=told.append)
+        with pytest.raises(ValueError, match=rf"^audience.urls={url}: answers 401 .*; give its token: audience.token_file=FILE$"):
+            audience.serve(pairs, step=1)
+    with hostile("body by drops") as url:
+        audience = Audience(AudienceSettings(urls=[url], tries=1, timeout_s=0.3), run="r", is_main=True, tell=told.append)
+        assert audience.serve(pairs, step=1) == {"audience/behind": 1.0}
+    assert told == [f"audience: {url}: no whole answer within 0.3 s"]
+
+
+def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() -> None:
+    room, told = Trained(), []
+    room.fails = True
+    with listener_of(room, trained=True) as url:
+        audience = Audience(AudienceSettings(urls=[url], tries=1), run="r", is_main=True, tell=told.append)
+        assert audience.serve(pairs, step=1) == {"audience/behind": 1.0}
+        assert told == [f'audience: {url}: HTTP 503: {{"detail":"the engine has not taken the weights"}}']
+        room.fails = False
+        assert audience.serve(pairs, step=2) == {"audience/behind": 0.0} and room.loads == 1
+
+
+def test_another_rank_takes_its_part_in_making_them_and_sends_nothing() -> None:
+    read: list[str] = []
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs():
+            read.append(name)
+            yield name, tensor
+
+    audience = Audience(AudienceSettings(urls=["http://127.0.0.1:9"]), run="r", is_main=False)
+    assert audience.serve(watched, step=1) == {} and read == list(TENSORS)
+    assert Audience(AudienceSettings(), run="r", is_main=True).serve(watched, step=1) == {} and read == list(TENSORS)
+
+
+def test_weights_are_taken_only_where_a_run_sends_them() -> None:
+    async def ask(app: Any) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9000", transport=httpx.ASGITransport(app)) as http:
+            body = part(0, 1, TENSORS).model_dump()
+            return [await http.post("/weights", json=body), await http.post("/weights", json={**body, "parts": 0})]
+
+    answers = asyncio.run(ask(app_of(Trained(), trained=True)))
+    assert [answer.status_code for answer in answers] == [200, 422] and answers[0].json() == {"held": 1, "version": f"{SUM:g}"}
+    assert [answer.status_code for answer in asyncio.run(ask(app_of(Trained())))] == [404, 404]

@@ -1,0 +1,180 @@
+"""The composition root's wiring: which setting goes where, each with a value of its own. Whole runs: tests/e2e."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
+
+from megatron_rl import build
+from megatron_rl.config import (
+    AlgoSettings,
+    BatchSettings,
+    CriticSettings,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    RunSettings,
+    SelectSettings,
+    Settings,
+    SftSettings,
+    TaskSettings,
+)
+from megatron_rl.distributed.world import World
+from megatron_rl.entrypoints import train
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.load_balancer import Seat
+from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.run.directory import STEPS
+
+SETTINGS = Settings(
+    model=ModelSettings(path="folder"),
+    task=TaskSettings(
+        name="mine", max_turns=3, max_tokens_per_turn=40, max_pixels=5000, max_seconds=6.5, environment_s=8.5, errors_end=True
+    ),
+    engine=EngineSettings(max_model_len=700, max_images=2, max_num_seqs=77),
+    batch=BatchSettings(prompts_per_step=8, group_size=9),
+    select=SelectSettings(max_generations=10),
+    algo=AlgoSettings(temperature=0.7),
+    run=RunSettings(seed=11, steps=60, max_staleness=2),
+)
+
+
+@pytest.mark.parametrize(("tp", "index", "num_engines"), [(1, 5, 6), (2, 2, 3)])
+def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: int, index: int, num_engines: int) -> None:
+    """Rank 5 of 6, with an engine on every rank and with one over two neighbors each."""
+    groups: list[list[int]] = []
+    monkeypatch.setattr(build.dist, "new_group", lambda ranks, backend, timeout: groups.append(ranks) or ranks)
+    monkeypatch.setattr(build, "LocalEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
+    monkeypatch.setattr(build, "meeting_store", lambda: "store")
+    monkeypatch.setattr(SETTINGS.engine, "tp", tp)
+    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], final_pixels=(111, 222))
+    policy = object()
+    world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
+    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather="gather", share="share")
+    given = {"trainer": policy, "renderer": renderer, "world": world, "gallery": gallery, "stop": stop, "tell": print}
+    fleet = build.build_fleet(SETTINGS, "task", **given)
+    assert (fleet.grace, fleet.gather, fleet.share) == ("grace", "gather", "share")
+    assert (fleet.task, fleet.renderer, fleet.trainer) == ("task", renderer, policy)
+    assert fleet.seat == Seat(index=index, num_engines=num_engines, max_episodes=77, counter="store")
+    assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10, max_staleness=2, num_steps=60)
+    assert fleet.episode == EpisodeSettings(
+        temperature=0.7, max_turns=3, max_tokens_per_turn=40, max_context=700, max_images=2, max_pixels=5000, max_seconds=6.5,
+        environment_s=8.5, errors_end=True, seed=11,
+    )  # fmt: skip
+    assert groups == ([] if tp == 1 else [[0, 1], [2, 3], [4, 5]])
+    expected = {
+        "path": "folder",
+        "settings": SETTINGS.engine,
+        "image_token_id": 1,
+        "banned_ids": [2],
+        "stop_ids": [3],
+        "reads_weights": False,
+        "pixels": (111, 222),
+        "timeout_s": SETTINGS.parallel.timeout_s,
+    }
+    assert vars(fleet.engine) == {**expected, "group": None if tp == 1 else [4, 5]}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize(("rank", "device", "kind"), [(0, "cpu", "gloo"), (0, "cuda", "nccl"), (2, "cpu", None)])
+def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int, device: str, kind: str | None, is_own: bool) -> None:
+    """Every rank asks all of them, another one first; the main one has them, and gives them their weights. Those that the run has started
+    need not be claimed: one that is down when the engines are opened is one that has fallen."""
+    monkeypatch.setattr(build, "meeting_store", lambda: "store")
+    monkeypatch.setattr(build, "on_main_rank", lambda act: act() if rank == 0 else "0123abcd")
+    monkeypatch.setattr(build, "wanted_of", lambda settings, renderer: "wanted")
+    claims: list[bool] = []
+    monkeypatch.setattr(
+        build, "Sender", lambda servers, **given: SimpleNamespace(servers=servers, claim=lambda: claims.append(True), **given)
+    )
+    monkeypatch.setattr(build, "RemoteEngine", lambda servers, settings, **given: SimpleNamespace(urls=servers, settings=settings, **given))
+    given = EngineSettings(kind="remote", urls=["http://a:1", "http://b:1", "http://c:1"], max_num_seqs=10, bucket_mib=0.5)
+    settings = replace(SETTINGS, engine=given)
+    decode = object()
+    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], tokenizer=SimpleNamespace(decode=decode))
+    world = World(rank=rank, size=6, local_rank=rank, device=torch.device(device))
+    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather="gather", share="share")
+    trainer, household = build.Staying(), object() if is_own and rank == 0 else None
+    fleet = build.build_fleet(
+        settings, "task", trainer=trainer, renderer=renderer, world=world, gallery=gallery, stop=stop, tell=print, household=household
+    )  # fmt: skip
+    assert fleet.seat == Seat(index=rank, num_engines=6, max_episodes=5, counter="store"), "3 servers of 10 replies, 6 ranks"
+    engine = fleet.engine
+    assert [server.url for server in engine.urls] == given.urls and engine.settings is given
+    assert (engine.image_token_id, engine.stop_ids, engine.decode, engine.meet, engine.place) == (1, [3], decode, "share", rank)
+    assert (engine.sender is None) == (kind is None) and claims == [True] * (rank == 0 and not is_own)
+    assert engine.household is household
+    if kind is not None:
+        sender = engine.sender
+        assert (sender.kind, sender.wanted, sender.bucket_bytes, sender.timeout_s) == (kind, "wanted", 2**19, settings.parallel.timeout_s)
+        assert f"/{Path(settings.run.dir).name} ({os.getpid()} on " in sender.owner
+
+
+@pytest.mark.parametrize("folder", ["/home/a/runs/mine", "/tmp/runs/mine", "/data.d/x/runs/mine", "runs/mine"])
+def test_whose_a_server_is_passes_what_vllm_strikes(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM's own function is the oracle; the whole folder's name would not pass it."""
+    monkeypatch.chdir(tmp_path)
+    line = f"this engine is that of {build.owner_of(replace(SETTINGS, run=replace(SETTINGS.run, dir=folder)), '0a1b')}"
+    assert sanitize_message(line) == line and "of runs/mine (" in line
+    assert folder.startswith("/data") or folder == "runs/mine" or folder not in sanitize_message(f"that of {folder} (1)")
+
+
+@pytest.mark.parametrize(
+    ("is_rl", "kl_coef", "temperature", "keep"), [(True, 0.1, 0.7, True), (True, 0.0, 0.7, False), (False, 0.1, 1.0, False)]
+)
+@pytest.mark.parametrize(("trunk", "has_values", "has_head"), [("shared", True, True), ("own", True, False), ("shared", False, False)])
+def test_a_policy_is_built_of_its_settings(
+    monkeypatch: pytest.MonkeyPatch, is_rl: bool, kl_coef: float, temperature: float, keep: bool, trunk: str, has_values: bool,
+    has_head: bool,
+) -> None:  # fmt: skip
+    """In the warm start at temperature 1 and without a reference, whatever algo says; a head where values are read off its trunk."""
+    monkeypatch.setattr(build, "Policy", lambda model, layout, **given: {"model": model, "layout": layout, **given})
+    settings = replace(
+        SETTINGS, algo=AlgoSettings(temperature=0.7, kl_coef=kl_coef), optim=OptimSettings(lr=0.25), lora=LoraSettings(rank=3),
+        parallel=ParallelSettings(logprob_rows=77), engine=EngineSettings(bucket_mib=0.5), critic=CriticSettings(trunk=trunk, clip=0.4),
+    )  # fmt: skip
+    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3])
+    built = build.build_policy(settings, "layout", renderer, patches="patches", num_steps=123, is_rl=is_rl, has_values=has_values)
+    assert built == {
+        "model": settings.model, "layout": "layout", "parallel": settings.parallel, "optim": settings.optim, "num_steps": 123,
+        "banned_ids": [2], "image_token_id": 1, "temperature": temperature, "keep_reference": keep, "bucket_mib": 0.5,
+        "lora": settings.lora, "seed": 11, "critic": settings.critic if has_head else None, "patches": "patches",
+    }  # fmt: skip
+
+
+def test_a_critic_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer is the policy's but for the learning rate."""
+    monkeypatch.setattr(build, "Critic", lambda critic, layout, **given: {"critic": critic, "layout": layout, **given})
+    optim = OptimSettings(lr=0.25, part_lr={"vision": 0.5}, eps=1e-3, clip_grad=0.1)
+    settings = replace(SETTINGS, optim=optim, critic=CriticSettings(trunk="own", lr=0.125))
+    assert build.build_critic(settings, "layout", patches="patches", num_steps=123) == {
+        "critic": settings.critic, "layout": "layout", "model": settings.model, "parallel": settings.parallel,
+        "optim": OptimSettings(lr=0.125, eps=1e-3, clip_grad=0.1), "num_steps": 123, "seed": 11, "patches": "patches",
+    }  # fmt: skip
+
+
+def test_policy_and_critic_leave_and_come_back_together() -> None:
+    """The policy, whose weights are streamed to the engine, is the last to go and the first to come."""
+    said: list[str] = []
+    policy, critic = (
+        SimpleNamespace(sleep=partial(said.append, f"{name} sleeps"), wake=partial(said.append, f"{name} wakes"))
+        for name in ("policy", "critic")
+    )
+    both = build.Trained(policy, critic)
+    both.sleep()
+    both.wake()
+    assert said == ["critic sleeps", "policy sleeps", "policy wakes", "critic wakes"]
+
+
+def test_stages_say_what_they_span_and_read() -> None:
+    settings = replace(SETTINGS, run=RunSettings(steps=7), sft=SftSettings(splits=["a", "b"], steps=[30, 4]))
+    found = {name: (stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in train.STAGES.items()}
+    assert found == {"rl": (7, ("train", "eval"), True), "sft": (34, ("eval",), False)}
+    assert train.STAGES.keys() == STEPS.keys()

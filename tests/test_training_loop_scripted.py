@@ -1,0 +1,242 @@
+"""The loop of train.py with its real records and checkpoints, around a fleet and networks that are scripted: when AdamW starts anew, and
+which weight the KL has in which step and in which of a run's lives."""
+
+import gc
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl import training_loop
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, ModelSettings, RunSettings, Settings
+from megatron_rl.distributed.image_exchange import Gallery
+from megatron_rl.distributed.world import connect, place
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.run.checkpoints import Checkpoints, find
+from megatron_rl.run.record import Run
+from megatron_rl.types import Batch, Context, Rollout, Stopped
+from tests.run.test_checkpoints import SlowPolicy
+from tests.support.rows import make_rows
+from tests.support.untimed import untimed
+from tests.test_training_loop import Scripted, by_token, step
+
+NO_UPDATE = 2
+"""The step whose rollouts are all dropped."""
+KLS = [0.3, 0.0, None, 0.11, 0.0, 0.1]
+"""What each step's update measures."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    connect(place(), timeout_s=30)
+    yield
+    dist.destroy_process_group()
+
+
+class Played:
+    """A fleet that plays the same rollouts in every step."""
+
+    def __init__(self) -> None:
+        self.admission = SimpleNamespace(rounds=0, owed=[], not_trained_on=[])
+
+    def busy_s(self) -> float:
+        return 0.0
+
+    def figures(self) -> dict[str, float]:
+        return {"engine/pause_s": 0.25}
+
+    def away(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def serve(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None: ...
+
+    def take(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+        rollouts = step()
+        enough(rollouts)
+        self.admission.rounds += 1
+        for rollout in rollouts:
+            rollout.dropped = "end" if number == NO_UPDATE and rollout.is_scored else rollout.dropped
+        return rollouts
+
+
+@dataclass(slots=True)
+class Learner(Scripted, SlowPolicy):
+    """Keeps what it is told to do; its KL is KLS'."""
+
+    saves: list = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    """Of the KL in each update's loss."""
+    trained: list[dict[int, float]] = field(default_factory=list)
+    """Advantages of each update, by token."""
+
+    def update(
+        self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
+    ) -> dict[str, float]:
+        self.told.append(f"update {step}")
+        self.seen_packed.clear()
+        self.trained.append({token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()})
+        if loss.__qualname__.startswith("objective"):
+            one_off = make_rows([0.0], [0.0], old=[-1.0], reference=[-2.0])  # k1 is 1, and nothing else is lost
+            self.weights.append(loss(one_off)[0].item())
+        return {"policy/ratio": 1.0, "engine/logprob_gap_max": 0.0, "policy/kl_reference": KLS[step], "value/loss": 1.0}
+
+    def restart_optimizer(self) -> None:
+        self.told.append("restart")
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def load(self, folder: Path, *, seed: int) -> None:
+        self.told.append(f"load {folder.name}")
+
+
+class Watching(Played):
+    """Counts what of earlier steps is there when the next one begins to roll out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[Counter[str]] = []
+
+    def take(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+        gc.collect()
+        self.left.append(Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Rollout | Context | Batch)))
+        return super().take(number, enough=enough)
+
+
+def live(
+    settings: Settings, *, critic: Learner | None = None, stopped_after: int | None = None, fleet: Played | None = None,
+    evaluation: dict[str, float] | None = None,
+) -> Learner:  # fmt: skip
+    """A life of the run, from where the last one stopped. With a final evaluation it finishes, as start.finish does it."""
+    policy = Learner()
+    checkpoint, state = find(settings)
+    run = Run(settings, place(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
+    checkpoints = Checkpoints(settings, policy, start=checkpoint, base={})
+
+    def check() -> None:
+        if run.num_done == stopped_after:
+            raise Stopped
+
+    try:
+        stop = SimpleNamespace(check=check)
+        training_loop.train(
+            settings,
+            policy=policy,
+            critic=critic,
+            fleet=fleet or Played(),
+            gallery=Gallery(patch=14),
+            run=run,
+            checkpoints=checkpoints,
+            stop=stop,
+        )
+        if evaluation is not None:
+            checkpoints.step_done(run.num_steps, history=run.history, metrics=evaluation)
+            checkpoints.settle()
+            run.final.mkdir(exist_ok=True)
+            (run.final / "config.json").write_text(str(run.num_steps))
+            (run.final / "model.safetensors").touch()
+            run.finish(evaluation)
+    except Stopped:
+        checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
+    finally:
+        run.close()
+    return policy
+
+
+def settings_of(folder: Path, model: Path, algo: AlgoSettings, **critic: object) -> Settings:
+    return Settings(
+        model=ModelSettings(path=str(model)), algo=algo, critic=CriticSettings(**critic),
+        batch=BatchSettings(prompts_per_step=4, micro_batch_tokens=24), run=RunSettings(dir=str(folder), steps=6, max_failed=0.5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("trunk", "warmup", "restarts"), [("shared", 2, 1), ("shared", 0, 0), ("own", 2, 0)])
+def test_adamw_starts_anew_when_a_shared_trunk_begins_to_learn(
+    trunk: str, warmup: int, restarts: int, random_model: Path, tmp_path: Path
+) -> None:
+    """After the last step of the head alone, before the first of both, and never again; an own critic goes on with what it has."""
+    critic = Learner() if trunk == "own" else None
+    policy = live(settings_of(tmp_path, random_model, AlgoSettings(name="ppo"), trunk=trunk, warmup_steps=warmup), critic=critic)
+    steps = [f"update {number}" for number in range(6) if number != NO_UPDATE]
+    if trunk == "own":
+        assert critic.told == steps and policy.told == steps[warmup:]
+    else:
+        assert policy.told == [*steps[:warmup], *["restart"] * restarts, *steps[warmup:]]
+
+
+@pytest.mark.parametrize("record", ["best", "all"])
+def test_nothing_of_a_step_is_left_when_the_next_one_rolls_out(record: str, random_model: Path, tmp_path: Path) -> None:
+    """Neither its rollouts, whose pictures a node may hold once and not twice, nor its batches, nor what was noted of them."""
+    settings, fleet = settings_of(tmp_path, random_model, AlgoSettings(name="rloo")), Watching()
+    live(replace(settings, run=replace(settings.run, record=record)), fleet=fleet)
+    first, *others = fleet.left
+    assert others == [first] * 5
+
+
+def expected_weights() -> list[float]:
+    """By hand: KLs of 0.3, 0, none, 0.11 and 0 on a target of 0.1, 8 episodes of a horizon of 32: a quarter of each error, 0.2 at most."""
+    return list(accumulate([1.05, 0.95, 1.0, 1.025, 0.95], operator.mul, initial=0.5))
+
+
+def adapting(folder: Path, model: Path, *, in_reward: bool) -> Settings:
+    kl = {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in_reward": in_reward, "kl_target": 0.1, "kl_horizon": 32}
+    return settings_of(folder, model, AlgoSettings(name="rloo", **kl))
+
+
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [untimed(line) for line in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_the_weight_of_the_kl_follows_its_target(in_reward: bool, random_model: Path, tmp_path: Path) -> None:
+    """It is in the loss, or in the credit, of the step that it is the metric of."""
+    settings = adapting(tmp_path, random_model, in_reward=in_reward)
+    policy = live(settings)
+    found = [line["policy/kl_coef"] for line in lines_of(tmp_path)]
+    assert found == pytest.approx(expected_weights(), rel=1e-12)
+    used = [weight for number, weight in enumerate(found) if number != NO_UPDATE]
+    assert policy.weights == ([0.0] * 5 if in_reward else used)
+    for weight, trained in zip(used, policy.trained, strict=True):
+        assert trained == credited_with(weight, settings)
+
+
+def credited_with(weight: float, settings: Settings) -> dict[int, float]:
+    rollouts = step()
+    fixed = replace(settings, algo=replace(settings.algo, kl_coef=weight))
+    training_loop.is_enough(rollouts, fixed, ALGORITHMS["rloo"])
+    minibatches = training_loop.credited(rollouts, fixed, Scripted(), algorithm=ALGORITHMS["rloo"], show=lambda needed: None, step=0)
+    return {token: value for batches in minibatches for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
+
+
+@pytest.mark.parametrize("stopped_after", [1, 2, 3])
+def test_a_run_that_goes_on_has_the_weight_it_had(stopped_after: int, random_model: Path, tmp_path: Path) -> None:
+    """Bit for bit, whatever the number: stopped after a step that changed it, and after the one that did not."""
+    unbroken = live(adapting(tmp_path / "unbroken", random_model, in_reward=False))
+    settings = adapting(tmp_path / "run", random_model, in_reward=False)
+    first, second = live(settings, stopped_after=stopped_after), live(settings)
+    assert second.told[0] == f"load step_{stopped_after:08d}"
+    assert first.weights + second.weights == unbroken.weights and len(set(unbroken.weights)) == 5
+    assert lines_of(tmp_path / "run") == lines_of(tmp_path / "unbroken")
+
+
+def test_a_weight_that_is_fixed_is_no_metric(random_model: Path, tmp_path: Path) -> None:
+    policy = live(settings_of(tmp_path, random_model, AlgoSettings(name="rloo", kl_coef=0.5, kl_estimator="k1")))
+    assert policy.weights == [0.5] * 5 and not any("policy/kl_coef" in line for line in lines_of(tmp_path))
+
+
+def test_while_a_critic_warms_up_nothing_pulls_at_the_policy(random_model: Path, tmp_path: Path) -> None:
+    """A KL of 0 would be one far below its target."""
+    kl = {"kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 36}
+    live(settings_of(tmp_path, random_model, AlgoSettings(name="ppo", **kl), warmup_steps=4))
+    found = [line.get("policy/kl_coef") for line in lines_of(tmp_path)]
+    assert found == [None] * 4 + [0.5, pytest.approx(0.5 * 0.95)], "9 episodes of 36; of these groups nobody is left out"
