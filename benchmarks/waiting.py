@@ -9,8 +9,8 @@ Events, not formulas: episodes of log-normal lengths, or of the shape of measure
 engine's step takes what memory_plan/step_time.py says of as many as run, a group is played when its last episode is. Groups are dealt,
 trained on and waited for as rollout/scheduler.py does it: those that were played first, and all that would be too old for the next step.
 Colocated, engines stand still while the weights change and are given out; apart, some of the GPUs only train, and the others stand still
-for the sync alone. An episode that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time leaves
-out.
+for the sync alone. An episode that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time
+leaves out.
 """
 
 import argparse

@@ -27,8 +27,9 @@ export OMP_NUM_THREADS=1 # processes of the distributed tests share the cores; t
 if [[ ${1-} == --quick ]]; then
     shift
     bash tests/lint.sh
-    set -- tests/algo tests/config tests/contracts tests/data tests/evaluation tests/models tests/observe tests/plan tests/policy tests/recorded tests/rewards \
-        tests/rollout tests/tasks tests/test_*.py --deselect tests/contracts/test_recipes.py --deselect tests/distributed/test_hang_watchdog.py --deselect tests/entrypoints/test_evaluate.py --deselect tests/evaluation/test_endpoint_policy.py \
-        --deselect tests/tasks/test_alfworld_players.py "$@"
+    set -- tests/{algo,batching,clients,config,contracts,data,evaluation,export,io,memory_plan,models,observe,policy,rewards,rollout,run,tasks} \
+        tests/distributed/test_{image_exchange,world}.py tests/entrypoints/test_rescore.py tests/launcher/test_sweep_file.py \
+        tests/preflight/test_{gpus,nodes,prompts,settings}.py tests/test_*.py --deselect tests/contracts/test_recipes.py \
+        --deselect tests/evaluation/test_endpoint_policy.py --deselect tests/tasks/lewis/server --deselect tests/tasks/test_alfworld_players.py "$@"
 fi
 exec python -m pytest -m "not gpu and not long" --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=15 "$@"

@@ -1,4 +1,4 @@
-"""The loop of train.py around a real fleet whose episodes go on over an update, in several lives: what is trained on, and what is counted.
+"""The training loop around a real fleet whose episodes go on over an update, in several lives: what is trained on, and what is counted.
 
 Engine, tools and networks are scripted.
 """

@@ -1,4 +1,4 @@
-"""The loop of train.py with its real records and checkpoints, around a fleet and networks that are scripted: when AdamW starts anew, and
+"""The training loop with its real records and checkpoints, around a fleet and networks that are scripted: when AdamW starts anew, and
 which weight the KL has in which step and in which of a run's lives."""
 
 import gc

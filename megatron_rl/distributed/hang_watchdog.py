@@ -50,7 +50,7 @@ SILENT = 3
 """Questions in a row without an answer, after which a rank is given up, however long the others might wait for it (parallel.skew_s)."""
 _NOBODY, _OVER = "0 nobody", "over"
 """Values in place of a question, which is a number and who asks: before the first one, and when every rank is to end."""
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
 
 
@@ -290,7 +290,8 @@ def _told(answers: Mapping[int, Answer]) -> str:
 
 
 def place(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """The innermost line of this package, and of whoever is at work there. Example: `train.py:188 in attach (threading.py:320 in wait)`."""
+    """The innermost line of this package, and of whoever is at work there. Example: `training_loop.py:188 in attach (threading.py:320 in
+    wait)`."""
     told = [f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}" for frame, line in frames]
     own = [number for number, (frame, _) in enumerate(frames) if _is_own(Path(frame.f_code.co_filename))]
     return told[-1] if not own or told[own[-1]] == told[-1] else f"{told[own[-1]]} ({told[-1]})"

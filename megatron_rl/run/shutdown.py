@@ -128,7 +128,7 @@ def main_place() -> str:
     """Return where the main thread is. Example: `distributed/world.py:71 in connect`"""
     frame = sys._current_frames()[threading.main_thread().ident]
     own = frame
-    while own.f_back is not None and not Path(own.f_code.co_filename).is_relative_to(Path(__file__).parent):
+    while own.f_back is not None and not Path(own.f_code.co_filename).is_relative_to(Path(__file__).parents[1]):
         own = own.f_back
     return f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
 

@@ -19,9 +19,11 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 SCRIPT = Path(__file__)
 MEMBERS = {
-    "speaker_run": "launch/train.py experiment=lewis_cpu", "listener_run": "launch/train.py experiment=lewis_listener_cpu",
-    "speaker_service": "-m megatron_rl.tasks.lewis.server.speaker_app", "listener_service": "-m megatron_rl.tasks.lewis.server.listener_app",
-}  # fmt: skip
+    "speaker_run": "launch/train.py experiment=lewis_cpu",
+    "listener_run": "launch/train.py experiment=lewis_listener_cpu",
+    "speaker_service": "-m megatron_rl.tasks.lewis.server.speaker_app",
+    "listener_service": "-m megatron_rl.tasks.lewis.server.listener_app",
+}
 """By what stands in the command line."""
 
 

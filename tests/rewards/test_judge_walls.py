@@ -15,7 +15,7 @@ import pytest
 from PIL import Image as Pictures
 from transformers import AutoProcessor
 
-from megatron_rl.clients import openai
+from megatron_rl.clients import openai as openai_client
 from megatron_rl.config import JudgeSettings
 from megatron_rl.rewards import judge, judge_prompt
 from megatron_rl.rewards.judge import Judge, key_of
@@ -72,7 +72,7 @@ def test_a_long_reply_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) ->
         async def read(asked: Judge) -> None:
             await fault_of(asked)
 
-        monkeypatch.setitem(openai.BOUNDED, "event_hooks", {})
+        monkeypatch.setitem(openai_client.BOUNDED, "event_hooks", {})
         assert grown(lambda: held(settings(server, tries=1, timeout_s=60), read)) > 90
 
 
@@ -150,7 +150,7 @@ def test_a_line_moves_no_cursor() -> None:
             said = await fault_of(asked)
             assert said.isprintable() and len(said) < 600 and "?[2J" in said
             with pytest.raises(openai.InternalServerError) as bare:
-                await openai.client_of(server.url).chat.completions.create(model="judge", messages=[])
+                await openai_client.client_of(server.url).chat.completions.create(model="judge", messages=[])
             assert "\x1b" in str(bare.value) or "\\x1b" in str(bare.value), "the server did say it"
 
         held(settings(server), use)

@@ -103,7 +103,7 @@ def build(settings: Settings) -> Policy:
 
 
 def taught(settings: Settings) -> dict[str, Any]:
-    """A step of train.py on the recorded rollouts, in a world of one: what was dropped, packed and measured, as JSON values."""
+    """A step of training_loop.py on the recorded rollouts, in a world of one: what was dropped, packed and measured, as JSON values."""
     rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
     policy = build(settings)
     is_enough(rollouts, settings, algorithm)
