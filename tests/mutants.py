@@ -2910,7 +2910,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "readers keep what a life before wrote of later steps",
         "megatron_rl/observe/event_file.py",
-        "session_log=SessionLog(status=SessionLog.START)",
+        ', session_log={"status": "START"}',
         "",
         "tests/observe/test_observe.py -k restart_at_step",
     ),

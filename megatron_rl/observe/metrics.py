@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_rl.config import TrackioSettings, WandbSettings, require
 from megatron_rl.io.bounded_files import read_text
 from megatron_rl.io.jsonl import read_lines, replace_bytes, to_line, to_number
+from megatron_rl.observe.event_file import EventFile
 from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
@@ -32,8 +33,6 @@ class MetricsLog:
         self, run_dir: Path, wandb_settings: WandbSettings, config: dict[str, object], *,
         trackio_settings: TrackioSettings | None = None, start_step: int = 0,
     ) -> None:  # fmt: skip
-        from megatron_rl.observe.event_file import EventFile  # here: it loads TensorBoard, which ranks without a log do not need
-
         run_dir.mkdir(parents=True, exist_ok=True)
         path = self._path = run_dir / METRICS_FILE
         self._lines = path.open("a", encoding="ascii")

@@ -385,7 +385,8 @@ def test_viewer_folder() -> None:
     """All that was written is shown, and nothing is left out; what it took is told in numbers."""
     (line,) = rows(said_by("viewer_folder", "--tiny"))
     assert line[0] == "short" and int(line[1]) > 1 and line[11] == f"{int(line[1]) * 256}, 0"
-    assert all(float(cell) > 0 for cell in line[3:11]) and 50 < float(line[12]) < 8000
+    assert float(line[4]) > 0 and all(float(cell) >= 0 for cell in line[5:11]), "a request that is refused is told by its code"
+    assert 50 < float(line[12]) < 8000
 
 
 def test_bank() -> None:
