@@ -486,7 +486,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "megatron_rl/rewards/accuracy.py",
         "relative_accuracy(truth, answer, question=question)",
         "relative_accuracy(truth, answer)",
-        "tests/rewards/test_answer_kinds.py -k words_beside",
+        "tests/rewards/test_answer_kinds.py -k harmless_unless",
     ),
     Mutant(
         "braces of a script end anywhere",

@@ -123,7 +123,7 @@ def test_kinds_of_answers(same: list[tuple[str, str]], different: list[tuple[str
 
 def test_options_of_numbers_and_small_letters() -> None:
     assert not unnoticed(OPTIONS_SAME, 1.0) and not unnoticed(OPTIONS_DIFFERENT, 0.0)
-    assert options_in("points (0, 1) and (3, 2)") == options_in("Find f(1) + f(2).") == options_in("In (a), x? In (b), y?") == {}
+    assert options_in("Points (0, 1) and (3, 2) lie on a line") == options_in("Find f(1) + f(2).") == options_in("In (a), x? In (b), y?") == {}
     assert options_in("1) cat, 2) dog, or 3) cow") == {"1": "cat", "2": "dog", "3": "cow"}
     assert doubt_about("2", NUMBERED) is None and doubt_about("7", NUMBERED) is not None
 
@@ -191,7 +191,8 @@ def test_words_beside_a_number(question: str) -> None:
 
 
 def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None:
-    assert relative_accuracy("5", "The number of chairs is 5", question=CHAIRS) == 1.0
+    asked = [("5", "The number of chairs is 5", CHAIRS), ("5", "5 tables", CHAIRS)]
+    assert rewards_of(asked, source="vsi_numerical") == [1.0, 0.0]
     assert relative_accuracy("5", "5 tables", question=CHAIRS) == 0.0 == relative_accuracy("5", "5 tables short", question=CHAIRS)
     assert relative_accuracy("5 boxes", "5 boxes or 5", question="") == 0.0 and relative_accuracy("5 boxes", "just 5 boxes") == 1.0
     assert relative_accuracy("5", "half of 5", question="What is half of the chairs?") == 0.0
