@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=.venv
-STAMP=$VENV/megatron_rl.stamp       # what was installed: this folder, the lock, setup.py
+STAMP=$VENV/megatron_rl.stamp       # what was installed: this folder, the locks, setup.py
 BUILDING=$VENV/megatron_rl.building # there while packages are being installed
 
 say() { echo "install: $*"; }
@@ -43,7 +43,7 @@ check_driver() {
 
 wanted_stamp() {
     echo "$PWD"
-    cat "$LOCK" setup.py
+    cat "$TORCH" "$LOCK" setup.py
 }
 
 # A wheel for the wrong machine is told apart without importing torch, which would fail to load.
@@ -84,6 +84,7 @@ PYTHON
     ) || fail "the packages of $LOCK do not load together:" "$output"
 }
 
+TORCH=requirements/torch.txt # without hashes: every index has its own builds, which check_torch tells apart
 LOCK=requirements/${1:-cpu}.txt
 if [[ $# == 0 ]] && has_gpu; then LOCK=requirements/gpu.txt; fi
 if [[ $LOCK != requirements/[cg]pu.txt ]]; then fail "$1: is no kind of machine; say cpu or gpu, or nothing and it is looked for"; fi
@@ -114,12 +115,13 @@ if [[ ! -e $VENV ]]; then
 fi
 
 touch "$BUILDING"
-say "installing $(grep -c '==' "$LOCK") packages from $LOCK (minutes, depending on the network)"
+say "installing $(cat "$TORCH" "$LOCK" | grep -c '==') packages from $TORCH and $LOCK (minutes, depending on the network)"
 quiet=(-qq)
 if [[ -t 1 ]]; then quiet=(); fi
 # --no-compile: most of the 18,000 modules are never imported; `check_imports` compiles those that are.
-"$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps -r "$LOCK"
+"$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps -r "$TORCH"
 check_torch
+"$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps --require-hashes -r "$LOCK"
 if [[ $LOCK == *gpu.txt ]] && has_gpu; then check_driver; fi
 "$VENV/bin/python" -m pip install -qq --no-input --no-deps --no-build-isolation -e .
 say "checking that it loads"

@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 LOCK=requirements/te.txt
 STAMP=.venv/te.stamp # what was built; goes with .venv
+PINS=.venv/te.constraints # gpu.txt without its hashes: pip demands one of every package as soon as one file has them
 
 fail() { echo "install_te: error: $*" >&2; exit 1; }
 
@@ -20,7 +21,8 @@ command -v "$nvcc" >/dev/null || fail "needs nvcc of CUDA 13 to build; install t
 command -v g++ >/dev/null || fail "needs g++ to build. Install it (Debian: apt-get install g++) and run this again."
 echo "install_te: building $(grep -c '==' "$LOCK") packages from $LOCK (many minutes)"
 # The environment's own torch is built against, and nothing that gpu.txt holds is moved.
-NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip install -qq --no-input --no-build-isolation -c requirements/gpu.txt -r "$LOCK"
+grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+' requirements/torch.txt requirements/gpu.txt >"$PINS"
+NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip install -qq --no-input --no-build-isolation -c "$PINS" -r "$LOCK"
 .venv/bin/python -c 'from megatron.core.extensions.transformer_engine import HAVE_TE; raise SystemExit(not HAVE_TE)' ||
     fail "the packages of $LOCK do not load with megatron-core"
 cp "$LOCK" "$STAMP.partial"

@@ -45,7 +45,7 @@ def look_at_machine(settings: Settings, report: Report) -> None:
         report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
     look_at_gpus(settings, report)
     look_at_kernels(settings, report)
-    look_at_versions(LOCKS / ("gpu.txt" if torch.version.cuda else "cpu.txt"), report)
+    look_at_versions([LOCKS / "torch.txt", LOCKS / ("gpu.txt" if torch.version.cuda else "cpu.txt")], report)
 
 
 def look_at_files(report: Report) -> None:
@@ -121,18 +121,18 @@ def look_at_kernels(settings: Settings, report: Report) -> None:
     report.warnings += [line for line in (transformer_engine_trouble(), apex_trouble()) if line]
 
 
-def look_at_versions(lock: Path, report: Report) -> None:
-    """What is installed against what was tested."""
-    if not lock.is_file():
+def look_at_versions(locks: Sequence[Path], report: Report) -> None:
+    """Compare the installed versions with those of the lock files."""
+    if not all(lock.is_file() for lock in locks):
         report.say("versions", "no lock beside this package")
         return
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE))
-    others = others_of(pinned)
-    report.say("versions", f"{len(pinned) - len(others)} of {len(pinned)} as in {lock.parent.name}/{lock.name}")
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", "".join(lock.read_text() for lock in locks), re.MULTILINE))
+    others, names = others_of(pinned), " and ".join(f"{lock.parent.name}/{lock.name}" for lock in locks)
+    report.say("versions", f"{len(pinned) - len(others)} of {len(pinned)} as in {names}")
     if others:
         told = "; ".join(f"{name} {found or 'is not installed'}, not {pinned[name]}" for name, found in [*others.items()][:3])
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        report.warnings.append(f"{lock.parent.name}/{lock.name}: {told}{more}; bash launch/install.sh")
+        report.warnings.append(f"{names}: {told}{more}; bash launch/install.sh")
 
 
 def others_of(pinned: Mapping[str, str]) -> dict[str, str]:

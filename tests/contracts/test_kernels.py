@@ -52,6 +52,8 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(ROOT / "launch" / "install_te.sh", tmp_path / "launch")
     shutil.copy(LOCK, tmp_path / "requirements")
+    (tmp_path / "requirements" / "torch.txt").write_text("# torch==1\ntorch==2.13.0\n")
+    (tmp_path / "requirements" / "gpu.txt").write_text("vllm==0.32.0 \\\n    --hash=sha256:0f\n")
     write_script(tmp_path / "launch" / "install.sh", 'echo "install: $*"')
     write_script(tmp_path / ".venv" / "bin" / "python", 'echo "asked: $*"')
     write_script(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 13.0, V13.0.88"')
@@ -72,7 +74,8 @@ def test_the_build_is_asked_for_once(checkout: Path) -> None:
     first, second = install(checkout), install(checkout)
     assert first.returncode == second.returncode == 0, first.stderr
     told, pip, check = [line for line in first.stdout.splitlines() if line.startswith(("asked", "install:"))]
-    assert told == "install: gpu" and "--no-build-isolation -c requirements/gpu.txt -r requirements/te.txt" in pip and "HAVE_TE" in check
+    assert told == "install: gpu" and "--no-build-isolation -c .venv/te.constraints -r requirements/te.txt" in pip and "HAVE_TE" in check
+    assert (checkout / ".venv" / "te.constraints").read_text() == "torch==2.13.0\nvllm==0.32.0\n"
     assert second.stdout.splitlines() == ["install: gpu"]
 
 

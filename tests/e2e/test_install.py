@@ -37,7 +37,9 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "launch" / "install.sh", folder / "launch")
     shutil.copy(ROOT / "setup.py", folder)
     wheel = write_wheel(tmp_path, cuda="13.0")
-    (folder / "requirements" / "cpu.txt").write_text(f"# torch==9.9\n{wheel}\n")
+    (folder / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
+    for name in ("cpu.txt", "gpu.txt"):
+        (folder / "requirements" / name).write_text("# nothing\n")
     write_script(folder / "bin" / "python3.11", f'exec "{sys.base_prefix}/bin/python3" "$@"')
     write_script(folder / "bin" / "nvidia-smi", "exit 9")
     return folder
@@ -71,7 +73,7 @@ def test_a_cuda_torch_without_cuda_is_refused_and_the_next_run_starts_over(check
 def test_a_cpu_torch_beside_a_gpu_is_refused(checkout: Path):
     write_script(checkout / "bin" / "nvidia-smi", 'echo "GPU 0: NVIDIA H200"')
     wheel = write_wheel(checkout.parent, cuda=None)
-    (checkout / "requirements" / "gpu.txt").write_text(f"# torch==9.9\n{wheel}\n")
+    (checkout / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
     result = install(checkout)
     assert result.returncode == 1
     assert "error: pip delivered the CPU build of torch, and this is for machines with a CUDA device" in result.stderr
@@ -80,9 +82,12 @@ def test_a_cpu_torch_beside_a_gpu_is_refused(checkout: Path):
 def test_another_kind_of_machine_is_named(checkout: Path):
     """An image is made where there is no GPU: the lock is the one that was asked for, and is held to its own torch."""
     wheel = write_wheel(checkout.parent, cuda=None)
-    (checkout / "requirements" / "gpu.txt").write_text(f"# torch==9.9\n{wheel}\n")
+    (checkout / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
     result = install(checkout, "gpu")
-    assert "from requirements/gpu.txt" in result.stdout and "error: pip delivered the CPU build of torch" in result.stderr
+    assert (
+        "from requirements/torch.txt and requirements/gpu.txt" in result.stdout
+        and "error: pip delivered the CPU build of torch" in result.stderr
+    )
     other = install(checkout, "tpu")
     assert other.returncode == 1 and "error: tpu: is no kind of machine; say cpu or gpu" in other.stderr
 
@@ -101,7 +106,7 @@ def test_a_driver_that_is_too_old_is_named(checkout: Path):
     """Then nvidia-smi works, and torch sees no GPU."""
     write_script(checkout / "bin" / "nvidia-smi", 'test "$1" = -L && echo "GPU 0: NVIDIA H200" || echo 535.183.01')
     wheel = write_wheel(checkout.parent, cuda="13.0", loads=True)
-    (checkout / "requirements" / "gpu.txt").write_text(f"# torch==9.9\n{wheel}\n")
+    (checkout / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
     result = install(checkout)
     assert result.returncode == 1
     assert "error: torch sees no GPU: NVIDIA's driver is 535.183.01, and CUDA 13 needs 580 or newer" in result.stderr
@@ -110,7 +115,6 @@ def test_a_driver_that_is_too_old_is_named(checkout: Path):
 
 def test_what_triton_lacks_is_named_before_anything_is_made(checkout: Path):
     """A Python without headers; a machine without a compiler has nothing on its path but what the script itself calls."""
-    (checkout / "requirements" / "gpu.txt").write_text("# nothing\n")
     real = f'exec "{sys.base_prefix}/bin/python3" "$@"'
     write_script(checkout / "bin" / "python3.11", f'case "$2" in *Python.h*) exit 1 ;; *) {real} ;; esac')
     headers = install(checkout, "gpu")
@@ -140,7 +144,8 @@ def test_a_matching_stamp_ends_at_once_and_any_change_does_not(checkout: Path):
     interpreter.parent.mkdir(parents=True)
     write_script(interpreter, 'test "$1" = -c || { echo "asked: $*"; exit 7; }')  # a Python that cannot install
     lock, stamp = checkout / "requirements" / "cpu.txt", checkout / ".venv" / "megatron_rl.stamp"
-    stamp.write_text(f"{checkout}\n{lock.read_text()}{(checkout / 'setup.py').read_text()}")
+    torch = (checkout / "requirements" / "torch.txt").read_text()
+    stamp.write_text(f"{checkout}\n{torch}{lock.read_text()}{(checkout / 'setup.py').read_text()}")
     assert (install(checkout).returncode, install(checkout).stdout) == (0, "")
 
     lock.write_text(lock.read_text() + "# changed\n")

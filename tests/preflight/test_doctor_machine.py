@@ -92,18 +92,18 @@ def test_a_machine_without_a_gpu_says_so(settings: Settings, monkeypatch: pytest
 def test_versions_are_held_against_the_lock(tmp_path: Path) -> None:
     """This environment is that of the lock; one that is not has its first three packages named."""
     report = Report()
-    look_at_versions(ROOT / "requirements" / "cpu.txt", report)
+    look_at_versions([ROOT / "requirements" / name for name in ("torch.txt", "cpu.txt")], report)
     ((_, found),) = report.rows
     assert not report.warnings and found.split()[0] == found.split()[2] and int(found.split()[0]) > 100
     (tmp_path / "lock.txt").write_text("# torch==1\ntorch==2.12.0\nnone-such==1.0\nhydra-core==1.3.2\nsix_such==2\npillow==0.1\n")
     report = Report()
-    look_at_versions(tmp_path / "lock.txt", report)
+    look_at_versions([tmp_path / "lock.txt"], report)
     (warning,) = report.warnings
     assert dict(report.rows)["versions"].startswith("1 of 5 as in")
     assert f"torch {torch.__version__}, not 2.12.0; none-such is not installed, not 1.0; six_such" in warning
     assert warning.endswith("and 1 more; bash launch/install.sh")
     report = Report()
-    look_at_versions(tmp_path / "absent.txt", report)
+    look_at_versions([tmp_path / "absent.txt"], report)
     assert report.rows == [("versions", "no lock beside this package")] and not report.warnings
 
 

@@ -1,6 +1,7 @@
 """What each pin of requirements/gpu.txt demands, out of pip's own reports: written into tests/contracts/gpu_requires.json by hand.
 
-    pip install --dry-run --no-deps --ignore-installed --use-feature=fast-deps --report r.json -r requirements/gpu.txt       # Python 3.11
+    grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+' requirements/torch.txt requirements/gpu.txt >pins.txt
+    pip install --dry-run --no-deps --ignore-installed --use-feature=fast-deps --report r.json -r pins.txt       # Python 3.11
     pip install --dry-run --no-deps --ignore-installed --use-feature=fast-deps --report t.json torch===2.13.0
     python -m tests.support.gpu_requires r.json t.json
 
