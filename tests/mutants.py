@@ -34,6 +34,27 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a run goes on with other rows",
+        "megatron_rl/data/data_digests.py",
+        "if recorded.get(key) != found[key]:",
+        "if recorded.get(key) is None:",
+        "tests/data/test_data_digests.py -k other_rows",
+    ),
+    Mutant(
+        "only the first data file has a digest",
+        "megatron_rl/data/data_digests.py",
+        "for name in names for path in files_of(name, key=key)]",
+        "for name in names[:1] for path in files_of(name, key=key)]",
+        "tests/data/test_data_digests.py -k other_rows",
+    ),
+    Mutant(
+        "data of an evaluation have no digest",
+        "megatron_rl/data/data_digests.py",
+        '"eval": data.eval, ',
+        "",
+        "tests/data/test_data_digests.py -k size_and_content",
+    ),
+    Mutant(
         "a FIFO is waited for",
         "megatron_rl/io/bounded_files.py",
         "os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC",
@@ -2307,7 +2328,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "blocks of a file of weights are sampled from its first half alone",
-        "megatron_rl/weights/formats/model_digests.py",
+        "megatron_rl/io/sampled_digest.py",
         "for start in range(0, size, max",
         "for start in range(0, size // 2, max",
         "tests/weights/test_model_digests.py",
@@ -2322,7 +2343,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint does not record the model that the run began with",
         "megatron_rl/run/checkpoints.py",
-        "settings=asdict(self._settings), base=self._base",
+        "settings=asdict(self._settings), inputs=self._inputs",
         "settings=asdict(self._settings)",
         "tests/run/test_checkpoints.py -k found_with",
     ),

@@ -24,6 +24,7 @@ from megatron_rl.distributed.world import connect, place
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import choose_prompts
+from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, find
 from megatron_rl.run.record import Run
 from megatron_rl.types import Stopped
@@ -74,7 +75,7 @@ def live(
     in the rollouts, the update, the checkpoint (begun and not complete) or the sync of one."""
     policy, (checkpoint, state) = Slept(), find(settings)
     run = Run(settings, place(), num_steps=STEPS, first_step=state.step, history=state.history)
-    checkpoints = Checkpoints(settings, policy, start=checkpoint, base={})
+    checkpoints = Checkpoints(settings, policy, start=checkpoint, inputs=InputDigests())
     renderer = Renderer(settings.model)
     fleet = lasting_fleet(renderer, max_staleness=settings.run.max_staleness, num_steps=STEPS)
     fleet.task = SlowTask()

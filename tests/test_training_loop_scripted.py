@@ -21,6 +21,7 @@ from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, Mode
 from megatron_rl.distributed.image_exchange import Gallery
 from megatron_rl.distributed.world import connect, place
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, find
 from megatron_rl.run.record import Run
 from megatron_rl.types import Batch, Context, Rollout, Stopped
@@ -121,7 +122,7 @@ def live(
     policy = Learner()
     checkpoint, state = find(settings)
     run = Run(settings, place(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
-    checkpoints = Checkpoints(settings, policy, start=checkpoint, base={})
+    checkpoints = Checkpoints(settings, policy, start=checkpoint, inputs=InputDigests())
 
     def check() -> None:
         if run.num_done == stopped_after:

@@ -13,6 +13,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.rollout_correction import uncorrected
 from megatron_rl.build import build_critic, build_policy
 from megatron_rl.config import Settings
+from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.hang_watchdog import Watch
 from megatron_rl.distributed.image_exchange import Gallery
 from megatron_rl.distributed.world import (
@@ -48,7 +49,7 @@ from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.replay import check_recorded
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.vllm.server_api import check_servers
-from megatron_rl.run.checkpoint_state import RunState
+from megatron_rl.run.checkpoint_state import InputDigests, RunState
 from megatron_rl.run.checkpoints import Checkpoints, find
 from megatron_rl.run.directory import Standing, held, saved_step
 from megatron_rl.run.failure_checks import check_improvement
@@ -197,7 +198,7 @@ def build(
     """All but the engines, on every rank; where the run goes on, it is found here."""
     group = patient(timeout_s=settings.parallel.skew_s)
     checkpoint, state = find(settings, group=group)
-    base = on_main_rank(lambda: read_base(settings, state if checkpoint else None), group=group)
+    inputs = on_main_rank(lambda: digest_inputs(settings, state if checkpoint else None), group=group)
     started = standing.describe_start(Path(settings.run.dir), checkpoint)
     if started and world.is_main:
         print(started, flush=True)
@@ -223,18 +224,19 @@ def build(
     for line in (transformer_engine_trouble(), *uncorrected(settings)):
         if line:
             record.tell(line)
-    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, base=base, group=group)
+    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, inputs=inputs, group=group)
     return Parts(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
         checkpoints=checkpoints, stop=stop, gallery=gallery, closing=closing,
     )  # fmt: skip
 
 
-def read_base(settings: Settings, state: RunState | None) -> dict[str, str]:
-    """Return the digests of the model in model.path. ValueError: it is not the one of the run that goes on from `state`."""
-    found = model_digests(Path(settings.model.path))
+def digest_inputs(settings: Settings, state: RunState | None) -> InputDigests:
+    """Return the digests of the model and the data. ValueError: they are not those of the run that goes on from `state`."""
+    found = InputDigests(model=model_digests(Path(settings.model.path)), data=data_digests(settings.task.data))
     if state is not None:
-        check_same_model(state.base, found, key="model.path", folder=settings.model.path)
+        check_same_model(state.inputs.model, found.model, key="model.path", folder=settings.model.path)
+        check_same_data(state.inputs.data, found.data)
     return found
 
 

@@ -19,6 +19,16 @@ _OWN_DIGEST = "sha256"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class InputDigests:
+    """Digests of what a run reads again when it goes on."""
+
+    model: dict[str, str] = field(default_factory=dict)
+    """Of the files in model.path, by name (weights/formats/model_digests.py)."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Of the files of task.data.train, .eval and .demonstrations, by setting (data/data_digests.py)."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class RunState:
     """What a run knows beside its policy when `step` steps are done; without arguments, at its beginning."""
 
@@ -27,8 +37,7 @@ class RunState:
     success: float | None = None
     """Greedy success of the evaluation that followed this step, if there was one."""
     settings: dict = field(default_factory=dict)
-    base: dict[str, str] = field(default_factory=dict)
-    """Digests of the model in model.path (weights/formats/model_digests.py)."""
+    inputs: InputDigests = field(default_factory=InputDigests)
     files: dict[str, dict[str, int | str]] = field(default_factory=dict)
     """Size and digest of every file of the checkpoint but this one, by its name relative to the checkpoint (digests.py)."""
 
@@ -45,7 +54,7 @@ def recall(checkpoint: Path) -> RunState:
         if found != expected:
             raise ValueError(f"has the SHA-256 {found}, not {expected}")
         check_records(read["files"])
-        state = RunState(**{**read, "history": History(**read["history"])})
+        state = RunState(**{**read, "history": History(**read["history"]), "inputs": InputDigests(**read["inputs"])})
         _STATE.validate_json(json.dumps(read), strict=True)
         return state
     except FileNotFoundError as error:

@@ -26,7 +26,7 @@ from megatron_rl.distributed.world import gather, on_main_rank, together
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import Save
-from megatron_rl.run.checkpoint_state import RunState, recall, write_state
+from megatron_rl.run.checkpoint_state import InputDigests, RunState, recall, write_state
 from megatron_rl.run.record import CHECKPOINTS, History, Run, published, step_name, step_of, writing
 from megatron_rl.run.superseded_steps import SUPERSEDED, free_path
 from megatron_rl.types import RunFailed
@@ -111,12 +111,12 @@ class Checkpoints:
 
     def __init__(
         self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
-        start: Path | None, base: Mapping[str, str], group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
+        start: Path | None, inputs: InputDigests, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`start` is the checkpoint that `find` found; `base` holds the digests of the model in model.path (model_digests.py); `group` is
-        where ranks wait for those that write longer (world.patient)."""
+        """`start` is the checkpoint that `find` found; `inputs` are the digests of the run's model and data; `group` is where
+        ranks wait for those that write longer (world.patient)."""
         self._settings, self._policy, self._critic, self._start, self._group = settings, policy, critic, start, group
-        self._base = dict(base)
+        self._inputs = inputs
         self._run = Path(settings.run.dir)
         self._pending: _Pending | None = None
         self._clock, self._last = clock, clock()
@@ -162,7 +162,7 @@ class Checkpoints:
             return
         if pending.step == step:
             pending.state = RunState(
-                step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings), base=self._base
+                step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings), inputs=self._inputs
             )  # fmt: skip
         if not self._settings.checkpoint.background or all([save.is_written() for save in pending.saves]):
             self.settle()

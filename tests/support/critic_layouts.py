@@ -27,6 +27,7 @@ from megatron_rl.policy.patches import carried
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.trainable_model import Learner
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, published
 from megatron_rl.run.record import History
 from megatron_rl.training_loop import updates_of
@@ -136,10 +137,10 @@ def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     dist.all_gather_object(found, {name: looked_at(each, before[name]) for name, each in (("policy", policy), ("critic", critic))})
     result["parameters"] = found
     result["exported"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    Checkpoints(settings, policy, critic, start=None, base={}).save(3, history=History(), metrics={})
+    Checkpoints(settings, policy, critic, start=None, inputs=InputDigests()).save(3, history=History(), metrics={})
     (checkpoint,) = published(out / f"run {text}" / "checkpoints")
     others = built(seed=9)
-    Checkpoints(settings, *others, start=checkpoint, base={}).restore()
+    Checkpoints(settings, *others, start=checkpoint, inputs=InputDigests()).restore()
     for name, (speaker, valuer) in {"straight": (policy, critic), "resumed": others}.items():
         metrics = updates_of(settings, speaker, valuer, ALGORITHMS)(batches, 3)
         result[name] = {"metrics": metrics, "logprobs": speaker.logprobs(whole)[0], "values": valuer.values(whole)[0]}

@@ -18,6 +18,7 @@ from megatron_rl.config import ModelSettings, ParallelSettings, RunSettings, Set
 from megatron_rl.distributed.hang_watchdog import Watch
 from megatron_rl.distributed.image_exchange import Gallery
 from megatron_rl.distributed.world import World, connect, disconnect, gather, patient, place
+from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.record import History
 from megatron_rl.run.shutdown import Stop
@@ -62,7 +63,7 @@ def play(settings: Settings, world: World) -> None:
     build.build_engine = lambda *_: LateEngine(late_s)
     fleet = build.build_fleet(settings, None, trainer=None, renderer=None, world=world, gallery=gallery, stop=Stop(grace_s=1), tell=print)
     fleet.play([], samples=1, settings=fleet.episode)
-    checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, base={}, group=group)
+    checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, inputs=InputDigests(), group=group)
     publish = checkpoints._publish
     checkpoints._publish = lambda pending: (time.sleep(LATE_S), publish(pending))
     checkpoints.save(1, history=History(), metrics={})

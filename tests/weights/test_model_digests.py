@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.io.sampled_digest import sampled_digest
 from megatron_rl.weights.formats.digests import digest
-from megatron_rl.weights.formats.model_digests import FILES, check_same_model, model_digests, sampled_digest
+from megatron_rl.weights.formats.model_digests import FILES, check_same_model, model_digests
 
 
 def turn_a_sign(folder: Path) -> None:

@@ -1,0 +1,33 @@
+"""Digests of the data files that a run began with, recorded in its checkpoints: a run does not go on with other rows.
+
+Which rows a step trains on follows from the seed and the rows in their order. Pictures that rows name by their paths are not part of
+the digests.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+from megatron_rl.config import DataSettings
+from megatron_rl.data.dataset_files import files_of
+from megatron_rl.io.sampled_digest import sampled_digest
+
+
+def data_digests(data: DataSettings) -> dict[str, str]:
+    """Return a SHA-256 of the files of each of task.data.train, .eval and .demonstrations that names any, in their order."""
+    named = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
+    return {f"task.data.{name}": _digest_of_files(names, f"task.data.{name}") for name, names in named.items() if names}
+
+
+def _digest_of_files(names: list[str], key: str) -> str:
+    digests = [sampled_digest(path) for name in names for path in files_of(name, key=key)]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def check_same_data(recorded: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Raise ValueError where the files of a setting are not the recorded ones, with both digests."""
+    for key in found:
+        if recorded.get(key) != found[key]:
+            raise ValueError(
+                f"{key}: its files hold other rows than when this run began: their digest is {found[key]}, and was {recorded.get(key)}; "
+                "put the first files back, or choose another run.dir"
+            )

@@ -1,0 +1,61 @@
+"""Which changes of data files are other rows to a run that goes on."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import DataSettings
+from megatron_rl.data.data_digests import check_same_data, data_digests
+
+
+def settings_of(folder: Path, *names: str) -> DataSettings:
+    return DataSettings(train=[str(folder / name) for name in names], eval=[str(folder / names[0])])
+
+
+def rows(num: int) -> str:
+    return "".join(f'{{"question": "q{number}", "answer": "{number}"}}\n' for number in range(num))
+
+
+def test_what_is_digested_is_size_and_content(tmp_path: Path) -> None:
+    """By hand: of a small file all of it, and of a setting the digests of its files in their order."""
+    (tmp_path / "a.jsonl").write_text(rows(2))
+    size = len(rows(2))
+    of_file = hashlib.sha256(f"{size}\n{rows(2)}".encode()).hexdigest()
+    expected = hashlib.sha256(of_file.encode()).hexdigest()
+    assert data_digests(settings_of(tmp_path, "a.jsonl")) == {"task.data.train": expected, "task.data.eval": expected}
+    assert data_digests(DataSettings()) == {}
+
+
+@pytest.mark.parametrize("change", ["another answer", "another row", "another order of files", "another file"])
+def test_other_rows_are_refused_with_both_digests(change: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(rows(3))
+    (tmp_path / "b.jsonl").write_text(rows(5))
+    before = data_digests(settings_of(tmp_path, "a.jsonl", "b.jsonl"))
+    check_same_data(before, data_digests(settings_of(tmp_path, "a.jsonl", "b.jsonl")))
+    names = ("a.jsonl", "b.jsonl")
+    if change == "another answer":
+        (tmp_path / "b.jsonl").write_text(rows(5).replace('"answer": "4"', '"answer": "7"'))
+    elif change == "another row":
+        (tmp_path / "b.jsonl").write_text(rows(6))
+    elif change == "another order of files":
+        names = ("b.jsonl", "a.jsonl")
+    else:
+        names = ("a.jsonl",)
+    found = data_digests(settings_of(tmp_path, *names))
+    told = f"task.data.train: its files hold other rows than when this run began: their digest is {found['task.data.train']}, "
+    told += f"and was {before['task.data.train']}; put the first files back, or choose another run.dir"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        check_same_data(before, found)
+
+
+def test_a_change_in_the_middle_of_a_large_file_is_seen(tmp_path: Path) -> None:
+    """Blocks are spread over the whole file: 2 MB of changed rows are met by some of them."""
+    content = bytearray(b"x" * (64 << 20))
+    (tmp_path / "large.jsonl").write_bytes(content)
+    before = data_digests(settings_of(tmp_path, "large.jsonl"))
+    content[20 << 20 : 22 << 20] = b"y" * (2 << 20)
+    (tmp_path / "large.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match="its files hold other rows"):
+        check_same_data(before, data_digests(settings_of(tmp_path, "large.jsonl")))
