@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/scale.py --experiment codev_7b_h200x8 --gpus 8 64
 
 The model of time is megatron_rl/memory_plan/step_time.py with the constants of memory_plan/step_time_constants.py. For the rollout
-episodes are drawn instead, of log-normal lengths (speed.py, spread), dealt to the engines in turn and played in their slots: engines wait
-for the one that ends last. The batch is the recipe's, or grows with the GPUs from the recipe's own number of them.
+episodes are drawn instead, of log-normal lengths (step_time_constants.py, spread), dealt to the engines in turn and played in their slots:
+engines wait for the one that ends last. The batch is the recipe's, or grows with the GPUs from the recipe's own number of them.
 """
 
 import argparse

@@ -263,7 +263,7 @@ class LocalEngine:
                 future.set_exception(error)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights in place (every tensor exactly once, proven: vllm/weights.py) and forget what the old ones computed.
+        """Replace the weights in place (every tensor exactly once, proven: vllm/weight_receiver.py) and forget what the old ones computed.
 
         On a sleeping CUDA engine this wakes the weights' memory, not yet the cache's. What is under way goes on with these weights.
         """

@@ -1,7 +1,7 @@
 """What an engine is: token ids and images in, sampled token ids with their logprobs out. Episodes know this much of it and no more.
 
 Token in, token out: a request's ids are final (image placeholders are expanded), its patches are those that the trainer sees, and what was
-sampled comes back as ids. colocated.py is the engine in this process; its requests to vLLM are vllm/core.py's.
+sampled comes back as ids. colocated.py is the engine in this process; its requests to vLLM are vllm/engine_core.py's.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None
     ("gpus", "processes", "service"), [(0, 1, ""), (1, 1, ""), (2, 1, ", gpus: [1]"), (4, 3, ", gpus: [3]"), (8, 7, ", gpus: [7]")]
 )
 def test_a_listener_of_its_own_has_the_last_gpu_and_the_run_the_others(tree: Path, gpus: int, processes: int, service: str) -> None:
-    """As services/service_launcher.py and kept.py read it: the service is not refused for the run's GPUs, and sees that one alone."""
+    """As services/service_launcher.py and supervised_process.py read it: the service is not refused for the run's GPUs, and sees that one
+    alone."""
     own = settings_of(tree, "", "9100", gpus=gpus, processes=processes, LISTENER_MODEL="runs/l")
     assert own["services.listener"] == f"{{kind: listener, model: 'runs/l', port: 9100{service}}}"
     assert own["task.listener.urls"] == "[service:listener]" and "task.listener.proxy" not in own

@@ -1,4 +1,4 @@
-"""Ranks of two nodes that roll out pictures and encode each other's. Run under torchrun by test_gallery.py.
+"""Ranks of two nodes that roll out pictures and encode each other's. Run under torchrun by test_image_exchange.py.
 
 gallery_world.py OUT
 """

@@ -1,4 +1,4 @@
-"""Run as a world by test_watch.py: ranks that gather under a watch, of which rank 1 does something else.
+"""Run as a world by test_hang_watchdog.py: ranks that gather under a watch, of which rank 1 does something else.
 
 usage: watched.py OUT lags|ends|memory|stops|writes LIMIT_S
 
