@@ -62,6 +62,7 @@ _FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_(?:\{(\d+)\}(?!\d)|(\d+))")
 """The subscript of `h_2o`, which is compared as `h2o`."""
 _BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
 """The blank of `5 cm`, `50 %` and `$ 5`, which is not always written."""
+_BETWEEN_NUMBERS = re.compile(r"(?<=\d),\s+(?=\d)")
 _ORDINAL = re.compile(r"(?<=\d)\^\{?(st|nd|rd|th)\}?(?!\w)")
 _STOPS = ".,;\u3002"
 _WORD_END = re.compile(r"[^\W\d_]{2}\Z")
@@ -89,6 +90,7 @@ def comparison_form(text: str) -> str:
     """Return the form in which words are compared: without case (but that of units), quotation marks and dollars around it, a stop."""
     text = unicodedata.normalize("NFKC", mark_unit_case(_ESCAPED.sub(r"\1", normalize(text))).casefold())
     text = _ORDINAL.sub(r"\1", _FORMULA_INDEX.sub(r"\1\2", _BEFORE_UNIT.sub("", text)))
+    text = _BETWEEN_NUMBERS.sub(",", text)
     return _without_end(_strip_enclosing(_without_end(text), (*_ENCLOSING, *_QUOTES)))
 
 
@@ -107,10 +109,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def unboxed(text: str) -> str:
-    r"""Return x for a text that is all `\boxed{x}` or `\fbox{x}`; any other text as it is."""
-    found = _BOX_START.match(text)
-    inside = balanced(text[found.end() :]) if found else None
-    return inside if found and inside is not None and found.end() + len(inside) + 1 == len(text) else text
+    r"""Return x for a text that is all `\boxed{x}` or `\fbox{x}`, with `$` or other marks around it or not; any other text as it is."""
+    box = _strip_enclosing(text, _ENCLOSING)
+    found = _BOX_START.match(box)
+    inside = balanced(box[found.end() :]) if found else None
+    return inside if found and inside is not None and found.end() + len(inside) + 1 == len(box) else text
 
 
 def count_boxes(text: str) -> int:

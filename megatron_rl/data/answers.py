@@ -26,6 +26,14 @@ DOUBTFUL_LENGTH = 200
 PROTOCOL_TAG = re.compile(
     r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\(?:boxed|fbox)|<\|", re.IGNORECASE
 )
+_LEAD_IN = re.compile(
+    r"\s*(\*\*|__|\*)?(?:the\s+)?(?:(?:final|correct|right)\s+)?answer"
+    r"(?(1)(?:(?:\s+is)?\s*:\1|(?:\s+is)?\1\s*:|\s+is\1)|(?:(?:\s+is)?\s*:|\s+is(?=\s)))\s*(?=\S)",
+    re.IGNORECASE,
+)
+"""`Answer: 5`, `The answer is 5.`, `**Answer:** 5`."""
+_MARKED_OPTION = re.compile(r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?(?:\s+(\S.*))?")
+"""`E`, `(E)`, `E. red`."""
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -48,7 +56,7 @@ def unwrapped(text: str) -> str:
     """Return what the last <answer> block holds, or all of a text without one; of that the last box or GSM8K's last line, if it has one."""
     text = (_TAGGED.findall(text) or [text])[-1]
     boxed = last_boxed(text)
-    return (text if boxed is None else boxed).strip()
+    return text[lead_in.end() if (lead_in := _LEAD_IN.match(text)) else 0 :].strip() if boxed is None else boxed.strip()
 
 
 def unmatchable_reason(answer: str) -> str:
@@ -69,8 +77,12 @@ def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())
     if options and answer.isdigit() and answer not in options and not is_option:
         return f"is a number, {listed}", "it may count from 0 or from 1; write the letter"
-    if options and re.fullmatch("[A-Z]", answer) and answer not in options:
-        return f"is {answer}, {listed}", "correct the letter, or list all options"
+    if (marked := _MARKED_OPTION.fullmatch(answer)) and "A" in options:
+        letter, words = marked[1] or marked[2], comparison_form(marked[3] or "")
+        if letter not in options:
+            return f"is {answer}, {listed}", "correct the letter, or list all options"
+        if words and words != comparison_form(options[letter]):
+            return f"is {answer}, and the question's option {letter} is {options[letter]}", "correct the letter or its words"
     if answer.startswith(("[", "{")) and (isinstance(literal(answer), Mapping) or isinstance(listed_values(answer), list)):
         return "is a list or a mapping, written as text", "a reply must repeat it as it stands; write the short answer alone"
     if "\n" in answer or len(answer) >= DOUBTFUL_LENGTH:

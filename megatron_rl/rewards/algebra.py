@@ -43,7 +43,6 @@ ANSWER_S = 300.0
 """What a helper may take for an answer, its own start with it; one that is silent longer hangs, and another takes its place."""
 TRIES = 2
 """Helpers that a question may meet; the last one's end is a LastingFault."""
-SHARE = 1e-6
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
     ("1/2", "50%"),
@@ -73,6 +72,10 @@ braces (`2^3^2`, which it groups from the left), negations (`~p`)."""
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
 """Statements about numbers alone (`1=1`, `3>2`): math-verify finds any two true ones equal, and any two false ones."""
+_VECTORS = re.compile(
+    r".*\\nabla|(?=.*(?:\\times|\xd7))(?=.*(?:\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm|pmb|bf)(?![A-Za-z])|\*\*))", re.DOTALL
+)
+"""Products of vectors: math-verify takes every product for one of numbers, in any order."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
 """Letters that stand behind a number as variables and not as a unit: `3x`, `2ab`."""
@@ -80,7 +83,7 @@ _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
 
 _DEGREES_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\n]*\\circ")
 """math-verify reads 30^\\circ as 30, of which the sine is -0.99."""
-_THOUSANDS = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,(\[{])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 """`1,000`, not at the front of a list in brackets: `(100,200)` is a pair."""
 
 
@@ -100,6 +103,8 @@ class Algebra:
         if not (is_mathematics(truth) and is_mathematics(answer)) or {_brackets(truth), _brackets(answer)} == {"set", "pair"}:
             return None
         wanted, given = (_THOUSANDS.sub(lambda found: found[0].replace(",", ""), to_latex(text)) for text in (truth, answer))
+        if wanted == given:
+            return True
         if ("=" in wanted) != ("=" in given) and not (states_a_value(wanted) and states_a_value(given)):
             return None
         if max(num_names(wanted), num_names(given)) > 1:
@@ -167,7 +172,7 @@ def is_mathematics(text: str) -> bool:
     inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() and not goes_on(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside):
         return False
-    if _DEGREES_OF_AN_ANGLE.search(inside) or any(digit_label(part) for part in (text, *PARTS.split(text))):
+    if _DEGREES_OF_AN_ANGLE.search(inside) or _VECTORS.match(text) or any(digit_label(part) for part in (text, *PARTS.split(text))):
         return False
     if _RELATION.search(inside) and not re.search("[A-Za-z]", _COMMAND.sub("", inside)):
         return False
@@ -209,22 +214,22 @@ def _verify(truth: str, answer: str) -> int:
     from math_verify import parse, verify
     from math_verify.parser import LatexExtractionConfig
 
+    from megatron_rl.rewards.parsed_math import differ_by_a_share, is_always_or_never_true, is_undefined, name_unevaluated
+
     as_written = replace(LatexExtractionConfig().normalization_config, units=False)
     reader = [LatexExtractionConfig(normalization_config=as_written)]
     read = [parse(_quoted(text), reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
     if not all(read):
         return _UNDECIDED
-    is_same = all(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in (read, read[::-1]))
-    return _RIGHT if is_same and not _differ_by_a_share(read[0][0], read[1][0]) else _WRONG
-
-
-def _differ_by_a_share(truth: object, answer: object) -> bool:
-    """Whether two numbers differ by more than SHARE of the larger: math-verify rounds to six places, where 1e-7 equals 2e-7."""
-    from sympy import Abs, Expr, Max
-
-    if not all(isinstance(side, Expr) and side.is_number and side.is_finite for side in (truth, answer)):
-        return False
-    return bool(Abs(truth - answer).evalf() > SHARE * Max(Abs(truth), Abs(answer)).evalf())
+    sides, are_unevaluated = name_unevaluated([side for side, *_ in read])
+    if any(map(is_undefined, sides)):
+        return _UNDECIDED
+    is_same = all(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in (sides, sides[::-1]))
+    if is_same and sides[0] != sides[1] and all(map(is_always_or_never_true, sides)):
+        return _UNDECIDED
+    if is_same and not differ_by_a_share(*sides):
+        return _RIGHT
+    return _UNDECIDED if are_unevaluated else _WRONG
 
 
 def _quoted(text: str) -> str:

@@ -17,7 +17,7 @@ LONGEST_NUMBER = 30
 """Characters of a number that is read out of a text."""
 ROUNDED_DIGITS = 6
 """A decimal of at least so many digits equals a longer one that rounds to it."""
-_DIGITS = r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
+_DIGITS = r"((?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _EXPONENT = r"[-+]?\d{1,2}"
 _TEN_TO_THE = rf"10\s*\^\s*(?:\{{\s*({_EXPONENT})\s*\}}|\(\s*({_EXPONENT})\s*\)|({_EXPONENT}))"
 _TIMES = r"\s*(?:[xX*\xd7\u22c5\xb7]|\\times|\\cdot)\s*"
@@ -42,6 +42,12 @@ _OPENING = " $\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba([{\"'`\\"
 _READABLE_SYMBOLS = "+-=~\u2248\u223c\u2243\u2245\u2261\u2234\u2190\u2192\u21d2\u27f9\u27f6"
 _UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d.])\s*(?:\\?[%\uff05]|percent|per cent|pct)[\s.$]*\Z", re.IGNORECASE)
+_CURRENCY = re.compile(r"\\\$|[\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba]|\A[^$]*\$[^$]*\Z")
+"""Two dollar signs enclose a formula."""
+_MARKS = re.compile(
+    r"\\?[%$\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba\xb0^{}]|\\circ(?![A-Za-z])|percent|per cent|pct|deg(?:rees?)?", re.IGNORECASE
+)
+_DEGREES = re.compile(r"\xb0|\\circ(?![A-Za-z])|\d\s*deg(?:rees?)?(?!\w)", re.IGNORECASE)
 _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
@@ -86,14 +92,23 @@ def same_number(truth: str, answer: str) -> bool | None:
     """Return whether two texts are numbers of the same value; None where one is not a number and nothing else.
 
     A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593 and 3.14159265. A percentage
-    equals its number and its fraction: 22.5% and 22.5, 22.5% and 0.225.
+    equals its number and its fraction: 22.5% and 22.5, 22.5% and 0.225. A percentage, an amount of money and an angle are different.
     """
+    if len({_mark(truth), _mark(answer)} - {None}) > 1:
+        return False
     if _PERCENT.search(truth) or _PERCENT.search(answer):
         return _same_percentage(truth, answer)
     wanted, given = exact_number(truth), exact_number(answer)
     if wanted is None or given is None:
         return None
     return wanted == given or _is_rounding(truth, answer) or _is_rounding(answer, truth)
+
+
+def _mark(text: str) -> re.Pattern[str] | None:
+    """Return which kind of mark stands beside a number, None for none and for other texts."""
+    if len(text) > 2 * LONGEST_NUMBER or exact_number(_MARKS.sub("", normalize(text))) is None:
+        return None
+    return next((mark for mark in (_PERCENT, _CURRENCY, _DEGREES) if mark.search(text)), None)
 
 
 def _same_percentage(truth: str, answer: str) -> bool | None:
@@ -193,7 +208,7 @@ def _list_of(text: str) -> tuple[str, list[Fraction]]:
         if inside.startswith(start) and inside.endswith(end):
             inside, kind = inside[len(start) : -len(end)], name
             break
-    if len(inside) > 1000 or re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d*)?", inside):
+    if len(inside) > 1000 or re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?", inside):
         return kind, []
     values = [_element(part) for part in re.split(r"\s*[,;]\s*", inside)]
     return kind, [value for value in values if value is not None] if None not in values and len(values) > 1 else []

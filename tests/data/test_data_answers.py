@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.answers import decimal_text
+from megatron_rl.data.answers import decimal_text, unwrapped
 from megatron_rl.data.questions import questions
 
 
@@ -41,6 +41,23 @@ def test_numbers_keep_their_decimal_form(tmp_path: Path) -> None:
     dates = pa.table({"question": ["q"], "answer": [datetime.date(2023, 5, 4)]})
     pq.write_table(dates, tmp_path / "dates.parquet")
     assert answers_in(tmp_path / "dates.parquet") == ["2023-05-04"]
+
+
+@pytest.mark.parametrize(
+    ("given_answer", "answer"),
+    [
+        *[
+            ("Answer: B", "B"),
+            ("The answer is 5.", "5."),
+            ("**Answer:** 5", "5"),
+            ("**Answer**: 5", "5"),
+            ("the final answer is: -5", "-5"),
+        ],
+        *[("Answer: $5$", "$5$"), ("Answer: |x|", "|x|"), ("answer", "answer"), ("Answer key: 5", "Answer key: 5"), ("Answer:", "Answer:")],
+    ],
+)
+def test_words_before_a_reference_are_not_its_answer(given_answer: str, answer: str) -> None:
+    assert unwrapped(given_answer) == answer
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -96,6 +113,10 @@ def test_references_that_no_reply_matches_are_refused(answer: object, says: str,
         ("2", "How many?", ""),
         ("B", "Which? (A) red (B) blue", ""),
         ("E", "Which letter?", ""),
+        ("(E)", "Which? (A) red (B) blue", "is (E), and the question's options are A, B: correct the letter, or list all options"),
+        ("B. red", "Which? (A) red (B) blue", "is B. red, and the question's option B is blue: correct the letter or its words"),
+        ("B. Blue", "Which? (A) red (B) blue", ""),
+        ("(B) blue.", "Which? (A) red (B) blue", ""),
     ],
 )
 def test_doubtful_references_are_named(answer: str, question: str, says: str, tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ CASES = [
     ("x \\le 5", "x <= 5", True),
     ("45^\\circ", "45 degrees", True),
     ("50\\%", "50 percent", True),
+    ("\\frac{dy}{dx}", "0", None),
+    ("f(2)=4", "f(2)=100", None),
+    ("x^2=-1", "x^2=-4", None),
+    ("2", "\\lim_{x\\to1}\\frac{x^2-1}{x-1}", None),
+    ("\\frac{1}{0}", "\\frac{2}{0}", None),
     ("5", "9^{9^{9^{9}}}", None),  # more digits than there are atoms
     ("5", "100000000!", None),
     ("5", "\\frac" * 30, None),

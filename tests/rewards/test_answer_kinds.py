@@ -79,6 +79,75 @@ DOTS_DIFFERENT = [
 ]
 SCRIPTS_SAME = [("H2O", "H_{2}O"), ("x^{2}y", "x^2y"), ("CO2", "CO_2"), ("19:00:00", "7 pm"), ("1:30:00", "01:30:00")]
 SCRIPTS_DIFFERENT = [("x^{12}", "x^{1}2"), ("a_{12}", "a_{1}2"), ("1:30:00", "1:30"), ("1:30:00", "1:30:01"), ("19:00:01", "7 pm")]
+UNEVALUATED_SAME = [
+    *[
+        ("f(2)=4", "f(2)=4.0"),
+        ("f(2)=4", "4"),
+        ("f(x)=2x", "2x"),
+        ("f(2)+f(3)=5", "5=f(3)+f(2)"),
+        ("-L\\frac{dI}{dt}", "-\\frac{dI}{dt}L"),
+        ("F=-\\frac{dU}{dx}", "-\\frac{dU}{dx}"),
+        ("x^2=4", "4=x^2"),
+    ],
+    *[
+        ("\\cos x=x", "x=\\cos x"),
+        ("x \\in (-\\infty, 2]", "x \\in (-\\infty,2]"),
+        ("x \\in [1,2]", "[1,2]"),
+        ("\\vec{a}\\cdot\\vec{b}", "\\vec{b}\\cdot\\vec{a}"),
+        ("\\emptyset", "∅"),
+        ("2\\times 3x", "6x"),
+        ("(1,2)\\cup(3,4)", "(3,4)\\cup(1,2)"),
+    ],
+]
+UNEVALUATED_DIFFERENT = [
+    *[
+        ("f(2)=4", "f(2)=100"),
+        ("P(0)=1", "P(1)=1"),
+        ("T(3) = 15", "T(3) = 16"),
+        ("a_1(2)=3", "a_1(2)=4"),
+        ("f(2)+f(3)=5", "f(2)+f(3)=6"),
+        ("x^2=-1", "x^2=-4"),
+        ("x^2+y^2=-1", "x^2+y^2=-2"),
+        ("e^x=0", "e^x=-1"),
+        ("e^0=2", "e^0=3"),
+        ("x=x+1", "y=y+1"),
+        ("x=\\frac{1}{0}", "x=\\frac{2}{0}"),
+        ("[1,1)", "[2,2)"),
+        ("\\frac{dy}{dx}", "0"),
+    ],
+    *[
+        ("\\frac{dy}{dx}", "\\frac{dx}{dy}"),
+        ("\\frac{\\partial u}{\\partial x}", "0"),
+        ("-L\\frac{dI}{dt}", "0"),
+        ("F=-\\frac{dU}{dx}", "F=\\frac{dU}{dx}"),
+        ("\\frac{dN}{dt}=kN", "\\frac{dN}{dt}=-kN"),
+        ("\\frac{dy}{dx}=\\frac{dy}{dx}", "\\frac{du}{dx}=\\frac{du}{dx}"),
+        ("2", "\\lim_{x\\to1}\\frac{x^2-1}{x-1}"),
+        ("56", "\\sum_{k=1}^{10} k+1"),
+        ("\\frac{x^2}{2}", "\\int x dx"),
+        ("\\vec{a}\\cdot\\vec{b}", "\\vec{a}\\times\\vec{b}"),
+        ("\\nabla\\cdot E", "\\nabla\\times E"),
+        ("\\vec{a}\\times\\vec{b}", "\\vec{b}\\times\\vec{a}"),
+        ("\\mathbf{a}\\times\\mathbf{b}", "\\mathbf{a}\\cdot\\mathbf{b}"),
+        ("\\hat{i}\\times\\hat{j}", "\\hat{j}\\times\\hat{i}"),
+    ],
+]
+MARKS_SAME = [
+    *[("5%", "5"), ("5%", "0.05"), ("$5$", "5%")],
+    *[("$90^\\circ$", "90°"), ("90 degrees", "90"), ("\\$5", "$5")],
+]
+MARKS_DIFFERENT = [
+    *[("5%", "$5"), ("5%", "\\$5"), ("5 percent", "€5")],
+    *[("90°", "90%"), ("90 degrees", "90 percent"), ("90^\\circ", "$90")],
+]
+GROUPS_SAME = [
+    *[("0,100,200", "0, 100, 200"), ("0,100", "100,0")],
+    *[("100,200,300", "100, 200, 300"), ("1,000", "1000")],
+]
+GROUPS_DIFFERENT = [
+    *[("0,100,200", "100200"), ("0,100", "100")],
+    *[("x=0,100", "x=100"), ("100200", "100, 200")],
+]
 OPTIONS_SAME = [
     *[("1", "cat", NUMBERED), ("2", "(2) dog", NUMBERED), ("2", "(2)", NUMBERED), ("2", "2) Dog.", NUMBERED), ("dog", "2", NUMBERED)],
     *[
@@ -111,8 +180,16 @@ def unnoticed(cases: list[tuple[str, str, str]], expected: float) -> list[tuple[
 
 @pytest.mark.parametrize(
     ("same", "different"),
-    [(EQUATIONS_SAME, EQUATIONS_DIFFERENT), (UNITS_SAME, UNITS_DIFFERENT), (DOTS_SAME, DOTS_DIFFERENT), (SCRIPTS_SAME, SCRIPTS_DIFFERENT)],
-    ids=["equations", "units", "dots", "scripts and seconds"],
+    [
+        (EQUATIONS_SAME, EQUATIONS_DIFFERENT),
+        (UNITS_SAME, UNITS_DIFFERENT),
+        (DOTS_SAME, DOTS_DIFFERENT),
+        (SCRIPTS_SAME, SCRIPTS_DIFFERENT),
+        (UNEVALUATED_SAME, UNEVALUATED_DIFFERENT),
+        (MARKS_SAME, MARKS_DIFFERENT),
+        (GROUPS_SAME, GROUPS_DIFFERENT),
+    ],
+    ids=["equations", "units", "dots", "scripts and seconds", "unevaluated", "marks", "groups of digits"],
 )
 def test_kinds_of_answers(same: list[tuple[str, str]], different: list[tuple[str, str]]) -> None:
     """In both directions, and each side is itself."""

@@ -79,6 +79,12 @@ VOID = {
 }
 
 
+@pytest.mark.parametrize("box", ["$\\boxed{5}$", "\\(\\boxed{5}\\)", "\\[ \\boxed{5} \\]", "**\\boxed{5}**", "\n$$\\fbox{5}$$\n"])
+def test_a_box_between_marks_is_read(box: str) -> None:
+    assert tagged(f"<answer>{box}</answer>") == "5"
+    assert tagged("<answer>$\\boxed{5}+\\boxed{6}$</answer>") == "$\\boxed{5}+\\boxed{6}$"
+
+
 @pytest.mark.parametrize("name", VOID)
 @pytest.mark.parametrize("read", [strict_boxed, tagged])
 def test_void_answers(name: str, read: answers.Read) -> None:
