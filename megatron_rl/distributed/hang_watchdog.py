@@ -292,8 +292,10 @@ def _told(answers: Mapping[int, Answer]) -> str:
 
 
 def place(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """The innermost line of this package, and of whoever is at work there. Example: `training_loop.py:188 in attach (threading.py:320 in
-    wait)`."""
+    """Return the innermost line of this package, and the innermost line of all behind it in parentheses.
+
+    Example: `training_loop.py:188 in attach (threading.py:320 in wait)`.
+    """
     told = [f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}" for frame, line in frames]
     own = [number for number, (frame, _) in enumerate(frames) if _is_own(Path(frame.f_code.co_filename))]
     return told[-1] if not own or told[own[-1]] == told[-1] else f"{told[own[-1]]} ({told[-1]})"

@@ -125,7 +125,7 @@ def is_spokesman() -> bool:
 
 
 def main_place() -> str:
-    """Return where the main thread is. Example: `distributed/world.py:71 in connect`"""
+    """Return where the main thread is. Example: `world.py:71 in connect`"""
     frame = sys._current_frames()[threading.main_thread().ident]
     own = frame
     while own.f_back is not None and not Path(own.f_code.co_filename).is_relative_to(Path(__file__).parents[1]):

@@ -184,7 +184,7 @@ GOOD = "error: run.dir=/x: could not be written ([Errno 28] No space left on dev
         ([75, 75], ["stopped at step 1 of 3; the same command goes on\n", ""], [], ""),
         (
             [75, 75],
-            ["stopped before the first step, by SIGTERM at distributed/world.py:71 in connect; the same command goes on\n", ""],
+            ["stopped before the first step, by SIGTERM at world.py:71 in connect; the same command goes on\n", ""],
             [],
             "",
         ),
