@@ -238,10 +238,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what is wrong with a chat template is called too much time",
-        "megatron_rl/rollout/processor.py",
-        "        except ValueError:\n            code = 0\n",
-        "        except ValueError:\n            code = 1\n",
+        "megatron_rl/rollout/template_probe.py",
+        "    except (TemplateError, TypeError",
+        "    except (TypeError",
         "tests/rollout/test_processor.py -k template",
+    ),
+    Mutant(
+        "a chat template has no limit of memory",
+        "megatron_rl/rollout/template_probe.py",
+        '(resource.RLIMIT_AS, given["num_bytes"]), ',
+        "",
+        "tests/rollout/test_processor.py -k limits_of_time_and_memory",
     ),
     Mutant(
         "reading folders may take all memory",

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -125,15 +124,12 @@ def as_a_page(form: str) -> str:
 
 def inspected(form: str) -> str:
     with patch.object(processor, "TEMPLATE_S", 2):
-        return processor.inspect_template(lambda messages, speak: _rendered(form, messages, speak), "MODEL")
+        processor.require_bounded(form, "MODEL")
+    return rendered(form)
 
 
 def rendered(form: str) -> str:
-    return _rendered(form, [{"role": "user", "content": "x"}], True)
-
-
-def _rendered(form: str, messages: Sequence[Any], speak: bool) -> str:
-    return render_jinja_template([messages], chat_template=form, add_generation_prompt=speak)[0][0]
+    return render_jinja_template([[{"role": "user", "content": "x"}]], chat_template=form, add_generation_prompt=True)[0][0]
 
 
 def plain_end(path: Path) -> bytes:

@@ -1,13 +1,12 @@
 """Loads a checkpoint's processor and chat template, and refuses those that cannot be trained with."""
 
-import os
-import resource
-import select
-import signal
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
-import psutil
 from jinja2 import Environment, TemplateError
 from PIL.Image import Resampling
 from transformers import AutoProcessor, ProcessorMixin
@@ -15,6 +14,7 @@ from transformers import AutoProcessor, ProcessorMixin
 from megatron_rl.config import require
 from megatron_rl.models.family import IMAGE_PROCESSORS, PROCESSORS
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.rollout import template_probe
 from megatron_rl.types import Message
 
 SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
@@ -22,7 +22,9 @@ SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
 """Exceptions of a chat template that is itself at fault."""
 TEMPLATE_S, TEMPLATE_BYTES = 10, 1 << 30
-"""Limits of processor time and of additional memory for the checks of a chat template."""
+"""Limits of processor time and of memory for trying a chat template."""
+_PROBE_S = 300
+"""Seconds by the clock: the kernel has ended the process long before, however busy the machine is."""
 _SYSTEM, _QUESTION, _REPLY, _NEXT = "Probe\n\n  system", 'Probe:\n\n  is 1 < 2 & "x"?', "probe reply", "probe observation"
 """With what a template may change: capitals, blanks, empty lines, and characters that HTML and JSON write otherwise."""
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -113,43 +115,16 @@ def check_determinism(template: str, path: str) -> None:
         require(name not in names, "model.path", path, remedy)
 
 
-def inspect_template(render: Callable[[Sequence[Message], bool], str], path: str) -> str:
-    """Return what find_continuation_problem does. ValueError: see check_template, or the template takes too much time or memory."""
-
-    def inspect() -> str:
-        check_template(render, path)
-        return find_continuation_problem(render, path)
-
-    _require_bounded(inspect, path)
-    return inspect()
-
-
-def _require_bounded(inspect: Callable[[], str], path: str) -> None:
-    """Try it in a fork, which the kernel ends at its limits: a template is a program, and its loops may have no end."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            _limit_process()
-            inspect()
-            code = 0
-        except ValueError:
-            code = 0
-        finally:
-            os._exit(code)
-    handle = os.pidfd_open(child)
-    if not select.select([handle], [], [], 6 * TEMPLATE_S)[0]:
-        os.kill(child, signal.SIGKILL)
-    os.close(handle)
+@cache
+def require_bounded(template: str, path: str) -> None:
+    """Raise ValueError where a chat template takes too much time or memory for a short conversation, tried in a process of its own."""
+    parts = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
+    begun = [_say("system", _SYSTEM), {"role": "user", "content": parts}, _say("assistant", _REPLY), _say("user", _NEXT)]
+    given = {"template": template, "seconds": TEMPLATE_S, "num_bytes": TEMPLATE_BYTES, "conversations": [begun[:2], begun]}
+    command = [sys.executable, "-P", template_probe.__file__]
+    ended = subprocess.run(command, input=json.dumps(given), text=True, capture_output=True, timeout=_PROBE_S, check=False)
     remedy = f"its chat template takes more than {TEMPLATE_S} s or {TEMPLATE_BYTES >> 20} MB for a short conversation; {_REMEDY}"
-    require(os.waitpid(child, 0)[1] == 0, "model.path", path, remedy)
-
-
-def _limit_process() -> None:
-    data = psutil.Process().memory_info().data + TEMPLATE_BYTES
-    for kind, most in ((resource.RLIMIT_CPU, TEMPLATE_S), (resource.RLIMIT_DATA, data), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    require(ended.returncode == 0, "model.path", path, remedy)
 
 
 def check_template(render: Callable[[Sequence[Message], bool], str], path: str) -> None:

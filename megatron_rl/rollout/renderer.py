@@ -25,7 +25,15 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.vocabulary import check_vocabulary
-from megatron_rl.rollout.processor import check_determinism, check_model_fit, find_banned_ids, inspect_template, load_processor
+from megatron_rl.rollout.processor import (
+    check_determinism,
+    check_model_fit,
+    check_template,
+    find_banned_ids,
+    find_continuation_problem,
+    load_processor,
+    require_bounded,
+)
 from megatron_rl.rollout.transcript_segments import pictures_of, split_transcript
 from megatron_rl.types import Context, Image, Message
 
@@ -88,7 +96,9 @@ class Renderer:
         self._lock = Lock()
         """Held while what is remembered changes."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
-        self.continuation_problem = inspect_template(self._apply_template, model.path)
+        require_bounded(self.processor.chat_template, model.path)
+        check_template(self._apply_template, model.path)
+        self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
         """Why no text can be appended behind an earlier reply; empty where it can."""
         check_determinism(self.processor.chat_template, model.path)
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]

@@ -1,0 +1,31 @@
+"""A program of its own: renders a chat template with Jinja alone, under limits that the kernel enforces (processor.require_bounded).
+
+A template is a program, and its loops may have no end. Reads {"template", "seconds", "num_bytes", "conversations"} as JSON. Ends with 0
+unless a limit was met; other errors of the template are left to processor.check_template.
+"""
+
+import json
+import resource
+import sys
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    for kind, most in ((resource.RLIMIT_CPU, given["seconds"]), (resource.RLIMIT_AS, given["num_bytes"]), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    try:
+        template = environment.from_string(given["template"])
+        for messages in given["conversations"]:
+            template.render(messages=messages, add_generation_prompt=True)
+    except (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError):
+        return
+
+
+if __name__ == "__main__":
+    main()
