@@ -75,7 +75,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(table, markup=False)
     for row in rows:
         if row.seen.error:
-            console.print(printable(f"{row.name}: {row.seen.error} ({row.seen.folder})"), markup=False, highlight=False, soft_wrap=True)
+            line = f"{printable(f'{row.name}: {row.seen.error}')}  ({printable(str(row.seen.folder))})"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     counts = {state: sum(row.seen.state is state for row in rows) for state in State}
     console.print(", ".join(f"{count} {state}" for state, count in counts.items() if count), highlight=False)
 

@@ -82,7 +82,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     **{
         name: Kind(
-            command=[sys.executable, "-m", f"megatron_rl.services.{name}"],
+            command=[sys.executable, "-m", f"megatron_rl.tasks.lewis.server.{name}_app"],
             options=lambda settings, name, nonce, token: ["--model", settings.model, "--name", nonce, "--token-file", str(token)],
             path="", question="/health", names=lambda body: [_Health.model_validate_json(body).name],
         )

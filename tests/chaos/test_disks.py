@@ -19,12 +19,12 @@ def seen(*command: object) -> str:
 
 
 def test_what_mishaps_do_to_disks() -> None:
-    print(seen(sys.executable, SUPPORT / "chaos_disks.py"))
+    print(seen(sys.executable, "-m", "tests.support.chaos_disks"))
     assert not Path("/dev/shm/ballast").exists(), "it was in a /dev/shm of its own"
 
 
 def test_a_user_without_rights_is_told_what_cannot_be() -> None:
     if os.geteuid():
         pytest.skip("the other test is this one where the user is not root")
-    told = seen(sys.executable, SUPPORT / "unprivileged.py", sys.executable, SUPPORT / "chaos_disks.py")
+    told = seen(sys.executable, SUPPORT / "unprivileged.py", sys.executable, "-m", "tests.support.chaos_disks")
     assert "no mounts of its own" in told

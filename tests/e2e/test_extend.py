@@ -142,8 +142,8 @@ def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
 
     At the first update every ratio is 1: the loss is minus the mean advantage of the tokens.
     """
-    own = "import gradient, short\nfrom megatron_rl.algo.algorithms import Algorithm\nfrom megatron_rl.algo import credit\n"
-    own += "row = Algorithm(credit=credit.leave_one_out, surrogate=gradient.policy_gradient)\n"
+    own = "import gradient, short\nfrom megatron_rl.algo.algorithms import Algorithm\nfrom megatron_rl.algo import advantages\n"
+    own += "row = Algorithm(credit=advantages.leave_one_out, surrogate=gradient.policy_gradient)\n"
     (home / "both.py").write_text(own + "short.cli(rewards={'short': short.short}, algorithms={'gradient': row})\n")
     data = ("task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]")
     run(

@@ -352,8 +352,8 @@ def test_what_a_life_before_has_half_written_goes(tmp_path: Path) -> None:
     for path in halves + others:
         path.parent.mkdir(exist_ok=True)
         path.write_text("{")
-    with held(settings_of(tmp_path)) as evaluation:
-        assert evaluation is None and not any(path.exists() for path in halves) and all(path.exists() for path in others)
+    with held(settings_of(tmp_path)) as standing:
+        assert not standing.is_finished and not any(path.exists() for path in halves) and all(path.exists() for path in others)
 
 
 def test_a_disk_that_becomes_read_only_does_not_hide_what_a_run_ends_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_who_waits_for_ranks_to_meet_is_ended(begun: dict[str, list[forked.Proce
     code, lines, seconds = end("store", begun)
     assert code == os.EX_TEMPFAIL and seconds < 15
     assert len(lines) == 1 and re.fullmatch(
-        r"stopped before the first step, by SIGTERM at distributed/world.py:\d+ in connect; the same command goes on", lines[0]
+        r"stopped before the first step, by SIGTERM at world.py:\d+ in connect; the same command goes on", lines[0]
     ), lines
 
 

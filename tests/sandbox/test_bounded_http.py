@@ -148,7 +148,8 @@ def test_there_is_no_other_client() -> None:
     for path in (path for package in ("megatron_rl", "sandbox", "tools", "launch") for path in (ROOT / package).rglob("*.py")):
         for name in [] if "attack" in path.parts else re.findall(CLIENTS, path.read_text(), flags=re.MULTILINE):
             found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
-    rewards = {f"megatron_rl/rewards/{name}.py" for name in ("client", "greeting", "judge", "listener", "partner", "speaker")}
+    clients = {f"megatron_rl/clients/{name}.py" for name in ("openai", "health_check")}
+    lewis = {f"megatron_rl/tasks/lewis/{name}_client.py" for name in ("listener", "partner", "speaker")}
     assert found.pop("httpx") == {"sandbox/bounded_http.py"}
     assert found.pop("urllib.request") == {"megatron_rl/clients/proxies.py"}, "which reads the environment and asks nobody"
-    assert set.union(*found.values()) <= {*rewards, "megatron_rl/evaluation/endpoint_policy.py"}
+    assert set.union(*found.values()) <= {*clients, *lewis, "megatron_rl/rewards/judge.py", "megatron_rl/evaluation/endpoint_policy.py"}

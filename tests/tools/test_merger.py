@@ -70,8 +70,8 @@ def test_verify_runs_both_models(checkpoints: dict[str, tuple[Path, Path]], tmp_
     swapped = tmp_path / "swapped.py"
     swapped.write_text("""
 import sys
-from megatron_rl.models import mapping
-mapping.split_halves = lambda fused: fused.chunk(2, 0)[::-1]
+from megatron_rl.models import name_mapping
+name_mapping.split_halves = lambda fused: fused.chunk(2, 0)[::-1]
 from tools.convert.merger import main
 sys.exit(main(sys.argv[1:]))""")
     result = forked.run(swapped, "--checkpoint", checkpoint, "--out", tmp_path / "swapped", "--verify", timeout_s=120)
