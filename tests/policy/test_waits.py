@@ -16,7 +16,7 @@ MICRO_BATCH = {"nonzero in network.py": 1}
 """Which rows were sampled. The pictures' patches are pinned and take their turn."""
 UPDATE = {
     "item in finalize_model_grads.py": 1,
-    "tolist in numbers.py": 1,
+    "tolist in loss_metrics.py": 1,
     "item in network.py": 2,
     "to meta in utils.py": 1,
     "item in clip_grads.py": 1,

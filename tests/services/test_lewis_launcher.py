@@ -216,7 +216,8 @@ def test_the_services_of_a_pair_are_started_with_the_users_words(tmp_path: Path,
     for kind, model, port in (("listener", "L", "9000"), ("speaker", "S", "9001")):
         _, *words = (tmp_path / "out" / f"{kind}.log").read_text().split()
         taken = ["--trained", "--token-file", str(token)]
-        expected = ["-m", f"megatron_rl.tasks.lewis.server.{kind}_app", "--model", model, "--port", port, *taken, *(given or NANO_ARGS).split()]
+        program = f"megatron_rl.tasks.lewis.server.{kind}_app"
+        expected = ["-m", program, "--model", model, "--port", port, *taken, *(given or NANO_ARGS).split()]
         assert words == expected and parser("", port=0, given={}).parse_args(words[2:]).trained
     assert read_token(token) and stat.S_IMODE(token.stat().st_mode) == 0o600
     runs = told.stdout + (tmp_path / "out" / "listener_run.log").read_text()

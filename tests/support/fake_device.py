@@ -60,7 +60,7 @@ class Waits(TorchDispatchMode):
         self.seen: Counter[str] = Counter()
 
     def note(self, what: str) -> None:
-        frames = [f for f in traceback.extract_stack() if "megatron" in f.filename and not f.filename.endswith("/cpu.py")]
+        frames = [f for f in traceback.extract_stack() if "megatron" in f.filename and not f.filename.endswith("/megatron_cpu.py")]
         self.seen[" < ".join([what, *(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))])] += 1
 
     def tolist(self, tensor: torch.Tensor) -> list:
