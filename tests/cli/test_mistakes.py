@@ -44,7 +44,7 @@ def broken(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "internvl"}))
     config = folder / "other_critic" / "config.json"
     stored = json.loads(config.read_text())
-    stored["vision_config"]["patch_size"] = 16
+    stored["vision_config"] |= {"patch_size": 16, "window_size": 64}
     config.write_text(json.dumps(stored))
     (folder / "configs" / "experiment").mkdir(parents=True)
     for name, text in YAMLS.items():

@@ -37,7 +37,8 @@ class Started:
 
 def start(kind: str, model: Path, *words: object, variables: Mapping[str, str] = {}) -> Started:
     """Waits until it takes requests, as long as its process lives; port 0 unless `words` say otherwise."""
-    command = [sys.executable, "-m", f"megatron_rl.tasks.lewis.server.{kind}_app", "--model", str(model), "--port", "0", *NANO, *map(str, words)]
+    program = f"megatron_rl.tasks.lewis.server.{kind}_app"
+    command = [sys.executable, "-m", program, "--model", str(model), "--port", "0", *NANO, *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
