@@ -65,7 +65,7 @@ token=$out/services.token # both services ask for it
 serve() {
     local model=$2
     if [[ -f $out/$1/eval.json ]]; then model=$out/$1/final; fi
-    python -m "megatron_rl.services.$1" --model "$model" --port "$3" --trained --token-file "$token" \
+    python -m "megatron_rl.tasks.lewis.server.${1}_app" --model "$model" --port "$3" --trained --token-file "$token" \
         "${service_args[@]}" >"$out/$1.log" 2>&1 &
     names[$!]="the $1"
     until grep -q '^http://' "$out/$1.log"; do
