@@ -249,7 +249,7 @@ SPEAKS, HEARS = "lewis_cpu", "lewis_listener_cpu"
         ({"ENDS": HEARS, "CODE": "137"}, 1, "the listener's run has ended with code 137"),
         ({"ENDS": SPEAKS, "CODE": "1"}, 1, "the speaker's run has ended with code 1"),
         ({"ENDS": SPEAKS, "CODE": "75"}, 75, "the speaker's run has ended with code 75"),
-        ({"DIES": "listener"}, 1, "the listener has ended with code 3"),
+        ({"DIES": "listener_app"}, 1, "the listener has ended with code 3"),
         ({"ENDS": SPEAKS, "CODE": "1", "STAYS": HEARS}, 1, "the speaker's run has ended with code 1"),
     ],
 )
