@@ -36,11 +36,11 @@ WORDS = "go to microwave 1, and heat the apple "
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a folder."""
+    """Size of a run folder."""
 
     name: str
     tokens: int
-    """Of a turn; a fifth of them is sampled."""
+    """Tokens of a turn; a fifth of them is sampled."""
     made: int
     """Steps that are written; the others are links to them."""
 

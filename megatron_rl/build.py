@@ -107,8 +107,11 @@ def build_fleet(
 
 
 def owner_of(settings: Settings, name: str) -> str:
-    """Whose a server is, as another run is told. vLLM 0.32.0 strikes whole paths from what it answers (sanitize_message in
-    entrypoints/serve/exception_handling/utils.py): the run folder's last two names. Example: `runs/mine (4711 on node1, 0a1b2c3d)`"""
+    """Return the name of this run for other runs that ask for the same server. Example: `runs/mine (4711 on node1, 0a1b2c3d)`.
+
+    Only the last two names of the run folder: vLLM 0.32.0 removes absolute paths from its answers (sanitize_message in
+    entrypoints/serve/exception_handling/utils.py).
+    """
     return f"{'/'.join(Path(settings.run.dir).absolute().parts[-2:])} ({os.getpid()} on {socket.gethostname()}, {name})"
 
 

@@ -21,7 +21,7 @@ Answer = Callable[["Trap", socket.socket, bytes], None]
 class Trap:
     port: int
     heard: list[bytes] = field(default_factory=list)
-    """What each request began with."""
+    """The first bytes of each request."""
 
     @property
     def url(self) -> str:

@@ -14,7 +14,7 @@ from sandbox.connections import Line
 LINES = 24
 """Connections that a slow client opens."""
 WAIT_S = 3.0
-"""What it waits: three times what the server gives it."""
+"""Seconds to wait: three times the limit of the server."""
 SHORT = Line(header_s=1.0, body_s=1.0, answer_s=1.0, most=LINES // 3)
 TO_BOXES = (("Host", "127.0.0.1"), ("Content-Type", "application/json"))
 

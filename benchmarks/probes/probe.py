@@ -53,7 +53,7 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class Attempt:
     gained: str = ""
-    """What the attack has gained, or how it has broken what it attacks; "" if it failed."""
+    """The gain of the attack, or the damage that it did; empty if it failed."""
     refusal: str = ""
     seconds: float = 0.0
     megabytes: float = 0.0

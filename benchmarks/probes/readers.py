@@ -52,7 +52,7 @@ def loaded_picture(path: Path) -> object:
 
 
 def shown_picture(path: Path) -> bytes | None:
-    """As the viewer gives it out."""
+    """The rollout in the form that the viewer returns."""
     return Folder(path.parents[2]).picture(path.stem)
 
 
@@ -94,7 +94,7 @@ def by_digest(folder: Path) -> str:
 
 
 def by_size(folder: Path) -> str:
-    """As before digests."""
+    """The state as it was written before there were digests."""
     files = json.loads((folder / "run" / "state.json").read_text())["files"]
     return next((name for name, each in files.items() if (folder / name).stat().st_size != each["bytes"]), "")
 

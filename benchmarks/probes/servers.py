@@ -92,7 +92,7 @@ def talks_by_websocket(server: Any, folder: Path) -> str:
 
 
 def calls_another_method(server: Any, folder: Path) -> str:
-    """By whoever has the token: other spellings of the path, and bodies that two readers may read differently."""
+    """Attacks with the token: other spellings of the path, and bodies that two readers may read differently."""
     paths = ("/collective_rpc", "//collective_rpc", "/./collective_rpc", "/%63ollective_rpc", "/collective_rpc?x=/", "/collective_rpc;x")
     plain = json.dumps({"method": "save_sharded_state", "args": [str(folder / "written")]})
     other = ('{"method": "rl_nature", "method": "save_sharded_state"}', '{"method": "rl_nature", "args": []}', '{"\\u006dethod": "sleep"}')

@@ -22,7 +22,7 @@ FEATURES = {"Image": "pictures", "Video": "videos", "Audio": "audio"}
 _CONTAINERS = {b"WEBP": "pictures", b"AVI ": "videos", b"WAVE": "audio"}
 _MAGIC = {b"\x1aE\xdf\xa3": "videos", b"ID3": "audio", b"fLaC": "audio", b"OggS": "audio"}
 _DECODED = re.compile(r".?PNG\r?\n\x1a\n|.{0,6}(?:JFIF|Exif)\0", re.DOTALL)
-"""What every encoding leaves of the first bytes of PNG and JPEG."""
+"""First characters of PNG and JPEG files, the same in every text encoding."""
 _HEAD = 12
 """First bytes by which formats are told apart."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")

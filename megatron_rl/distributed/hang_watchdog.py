@@ -44,7 +44,7 @@ LOOKS, LOOK_S = 20, 0.5
 ANSWER_S = 5.0
 """What the others have for their answers; who gives none is gone."""
 WRITE_S = 1.0
-"""What an answer waits for the stacks to be written."""
+"""Seconds that a report waits for its stacks to be written."""
 LEAVE_S = 6 * ANSWER_S
 """What the last word may take. A store whose process hangs, and has not ended, keeps a request for ever, whatever its time limit: torch
 2.13's TCPStore waits for the answer to its own cancellation."""
@@ -306,8 +306,10 @@ def _is_own(path: Path) -> bool:
 
 
 def waits(frames: Sequence[tuple[FrameType, int]]) -> bool:
-    """Whether the innermost line is one of torch's collectives, or waits for one that was begun before (Megatron's, by .wait()). What
-    writes a checkpoint lies beside the collectives, and waits for a disk."""
+    """Return whether the innermost frame is a collective of torch, or waits for one (Megatron's, by .wait()).
+
+    Code of torch.distributed.checkpoint waits for a disk and does not count.
+    """
     frame, line = frames[-1]
     file = frame.f_code.co_filename
     is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file

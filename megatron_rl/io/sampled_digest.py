@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 BLOCKS, BLOCK_BYTES = 4096, 4096
-"""What is read of a file at the most: 16 MiB; of one of 4 GB a block in each MB, so that no layer of a model is left out."""
+"""Limit of the bytes read of a file, 16 MiB: of a file of 4 GB one block in each MB, so that no layer of a model is left out."""
 
 
 def sampled_digest(path: Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _NUMBERS = itertools.count()
-"""Of the files of this process: TensorBoard orders files by their second, and by this."""
+"""Numbers the files of this process: TensorBoard orders files by their second, then by this number."""
 
 
 class EventFile:

@@ -96,7 +96,7 @@ class Algebra:
         self._end: Callable[[], object] | None = None
 
     async def equal(self, truth: str, answer: str) -> bool | None:
-        """Whether both are the same mathematically; None where one is no mathematics, or it takes too long to tell. Raises LastingFault.
+        """Return whether both are the same mathematically; None if one is no mathematics or the check times out. Raises LastingFault.
 
         Several named values (`x = 1, y = 2`) are compared name by name; beside a text without names they are left open.
         """

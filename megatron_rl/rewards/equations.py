@@ -13,7 +13,7 @@ _NAME = re.compile(
     r"(?:[A-Za-z]{1,2}|[A-Z]{3}|\\(?:alpha|beta|gamma|delta|Delta|theta|lambda|mu|sigma|phi|omega))\}?"
     r"'*(?:_\{?\w+\}?)?(?:\s*\([\w, ]*\))?"
 )
-r"""What a value is called: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
+r"""Names of values: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
 
 
 def named_values(text: str) -> dict[str, str]:

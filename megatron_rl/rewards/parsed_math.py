@@ -1,4 +1,4 @@
-r"""What math-verify would evaluate away, on expressions that it has read; imported by the algebra's helper alone, for SymPy loads slowly.
+r"""Checks of parsed expressions that math-verify would evaluate away. Imported by the algebra's helper process only: SymPy loads slowly.
 
 math-verify solves equations and evaluates both sides: `f(2)=4` has no unknown, `x^2=-1` has no real solution and \frac{dy}{dx} is 0, so
 each of them would equal any other of its kind. A limit, a sum or an integral would equal its value, which is what a question asks for.

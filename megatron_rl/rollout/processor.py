@@ -26,7 +26,7 @@ TEMPLATE_S, TEMPLATE_BYTES = 10, 1 << 30
 _PROBE_S = 300
 """Seconds by the clock: the kernel has ended the process long before, however busy the machine is."""
 _SYSTEM, _QUESTION, _REPLY, _NEXT = "Probe\n\n  system", 'Probe:\n\n  is 1 < 2 & "x"?', "probe reply", "probe observation"
-"""With what a template may change: capitals, blanks, empty lines, and characters that HTML and JSON write otherwise."""
+"""Probe texts with all that a template may change: capitals, blanks, empty lines, characters that HTML and JSON escape."""
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _VARYING = {"strftime_now": "the time of day", "lipsum": "random text", "random": "a random choice"}
 """Names that make the text of a chat template another one each time, in transformers' environment and Jinja's own."""

@@ -1,4 +1,4 @@
-"""What a run's checkpoint remembers beside its tensors: run/state.json, with a digest of its own."""
+"""State of a run in its checkpoints, beside the tensors: run/state.json, with a digest of its own."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ class InputDigests:
     """Digests of what a run reads again when it goes on."""
 
     model: dict[str, str] = field(default_factory=dict)
-    """Of the files in model.path, by name (weights/formats/model_digests.py)."""
+    """Digests of the files in model.path, by name (weights/formats/model_digests.py)."""
     data: dict[str, str] = field(default_factory=dict)
-    """Of the files of task.data.train, .eval and .demonstrations, by setting (data/data_digests.py)."""
+    """Digests of the files of task.data.train, .eval and .demonstrations, by setting (data/data_digests.py)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RunState:
-    """What a run knows beside its policy when `step` steps are done; without arguments, at its beginning."""
+    """State of a run after `step` steps, beside its policy; without arguments, of a new run."""
 
     step: Annotated[int, Ge(0)] = 0
     history: History = field(default_factory=History)

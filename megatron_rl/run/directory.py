@@ -72,7 +72,7 @@ class Standing:
     """{dotted key: (old, new)} of the settings that may change, since the folder's run last began or went on."""
     is_finished: bool = False
     evaluation: dict[str, float] = field(default_factory=dict)
-    """Of a run that is finished: its last one."""
+    """The last evaluation of a finished run."""
     missing: str = ""
     """The file of final/ for which a run with a last evaluation is not finished."""
     refusal: str = ""

@@ -24,7 +24,7 @@ MEMBERS = {
     "speaker_service": "-m megatron_rl.tasks.lewis.server.speaker_app",
     "listener_service": "-m megatron_rl.tasks.lewis.server.listener_app",
 }
-"""By what stands in the command line."""
+"""Processes of the pair, by a part of their command lines."""
 
 
 def prepare_pair(starts: Path) -> None:

@@ -62,13 +62,13 @@ MAY_IMPORT = {
     },
     "launcher": {"config", "io", "distributed", "observe", "run", "evaluation", "cli"},
 }  # fmt: skip
-"""What each top-level module may import; in the order of the layers, lowest first. rollout and policy never import each other."""
+"""Allowed imports between top-level modules, in the order of the layers, lowest first. rollout and policy never import each other."""
 TASK_IMPORTERS = {"registry.py", "preflight/doctor.py", "cli/app.py"}
 """Files outside tasks/ that import a task."""
 LIBRARY_FOLDERS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "memory_plan/", "weights/", "compat/")}
 HEAVY = ["vllm", "megatron"]
 WORKER_EXTENSION = PACKAGE / "rollout" / "vllm" / "worker_extension.py"
-"""What a server of vLLM imports, and nothing else."""
+"""The module that vLLM servers import; nothing else may."""
 OF_GAMES = set() if find_spec("fast_downward") else {PACKAGE / "tasks" / "alfworld" / "textworld_engine.py"}
 """What cannot be imported without launch/install_alfworld.sh."""
 NEVER_LOADS = {

@@ -35,7 +35,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 OTHER_SITES = ("cross-site", "same-site")
-"""Of Sec-Fetch-Site, which browsers send: the page that asks is another one's. A link that is followed leads to this page."""
+"""Values of the header Sec-Fetch-Site in requests that other sites' pages make. A link that the user follows is not refused."""
 SORTED_BY = tuple(name for name in COLUMNS if name not in ("tools", "said"))
 MOST_ROWS = 500
 TOKENIZER = "tokenizer.json"
